@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import ROOT, environment
@@ -10,7 +11,15 @@ from object_servers import SECRET
 from refusals import missing
 
 from jaxdist.checkpoint import manifest
-from jaxdist.runtime.storage import Locked, locate
+from jaxdist.runtime.storage import Location, Locked, locate
+
+
+def upload(folder: Path, url: str) -> Location:
+    """Copy the files of a directory to a place on an object store."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            (locate(url) / file.relative_to(folder)).write(file.read_bytes())
+    return locate(url)
 
 
 def history(folder) -> list:

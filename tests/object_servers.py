@@ -223,12 +223,12 @@ def slow(address: str, seconds: float) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def refusing(address: str, status: int, code: str) -> Iterator[str]:
+def refusing(status: int, code: str) -> Iterator[str]:
     """A server that refuses every request, and repeats it as some do; its address."""
 
     def answer(request: Message, ask) -> Message:
         told = f"<Error><Code>{code}</Code><Sent>{request.headers}</Sent></Error>"
         return Message((status,), {}, told.encode())
 
-    with passing_on(address, answer) as way:
+    with passing_on("http://nowhere", answer) as way:
         yield way

@@ -302,7 +302,7 @@ def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypat
     ]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert named("~/tokenizer.json") == str(tmp_path / "tokenizer.json")
-    assert tokenizer_file("~/tokenizer.json") == tmp_path / "tokenizer.json"
+    assert str(tokenizer_file("~/tokenizer.json")) == f"{tmp_path}/tokenizer.json"
 
 
 def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import types
 import pytest
 import yaml
 from commands import ROOT
+from kubernetes_cases import EVERYTHING, config, container, job, job_set, pod
 from kubernetes_schema import JOB_SET, misfits
 from refusals import refused
 
@@ -21,52 +22,6 @@ from jaxdist.tools.launch import kubernetes, skypilot
 from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text, num_bytes
 from jaxdist.tools.launch.membership import LegalSizes
 from jaxdist.tools.launch.yaml_writer import write_yaml
-
-
-def config(**fields) -> KubernetesConfig:
-    return KubernetesConfig(**{"image": "host/jaxdist:1", "volume": ("runs:/runs",), **fields})
-
-
-EVERYTHING = config(
-    name="llama",
-    namespace="research",
-    nodes=8,
-    gpus_per_node=8,
-    cpus_per_node="64",
-    memory="512Gi",
-    shared_memory="64Gi",
-    device=("rdma/hca=8",),
-    volume=("runs:/runs", "corpora:/data"),
-    run_dir="/runs/a/b",
-    queue="team-a",
-    node_selector=("cloud.example.com/fabric=a1",),
-    exclude_node=("node-7", "node-9"),
-    toleration=("dedicated=training:NoSchedule", "spot", "slow:NoExecute"),
-    env=("NCCL_DEBUG=INFO",),
-    secret_env=("WANDB_API_KEY=wandb:api-key",),
-    pull_secret="registry",
-    arguments=["--config", "gpt2_124m", "--mesh=dp=64"],
-)
-
-
-def job_set(config: KubernetesConfig) -> dict:
-    *_, found = yaml.safe_load_all(manifest_text(config))
-    return found
-
-
-def job(found: dict) -> dict:
-    (replicated,) = found["spec"]["replicatedJobs"]
-    return replicated["template"]["spec"]
-
-
-def pod(found: dict) -> dict:
-    return job(found)["template"]["spec"]
-
-
-def container(found: dict) -> dict:
-    (only,) = pod(found)["containers"]
-    return only
-
 
 # --- what Kubernetes makes of it ------------------------------------------------------------------
 
@@ -149,6 +104,20 @@ def test_the_api_takes_every_field(given):
     assert misfits(job_set(given), JOB_SET) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [config(), EVERYTHING], ids=["least", "everything"])
+def test_the_models_of_the_api_take_every_field(given):
+    """Kubeflow's, made from the schemas that JobSet and Kubernetes publish."""
+    api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra")
+    found = job_set(given)
+    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() == found  # unknown ones are dropped
+    pod(found)["terminationGracePeriod"] = 30
+    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() != found
+    container(found)["args"] = [1]
+    with pytest.raises(ValueError, match="args"):
+        api.JobsetV1alpha2JobSet.from_dict(found)
+
+
 def test_what_the_api_does_not_take_is_seen():
     found = job_set(config())
     found["spec"]["replicas"] = 1
@@ -199,6 +168,18 @@ def test_volumes_are_mounted_where_they_are_named():
         "/data": {"persistentVolumeClaim": {"claimName": "corpora"}},
         "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
     }
+
+
+def test_a_run_in_a_bucket_needs_no_volume():
+    found = job_set(config(volume=(), run_dir="s3://bucket/runs/a", secret_env=("KEY=aws:key",)))
+    assert problems_of(config(volume=(), run_dir="gs://bucket/runs/a")) == []
+    (memory,) = pod(found)["volumes"]
+    assert "emptyDir" in memory and misfits(found, JOB_SET) == []
+    assert container(found)["args"][0] == "--run-dir=s3://bucket/runs/a"
+    names = [entry["name"] for entry in container(found)["env"]]
+    assert "JAXDIST_CACHE" not in names and "KEY" in names
+    both = job_set(config(run_dir="s3://bucket/runs/a"))
+    assert "JAXDIST_CACHE" in [entry["name"] for entry in container(both)["env"]]
 
 
 def test_pods_have_the_time_of_the_last_save():
@@ -279,6 +260,8 @@ def test_comments_stand_above_their_keys():
         ({"run_dir": "/tmp/x"}, ["--run-dir /tmp/x", "/runs"]),
         ({"run_dir": "/runs/../x"}, ["--run-dir /runs/../x"]),
         ({"run_dir": "runs/x"}, ["--run-dir runs/x"]),
+        ({"run_dir": "az://bucket/x"}, ["--run-dir az://bucket/x", "s3://BUCKET/PATH"]),
+        ({"run_dir": "s3://bucket", "volume": ()}, ["--run-dir s3://bucket"]),
         ({"arguments": ["--run_dir", "x"]}, ["--run-dir stands after --"]),
         ({"node_selector": ("a=b=c",)}, ["--node-selector 'a=b=c'"]),
         ({"toleration": ("a=b:Never",)}, ["--toleration 'a=b:Never'", "NoSchedule"]),
@@ -487,6 +470,6 @@ def test_the_image_is_built_from_pinned_versions_and_is_not_root():
     steps = (ROOT / "Containerfile").read_text()
     user = KubernetesConfig().user_id
     assert f"\nUSER {user}:{user}\n" in steps and f"--uid {user}" in steps
-    assert "-c constraints.txt '.[cuda13]'" in steps
+    assert "-c constraints.txt '.[cuda13,s3]'" in steps
     for sources in re.findall(r"^COPY (.*) \S+$", steps, flags=re.M):
         assert all((ROOT / source).exists() for source in sources.split())

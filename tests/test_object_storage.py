@@ -1,18 +1,25 @@
 """Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
 
+import dataclasses
 import errno
+import json
 import logging
 import os
+import pickle
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import object_servers
 import pytest
-from commands import ROOT, TINY, environment
-from object_runs import history, kill_and_resume, take_a_lock_twice
+from commands import ROOT, TINY, environment, run_here
+from data_cases import write_source
+from decoders import FAMILIES
+from hf_models import write_model, write_tokenizer
+from object_runs import history, kill_and_resume, take_a_lock_twice, upload
 from object_servers import SECRET
 from refusals import missing, refused
 
@@ -20,9 +27,16 @@ from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.object_io import zarr_metadata
+from jaxdist.data import DataConfig, load_tokenizer, open_datasets
+from jaxdist.data.config import settings_of_tokens
+from jaxdist.data.corpus import write_corpus
+from jaxdist.data.encoding import make_encoder
+from jaxdist.data.tokenizer import ByteTokenizer
+from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
+from jaxdist.tools.sweep.grid import read_sweep
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +61,15 @@ def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tm
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         assert history(locate("s3://bucket/troubled")) == history(locate(tmp_path / "run"))
     assert {*done} == {"503", "cut"} and len(done) > 10
+
+
+@pytest.mark.slow
+def test_a_slow_store_changes_no_answer(server, monkeypatch, tmp_path):
+    with object_servers.slow(server, seconds=0.2) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=0)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
 
 
 def test_an_array_on_a_store_says_its_own_chunks():
@@ -198,6 +221,102 @@ def test_a_second_run_waits_for_heartbeats_and_the_first_learns_that_it_lost(
     third.release()
 
 
+# -- what a run is made from -------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_ranges(monkeypatch):
+    """Name and bytes of each range that was read."""
+    found, part = [], objects.ObjectLocation.part
+
+    def noting(location, start, length):
+        found.append((location.name, length))
+        return part(location, start, length)
+
+    monkeypatch.setattr(objects.ObjectLocation, "part", noting)
+    return found
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
+def test_rows_of_a_token_folder_are_read_by_ranges(folder, tmp_path, read_ranges, packing):
+    encoder = make_encoder(load_tokenizer("bytes"))
+    texts = write_source(tmp_path, "jsonl", [f"text {i} " * (i % 7 + 1) for i in range(300)])
+    write_corpus([texts], tmp_path / "tokens", encoder, shard_tokens=3000)
+    upload(tmp_path / "tokens", str(folder))
+    (stored, _), (local, _) = (
+        open_datasets(DataConfig(sources=[str(source)], packing=packing), seq_len=16)
+        for source in (folder, tmp_path / "tokens")
+    )
+    assert stored.fingerprint == local.fingerprint
+    assert not [name for name, _ in read_ranges if name.startswith("tokens-")]
+    some = np.array([0, 5, 187, 190, local.num_rows - 1])  # of windows, 187 is in two shards
+    for name, values in local.rows(some).items():
+        np.testing.assert_array_equal(stored.rows(some)[name], values)
+    tokens = sum(length for name, length in read_ranges if name.startswith("tokens-"))
+    fields = len(local.fields)
+    assert 0 < tokens <= 2 * 17 * len(some) * fields
+    ends = [length for name, length in read_ranges if name == "documents.bin"]
+    assert ends == ([] if packing == "stream" else [8 * 300])
+    again = pickle.loads(pickle.dumps(stored.parts[0].corpus))  # for worker processes
+    np.testing.assert_array_equal(
+        again.tokens(2990, 3010), local.parts[0].corpus.tokens(2990, 3010)
+    )
+
+
+def test_records_on_an_object_store_are_learned_as_those_on_a_disk(folder, tmp_path):
+    pairs = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(50)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    encoder = make_encoder(load_tokenizer("bytes"), records="completion")
+    write_corpus([path], tmp_path / "tokens", encoder)
+    upload(tmp_path / "tokens", str(folder))
+    assert settings_of_tokens(str(folder))[0]["records"] == "completion"
+    assert DataConfig(sources=[str(folder)]).packs_documents
+    (stored, _), (local, _) = (
+        open_datasets(DataConfig(sources=[str(source)], eval_fraction=0.0), seq_len=16)
+        for source in (folder, tmp_path / "tokens")
+    )
+    every = np.arange(local.num_rows)
+    for name, values in local.rows(every).items():
+        np.testing.assert_array_equal(stored.rows(every)[name], values)
+
+
+def test_what_is_no_token_folder_or_a_cut_one_is_refused(folder, tmp_path):
+    (folder / "text.txt").write("text")
+    with refused(folder, "data.sources", "corpus.json"):
+        open_datasets(DataConfig(sources=[str(folder)]), seq_len=16)
+    with refused(folder, "data.tokenizer"):
+        open_datasets(DataConfig(tokenizer=f"{folder}/tokenizer.json"), seq_len=16)
+    write_corpus([write_source(tmp_path, "txt")], tmp_path / "t", make_encoder(ByteTokenizer()))
+    os.truncate(tmp_path / "t" / "tokens-00000.bin", 3)
+    upload(tmp_path / "t", f"{folder}/cut")
+    with refused("tokens-00000.bin", "3 bytes"):
+        open_datasets(DataConfig(sources=[f"{folder}/cut"]), seq_len=16)
+
+
+def test_weights_are_read_by_ranges(folder, tmp_path, read_ranges):
+    write_model(tmp_path, FAMILIES["llama2"])
+    size = (tmp_path / "model.safetensors").stat().st_size
+    upload(tmp_path, str(folder))
+    stored, local = open_weights(folder), open_weights(tmp_path)
+    headers = sum(length for _, length in read_ranges)
+    assert is_model(str(folder)) and stored.model == local.model and headers < size / 4
+    for name, tensor in local.tensors.items():
+        assert stored.tensors[name].read().tobytes() == tensor.read().tobytes(), name
+    read_ranges.clear()
+    table = "model.embed_tokens.weight"
+    block = (slice(3, 7), slice(1, 4))
+    np.testing.assert_array_equal(
+        stored.tensors[table].read(block), local.tensors[table].read(block)
+    )
+    row = local.tensors[table].shape[1] * 4
+    assert read_ranges == [("model.safetensors", 4 * row)]
+    for length in (4, 100, size - 1):
+        (folder / "model.safetensors").write((tmp_path / "model.safetensors").read_bytes()[:length])
+        with refused(folder, "model.safetensors"):
+            open_weights(folder)
+
+
 # -- what cannot be used -----------------------------------------------------------------------
 
 
@@ -221,6 +340,46 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
         locate("s3://bucket/run")
     assert away.value.errno == errno.EHOSTUNREACH
     assert SECRET not in str(away.value) and away.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "facts"),
+    [
+        (400, "ExpiredToken", ["expired", "get new ones"]),
+        (403, "AccessDenied", ["denied", "403 AccessDenied"]),
+    ],
+)
+def test_credentials_that_expire_are_said_at_the_start_and_in_a_run(
+    folder, monkeypatch, status, code, facts
+):
+    appender = (folder / "a.jsonl").appender()
+    with object_servers.refusing(status, code) as address, monkeypatch.context() as expired:
+        expired.setenv("AWS_ENDPOINT_URL", address)
+        objects._reach.cache_clear()
+        with refused(folder, *facts) as said:
+            locate(str(folder))
+        assert SECRET not in str(said.value) and "AKIATEST" not in str(said.value)
+        store = objects._make_store("s3", "bucket", max_retries=2)
+        expired.setattr(objects, "_store", lambda *place: store)
+        appender.append(b"one\n")
+        flush_appended()
+        with pytest.raises(OSError) as away:
+            appender.append(b"two\n")
+        assert away.value.errno == errno.EACCES and SECRET not in str(away.value)
+    appender.close()  # new ones have come
+    assert (folder / "a.jsonl").read() == b"one\ntwo\n"
+
+
+def test_a_sweep_finds_its_runs_and_what_is_no_run_is_refused(folder):
+    first, second = read_sweep(["--grid=seed=1,2", "--steps=2", f"--run-dir={folder}"]).trials
+    assert str(first.path) == f"{folder}/seed=1" and not first.is_finished()
+    (first.path / "summary.json").write('{"exit_reason": "finished", "step": 2}')
+    assert first.is_finished() and not second.is_finished()
+    for name, more in {"report": [], "compare": [first.path]}.items():
+        with refused(f"{folder}/none"):
+            run_here(f"tools.{name}.__main__", f"{folder}/none", *more)
+    with refused(f"{folder}/none"):
+        run_here("evaluate", f"{folder}/none")
 
 
 def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, monkeypatch):
@@ -270,3 +429,30 @@ def test_the_commands_of_the_page_run_as_printed(server):
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert manifest.steps_in(locate("s3://bucket/runs/NAME") / "checkpoints") == [2]
+
+
+@pytest.mark.slow
+def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_path):
+    files = tmp_path / "in"
+    write_model(files / "model", dataclasses.replace(FAMILIES["llama2"], vocab_size=320))
+    texts = [f"the {i}th of some texts" for i in range(300)]
+    write_tokenizer(files / "model", texts)
+    tokenizer = load_tokenizer(str(files / "model" / "tokenizer.json"))
+    source = write_source(tmp_path, "jsonl", texts)
+    write_corpus([source], files / "tokens", make_encoder(tokenizer))
+    lines = ["[train]", "steps = 2", "seq_len = 16", "global_batch_size = 8"]
+    (files / "run.toml").write_text("\n".join(lines))
+    losses = {}
+    for place in (str(upload(files, "s3://bucket/made")), str(files)):
+        run_dir = f"{place}/run"
+        flags = [f"--config={place}/run.toml", f"--data.sources={place}/tokens"]
+        flags += [f"--init-from={place}/model", f"--run-dir={run_dir}", "--mesh=fsdp=4,tp=2"]
+        flags += ["--eval.interval_steps=0", "--monitoring.tensorboard=false"]
+        assert run_here("train", *flags) == 0
+        records = read_records(f"{run_dir}/metrics.jsonl")
+        losses[place] = [r["loss"] for r in records if r["kind"] == "train"]
+        settings = tomllib.loads((locate(run_dir) / "config.toml").text())
+        assert settings["data"]["tokenizer"] == f"{place}/model/tokenizer.json"
+    first, second = losses.values()
+    assert len(first) == 2 and [*map(float.hex, first)] == [*map(float.hex, second)]
+    assert run_here("generate", "s3://bucket/made/run", "--prompt=the", "--max-new-tokens=4") == 0

@@ -5,6 +5,7 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
+from commands import run_here
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig, read_run
@@ -54,12 +55,24 @@ def test_a_longer_run_says_that_its_learning_rate_goes_back_up():
 
 
 @pytest.mark.parametrize(
+    "words", [["doctor"], ["launch"], ["launch", "slurm", "--time=60"]], ids=" ".join
+)
+def test_commands_that_need_a_file_system_refuse_a_url(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    with refused("--run-dir" if "launch" in words else "run_dir", "s3://bucket/run", "file system"):
+        run_here(f"tools.{words[0]}.__main__", *words[1:], "--run-dir=s3://bucket/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("flag", "name"),
     [
         ("--run-dir=az://bucket/run", "run_dir"),
         ("--resume=az://bucket/run", "resume"),
         ("--init-from=az://bucket/run", "init_from"),
-        ("--data.sources=s3://bucket/text", "data.sources"),
+        ("--data.sources=az://bucket/text", "data.sources"),
+        ("--data.tokenizer=az://bucket/tokenizer.json", "data.tokenizer"),
+        ("--config=az://bucket/run.toml", "--config"),
     ],
 )
 def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):

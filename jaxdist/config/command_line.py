@@ -171,7 +171,7 @@ def _debug_run(has_mesh: bool) -> RunConfig:
 def _run_of_model(start: str) -> RunConfig:
     """The defaults of a run that goes on from a Hugging Face model: a directory or hub name."""
     folder, is_hub = folder_of(start), hub.is_hub_name(start)
-    name = hub.short_name(start) if is_hub else folder.resolve().name
+    name = hub.short_name(start) if is_hub else folder.absolute().name
     return RunConfig(
         name=re.sub(r"[^\w.+-]", "-", name).lstrip(".+-") or "tuned",
         model=read_config(read_json(folder)),

@@ -66,8 +66,8 @@ class RunConfig:
         "",
         "whose weights a new run starts from: a Hugging Face model directory, or "
         "ORG/NAME[@REVISION] on the hub (its config.json, its tokenizer.json and "
-        "optim.peak_lr=2e-5 are then the defaults), a run directory, or a checkpoint in one; "
-        "empty = random ones",
+        "optim.peak_lr=2e-5 are then the defaults), a run directory, or a checkpoint in one; a "
+        "path or URL; empty = random ones",
     )
     reinit_params: list[str] = setting(
         [],

@@ -7,15 +7,15 @@ is fetched, and the folder of a corpus asked what it holds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import tokenizer_file
-from jaxdist.runtime.storage import file_system_problem
+from jaxdist.runtime.storage import is_url, locate, url_problem
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -29,8 +29,8 @@ class DataConfig:
         ["stdlib"],
         'what to train on: "stdlib" (source text of this machine\'s Python standard library), or '
         "paths and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder made "
-        "by `jaxdist data`, a CIFAR-10 folder, or module:function for rows of your own (see "
-        "jaxdist/data/custom.py)",
+        "by `jaxdist data` (its path or URL), a CIFAR-10 folder, or module:function for rows of "
+        "your own (see jaxdist/data/custom.py)",
     )
     mixture_weights: list[float] = setting(
         [],
@@ -40,7 +40,7 @@ class DataConfig:
     )
     tokenizer: str = setting(
         "auto",
-        '"code" (1,024 tokens, learned from Python), "bytes" (256 tokens), the path of a '
+        '"code" (1,024 tokens, learned from Python), "bytes" (256 tokens), the path or URL of a '
         "tokenizer.json, or ORG/NAME[@REVISION] on the Hugging Face hub; auto = code where sources "
         "has stdlib, else bytes; a token folder in sources brings its own",
     )
@@ -142,12 +142,12 @@ class DataConfig:
             file = tokenizer_file(self.tokenizer)
         except ConfigError as error:
             return [f"data.tokenizer={self.tokenizer!r}: {problem}" for problem in error.problems]
-        if file.is_file():
+        if file.exists() and not file.is_directory():
             return []
         return [
             f'data.tokenizer={self.tokenizer!r} is not a file: it is "auto", "code", "bytes", the '
-            "path of a tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, or "
-            "train one with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+            "path or URL of a tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, "
+            "or train one with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
         ]
 
     def _record_problems(self) -> list[str]:
@@ -190,8 +190,14 @@ class DataConfig:
 
 
 def _missing(name: str, source: str) -> str:
-    if problem := file_system_problem(source, "data are read"):
-        return f"data.{name}: {problem}"
+    if is_url(source):
+        problem = url_problem(source)
+        if not problem and about_tokens(source) is None:
+            problem = (
+                f"{source!r} holds no corpus.json: of object storage token folders alone are read. "
+                "Make one with `python -m jaxdist.data SRC --out DIR` and copy it there."
+            )
+        return problem and f"data.{name}: {problem}"
     if (
         source == "stdlib"
         or glob.has_magic(source)
@@ -212,11 +218,21 @@ def _holds_weights(source: str) -> bool:
 
 def about_tokens(source: str) -> dict[str, Any] | None:
     """What a token folder says of itself (see `corpus`); None where a source is none."""
-    path = Path(source).expanduser() / "corpus.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # a broken one is named when it is opened
+    if is_url(source) and url_problem(source):
         return None
+    try:
+        return _stored_about(source) if is_url(source) else _about(source)
+    except (OSError, ValueError) as error:  # a broken one is named when it is opened
+        if is_url(source) and not isinstance(error, FileNotFoundError | ValueError):
+            raise
+        return None
+
+
+def _about(source: str) -> dict[str, Any]:
+    return (locate(source) / "corpus.json").json()
+
+
+_stored_about = functools.lru_cache(_about)  # settings are read often; each look is a request
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
@@ -225,7 +241,7 @@ def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
     if about is None:
         return None
     made_with = about.get("tokenizer", {})
-    file = str(Path(source).expanduser() / "tokenizer.json")
+    file = str(locate(source) / "tokenizer.json")
     settings: dict[str, Any] = {
         "tokenizer": "bytes" if made_with.get("name") == "bytes" else file,
         "eos_token": made_with.get("eos_token", ""),

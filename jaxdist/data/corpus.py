@@ -1,10 +1,13 @@
-"""A tokenised corpus on disk: memory-mapped shards, document ends, a sidecar that makes it whole.
+"""A tokenised corpus: shards read by memory map, document ends, a sidecar that makes it whole.
 
 DIR/corpus.json        written last; a folder without it is not a corpus
 DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
 DIR/weights-00000.bin  uint8, 1 where a token is learned; only where some are not
 DIR/documents.bin      little-endian uint64, where each document ends, in tokens
 DIR/tokenizer.json     the tokenizer and what lay next to it, unless it is bytes
+
+DIR may be on an object store. Of tokens the ranges that rows need are read then, and document ends
+and weights, where rows need them, once and whole.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +37,7 @@ from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import Progress
+from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -41,46 +46,55 @@ SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16, small enough to copy, few enough to keep open."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
+_REQUESTS = 16  # at a time, for rows that are read together
 
 
 class Corpus:
-    """A tokenised corpus, opened by memory map.
+    """A tokenised corpus, opened but not read.
 
     Attributes:
         weighted: whether only some tokens are learned.
         fingerprint: digest of tokens, weights and document ends, whatever the shards and the place.
-        document_ends: uint64 [num_documents], exclusive, ascending.
     """
 
-    def __init__(self, folder: Path):
-        """Open a folder.
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Open a folder, by its path or URL.
 
         Raises:
             ConfigError: not a whole corpus, or one of another version.
         """
-        self.folder = folder
-        about = _read_about(folder)
+        self.folder = locate(folder)
+        about = _read_about(self.folder)
         self.num_tokens: int = about["num_tokens"]
         self.num_documents: int = about["num_documents"]
         self.fingerprint: str = about["fingerprint"]
         self._dtype = np.dtype(about["dtype"])
         sizes = [shard["num_tokens"] for shard in about["shards"]]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        stored = None if self.folder.is_local else self.folder.sizes()
+        open_file = lambda name, dtype, count: _open(self.folder / name, dtype, count, stored)
         self._shards = [
-            _map(folder / shard["file"], self._dtype, shard["num_tokens"])
-            for shard in about["shards"]
+            open_file(shard["file"], self._dtype, shard["num_tokens"]) for shard in about["shards"]
         ]
         self._weights = [
-            _map(folder / shard["file"], _WEIGHT_DTYPE, shard["num_tokens"])
+            open_file(shard["file"], _WEIGHT_DTYPE, shard["num_tokens"])
             for shard in about.get("weights", [])
         ]
         self.weighted = bool(self._weights)
-        self.document_ends = _map(folder / "documents.bin", np.dtype("<u8"), self.num_documents)
+        self._ends = open_file("documents.bin", np.dtype("<u8"), self.num_documents)
         self._about_tokenizer: dict[str, Any] = about["tokenizer"]
+        self._requests: ThreadPoolExecutor | None = None
+        if not self.folder.is_local:
+            self._requests = ThreadPoolExecutor(_REQUESTS, "corpus")
 
-    def __reduce__(self) -> tuple[type[Corpus], tuple[Path]]:
-        """For worker processes: they map the same files instead of getting a copy."""
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Location]]:
+        """For worker processes: they open the same files instead of getting a copy."""
         return Corpus, (self.folder.absolute(),)
+
+    @functools.cached_property
+    def document_ends(self) -> np.ndarray:
+        """Where each document ends, exclusive and ascending: uint64 [num_documents]."""
+        return self._ends[:]
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -103,13 +117,24 @@ class Corpus:
         """Tokens [start, stop), unsigned [stop - start]; a view where one shard holds them all."""
         return self._part(self._shards, start, stop)
 
+    def ranges(self, bounds: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
+        """`tokens` of several ranges, each [stop - start]; of an object store many at a time."""
+        if self._requests is None:
+            return (self.tokens(start, stop) for start, stop in bounds)
+        return self._requests.map(lambda range: self.tokens(*range), bounds)
+
     def weights(self, start: int, stop: int) -> np.ndarray:
         """1 where a token of [start, stop) is learned, else 0; uint8 [stop - start]."""
         if not self.weighted:
             return np.ones(stop - start, _WEIGHT_DTYPE)
-        return self._part(self._weights, start, stop)
+        return self._part(self._held_weights, start, stop)
 
-    def _part(self, shards: list[np.ndarray], start: int, stop: int) -> np.ndarray:
+    @functools.cached_property
+    def _held_weights(self) -> list[np.ndarray]:
+        """Weights by shard, each uint8 [tokens of the shard]: rows ask for them bit by bit."""
+        return [shard[:] for shard in self._weights]
+
+    def _part(self, shards: list[Any], start: int, stop: int) -> np.ndarray:
         """Elements [start, stop) of shards, each [tokens of the shard], as [stop - start]."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         if stop <= self._starts[first + 1]:
@@ -305,11 +330,11 @@ class _ShardWriter:
             self._file = None
 
 
-def _read_about(folder: Path) -> dict[str, Any]:
+def _read_about(folder: Location) -> dict[str, Any]:
     path = folder / "corpus.json"
     again = "Make it again with `python -m jaxdist.data SRC --out DIR`."
     try:
-        about = json.loads(path.read_text())
+        about = path.json()
         if about["format"] != FORMAT:
             raise ConfigError(
                 f"{str(path)!r} has format {about['format']!r}, this version reads {FORMAT!r}. "
@@ -324,9 +349,30 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
-    """A file as a read-only array [count] of `dtype`."""
-    size = path.stat().st_size if path.is_file() else 0
+class _StoredArray:
+    """Numbers in an object, [count] of `dtype`; a slice of it is a request."""
+
+    def __init__(self, file: Location, dtype: np.dtype[Any], count: int) -> None:
+        self._file, self._dtype, self._count = file, dtype, count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The numbers of a slice, read now: [length of the slice]."""
+        start, stop, _ = part.indices(self._count)
+        length = max(0, stop - start) * self._dtype.itemsize
+        data = self._file.part(start * self._dtype.itemsize, length) if length else b""
+        if len(data) != length:
+            raise OSError(f"{self._file} has {len(data)} of {length} bytes: it changed")
+        return np.frombuffer(data, self._dtype)
+
+
+def _open(
+    path: Location, dtype: np.dtype[Any], count: int, stored: dict[str, int] | None
+) -> np.ndarray | _StoredArray:
+    """A file as a read-only array [count] of `dtype`; `stored`: sizes on an object store."""
+    if stored is not None:
+        size = stored.get(path.name, 0)
+    else:
+        size = path.size() if path.exists() and not path.is_directory() else 0
     if size != count * dtype.itemsize:
         raise ConfigError(
             f"{str(path)!r} has {size} bytes, corpus.json says "
@@ -335,7 +381,10 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
         )
     if not count:
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, mode="r").view(np.ndarray)  # slices of the subclass cost 3 us
+    if stored is not None:
+        return _StoredArray(path, dtype, count)
+    # Slices of the subclass cost 3 us.
+    return np.memmap(path.path, dtype, mode="r").view(np.ndarray)
 
 
 def total_bytes(files: Iterable[Path]) -> int:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +28,7 @@ from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
+from jaxdist.runtime.storage import is_url, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -228,9 +228,8 @@ def _packing(
 
 
 def _open_corpus(source: str, encoder: Encoder) -> Corpus:
-    path = Path(source).expanduser()
-    if (path / "corpus.json").is_file():
-        return Corpus(path)
+    if is_url(source) or (locate(source) / "corpus.json").exists():
+        return Corpus(source)
     files = find_files(source)
     if len(files) == 1 and files[0].stat().st_size == 0:
         raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")

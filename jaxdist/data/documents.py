@@ -96,7 +96,7 @@ def find_files(source: str) -> list[Path]:
     Raises:
         ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
     """
-    if problem := file_system_problem(source, "data are read"):
+    if problem := file_system_problem(source, "text is read"):
         raise ConfigError([f"data source {problem}"])
     if source == "stdlib":
         return library_files()

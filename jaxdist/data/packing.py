@@ -120,8 +120,10 @@ class Windows:
         batch["weights"].fill(1)
         for first, last in spans:
             place = slice(at, at + last - first)
-            for row, start in enumerate(starts.tolist()):
-                tokens = self.corpus.tokens(start + first, start + last + 1)
+            wanted = [(start + first, start + last + 1) for start in starts.tolist()]
+            for row, (start, tokens) in enumerate(
+                zip(starts.tolist(), self.corpus.ranges(wanted), strict=True)
+            ):
                 batch["tokens"][row, place] = tokens[:-1]
                 batch["targets"][row, place] = tokens[1:]
                 if self.corpus.weighted:

@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import hub
+from jaxdist.runtime.storage import Location, locate
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """How published tokenizers spell the end of a text, for those whose files do not say it."""
@@ -20,7 +20,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 BYTE_VALUES, CODE_VOCAB_SIZE = 256, 1024
 """Tokens of the tokenizers `bytes` and `code`."""
 
-BUILT_IN = {"code": Path(__file__).parent / "code_tokenizer" / "tokenizer.json"}
+BUILT_IN = {"code": locate(__file__).parent / "code_tokenizer" / "tokenizer.json"}
 """Tokenizers that come with the package, by name. `code` is a byte-level BPE of 1,024 tokens that
 `jaxdist data stdlib --train-bpe 1024` learned from the standard library of Python 3.11."""
 
@@ -84,7 +84,7 @@ class FileTokenizer:
         settings: what `tokenizer_config.json` holds.
     """
 
-    def __init__(self, path: str | Path, eos_token: str = ""):
+    def __init__(self, path: str | os.PathLike[str], eos_token: str = ""):
         """Read the files.
 
         Raises:
@@ -92,8 +92,9 @@ class FileTokenizer:
         """
         import tokenizers
 
+        path = locate(path)
         try:
-            content = Path(path).read_bytes()
+            content = path.read()
             self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
@@ -116,7 +117,7 @@ class FileTokenizer:
                 f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
                 f"{known}). Use one of its tokens, or leave eos_token empty."
             )
-        self.files = {**tokenizer_files(Path(path).parent), "tokenizer.json": content}
+        self.files = {**tokenizer_files(path.parent), "tokenizer.json": content}
         self.settings = _table(self.files, "tokenizer_config.json", path)
         generation = _table(self.files, "generation_config.json", path)
         named = token_texts(self.settings)
@@ -178,7 +179,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     return ByteTokenizer()
 
 
-def tokenizer_file(name: str) -> Path:
+def tokenizer_file(name: str) -> Location:
     """The tokenizer.json that `data.tokenizer` names; that of a hub name is fetched.
 
     Raises:
@@ -187,9 +188,9 @@ def tokenizer_file(name: str) -> Path:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not hub.is_hub_name(name):
-        return Path(os.path.expanduser(name))
-    file = hub.fetch(name, (*TOKENIZER_FILES, "config.json")) / "tokenizer.json"
-    if not file.is_file():
+        return locate(name)
+    file = locate(hub.fetch(name, (*TOKENIZER_FILES, "config.json")) / "tokenizer.json")
+    if not file.exists():
         raise ConfigError(
             f"the model {name!r} on the Hugging Face hub has no tokenizer.json. Make one with "
             "transformers (use_fast=True, save_pretrained), or use another model's."
@@ -197,15 +198,15 @@ def tokenizer_file(name: str) -> Path:
     return file
 
 
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
+def tokenizer_files(folder: Location) -> dict[str, bytes]:
     """Name -> content of a tokenizer's files.
 
     What only the model's `config.json` says of its end is told as a `generation_config.json`.
     """
-    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    files = {name: (folder / name).read_bytes() for name in there}
-    if "generation_config.json" not in files and (folder / "config.json").is_file():
-        told = _table({"config.json": (folder / "config.json").read_bytes()}, "config.json", folder)
+    there = folder.entries()
+    files = {name: (folder / name).read() for name in TOKENIZER_FILES if name in there}
+    if "generation_config.json" not in files and "config.json" in there:
+        told = _table({"config.json": (folder / "config.json").read()}, "config.json", folder)
         ids = {key: told[key] for key in ("bos_token_id", "eos_token_id") if _ids(told, key)}
         if ids:
             files["generation_config.json"] = json.dumps(ids).encode()
@@ -219,7 +220,7 @@ def token_texts(settings: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str) and text}
 
 
-def _table(files: dict[str, bytes], name: str, path: str | Path) -> dict[str, Any]:
+def _table(files: dict[str, bytes], name: str, path: Location) -> dict[str, Any]:
     try:
         found = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
@@ -237,7 +238,7 @@ def _ids(table: dict[str, Any], key: str) -> list[int]:
     ]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> None:
     """Learn a byte-level BPE of `vocab_size` tokens and write it as a `tokenizer.json`.
 
     Token 0 is `<|endoftext|>`; the 256 bytes follow, so every text can be encoded.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
+from jaxdist.core.settings.declare import ConfigError
 from jaxdist.core.settings.schema import FlagText, Path
 
 NAMED_FILES = FilePath(__file__).parents[2] / "config" / "named"
@@ -197,6 +198,8 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
             return {}, [f"--config {file} is no file of settings: they take some KB."], ""
         text = locate(path).read().decode()
         return tomllib.loads(text), [], text
+    except ConfigError as error:  # a URL that cannot be used
+        return {}, [f"--config {problem}" for problem in error.problems], ""
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return {}, [f"--config {file} cannot be read: {reason}. Give a readable TOML file."], ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,28 +15,31 @@ from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import read_config
 from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
+from jaxdist.runtime.storage import Location, locate, url_problem
 
 _CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
 
 
-def is_model(path: str | Path) -> bool:
-    """Whether a path or hub name is that of a Hugging Face model (and not a run of ours)."""
+def is_model(path: str | os.PathLike[str]) -> bool:
+    """Whether a path, URL or hub name is that of a Hugging Face model (and not a run of ours)."""
     if hub.is_hub_name(path):
         return True
-    folder = Path(path).expanduser()
-    return (folder / "config.json").is_file() and not (folder / "config.toml").exists()
+    if url_problem(path):  # whoever uses it says so
+        return False
+    folder = locate(path)
+    return (folder / "config.json").exists() and not (folder / "config.toml").exists()
 
 
-def folder_of(path: str | Path, *, weights: bool = False) -> Path:
+def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:
     """The directory of a model; of a hub name the files are fetched, weights only where asked.
 
     Raises:
         ConfigError: there is no such model on the hub, or it cannot be reached.
     """
     if not hub.is_hub_name(path):
-        return Path(path).expanduser()
+        return locate(path)
     name = os.fspath(path)
-    folder = hub.fetch(name, ("config.json", safetensors.INDEX, *TOKENIZER_FILES))
+    folder = locate(hub.fetch(name, ("config.json", safetensors.INDEX, *TOKENIZER_FILES)))
     if weights:
         files = safetensors.indexed_files(folder) or ["model.safetensors"]
         hub.fetch(name, tuple(files))
@@ -47,10 +48,10 @@ def folder_of(path: str | Path, *, weights: bool = False) -> Path:
     return folder
 
 
-def read_json(folder: Path) -> dict[str, Any]:
+def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The directory's `config.json`; raises `ConfigError` when it cannot be read."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        return (locate(folder) / "config.json").json()
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."
@@ -81,7 +82,7 @@ class Weights:
         return tensor.reshape(source.view).read(index)
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: str | os.PathLike[str]) -> Weights:
     """Find every tensor that the model needs; reads headers only.
 
     Raises:

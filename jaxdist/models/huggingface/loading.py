@@ -13,8 +13,8 @@ import hashlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,12 +32,16 @@ BLOCK_BYTES = 64 << 20
 
 
 def load_params(
-    folder: Path, target: Params, *, reinit: Collection[str] = (), ignore: Collection[str] = ()
+    folder: str | os.PathLike[str],
+    target: Params,
+    *,
+    reinit: Collection[str] = (),
+    ignore: Collection[str] = (),
 ) -> Params:
     """The directory's weights as parameters of a model.
 
     Args:
-        folder: a Hugging Face model directory that every process can read.
+        folder: path or URL of a Hugging Face model directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
             `reinit` are arrays and come back as they are.
         reinit: names, or beginnings of names, of leaves that are not read, e.g. `params/head`.
@@ -177,7 +181,7 @@ def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
     return jax.lax.dynamic_update_slice(shard, values, corner)
 
 
-def _check_same_everywhere(folder: Path, weights: Weights) -> None:
+def _check_same_everywhere(folder: str | os.PathLike[str], weights: Weights) -> None:
     """Refuse to mix weights: every process must see the same tensors in the same files."""
     facts = sorted(
         (name, tensor.file.name, tensor.offset, tensor.shape, tensor.dtype.name)

@@ -1,18 +1,23 @@
 """safetensors files: headers read by Hugging Face's library, tensors block by block.
 
 The library checks headers; values are mapped from the file, so that a block costs the pages it lies
-in. The library can only write what is in memory whole: `write` streams, so that a checkpoint of any
+in. From an object store come the header and whole rows of a tensor, those that a block has a part
+of. The library can only write what is in memory whole: `write` streams, so that a checkpoint of any
 size can be exported. A file is the length of its header (8 bytes, little endian), the header (JSON:
 name -> dtype, shape, offsets into what follows), and the tensors in row-major order, without gaps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.progress import Progress
+from jaxdist.runtime.storage import BLOCK_BYTES, Location, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -47,6 +53,8 @@ DTYPES = {
 }
 """NumPy's name of a dtype -> the format's."""
 
+_HEADER_BYTES = 100 << 20  # the library refuses longer ones
+_REQUESTS = 8  # at a time, to an object store
 _ALIGNMENT = 8  # the header is padded with spaces, so that tensors start aligned
 
 
@@ -140,7 +148,7 @@ def _counted(tensor: Tensor, progress: Progress) -> Tensor:
 class StoredTensor:
     """A tensor in a file, not read yet."""
 
-    file: Path
+    file: Location
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -167,14 +175,36 @@ class StoredTensor:
         """
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)[index]
+        if not self.file.is_local:
+            return self._download(index)
         try:
-            stored = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+            stored = np.memmap(self.file.path, self.dtype, "r", self.offset, self.shape)
         except ValueError as error:
             raise OSError(f"{self.file} ended early: it changed while it was read") from error
         return np.array(stored[index])
 
+    def _download(self, index: tuple[slice, ...]) -> np.ndarray:
+        """As `read`, [*lengths of `index`]: rows of the first dim, some MiB in a request."""
+        if not self.shape:
+            return self.reshape((1,))._download(()).reshape(())
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        first, end, _ = (index[0] if index else slice(None)).indices(self.shape[0])
+        step = max(1, BLOCK_BYTES // row)
 
-def open_all(directory: Path) -> dict[str, StoredTensor]:
+        def part(start: int) -> np.ndarray:
+            """Rows from `start` on, [at most `step`, *lengths of the rest of `index`]."""
+            count = min(step, end - start)
+            data = self.file.part(self.offset + start * row, count * row) if count else b""
+            if len(data) != count * row:
+                raise OSError(f"{self.file} ended early: it changed while it was read")
+            rows = np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
+            return np.array(rows[(slice(None), *index[1:])])
+
+        with ThreadPoolExecutor(_REQUESTS, "weights") as pool:
+            return np.concatenate(list(pool.map(part, range(first, max(end, first + 1), step))))
+
+
+def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Every tensor of a model directory.
 
     Those that its index names, from the files that it names; without an index those of
@@ -183,7 +213,8 @@ def open_all(directory: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: there is no such file, a header is malformed, or tensors are missing or double.
     """
-    present = sorted(file.name for file in directory.glob("*.safetensors"))
+    directory = locate(directory)
+    present = [name for name in directory.entries() if name.endswith(".safetensors")]
     if not present:
         raise ConfigError(
             f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
@@ -212,18 +243,18 @@ def open_all(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def indexed_files(directory: Path) -> list[str]:
+def indexed_files(directory: Location) -> list[str]:
     """Names of the files that the directory's index names; [] without an index."""
     return sorted(set(_read_index(directory).values()))
 
 
-def _read_index(directory: Path) -> dict[str, str]:
+def _read_index(directory: Location) -> dict[str, str]:
     """Tensor -> file, as the directory's index has it; {} without one."""
     index = directory / INDEX
-    if not index.is_file():
+    if not index.exists():
         return {}
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        places = index.json()["weight_map"]
         if not all(Path(file).name == file for file in places.values()):
             raise ValueError("weight_map names files outside the directory")
         return dict(places)
@@ -231,13 +262,13 @@ def _read_index(directory: Path) -> dict[str, str]:
         raise ConfigError(f"{index} is no index ({error!r}). Fetch it again.") from error
 
 
-def _open(file: Path) -> dict[str, StoredTensor]:
+def _open(file: Location) -> dict[str, StoredTensor]:
     """The tensors of a file whose header the library found whole: in order, no gap, no overlap."""
     dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
     found: dict[str, StoredTensor] = {}
     try:
-        with safe_open(file, framework="np") as stored, file.open("rb") as stream:
-            offset = 8 + int.from_bytes(stream.read(8), "little")
+        with _header_of(file) as header, safe_open(header, framework="np") as stored:
+            offset = 8 + int.from_bytes(file.part(0, 8), "little")
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
                 shape, dtype = tuple(tensor.get_shape()), dtypes[tensor.get_dtype()]
@@ -252,3 +283,21 @@ def _open(file: Path) -> dict[str, StoredTensor]:
             f"{file} is no whole safetensors file ({error}). Fetch it again."
         ) from error
     return found
+
+
+@contextlib.contextmanager
+def _header_of(file: Location) -> Iterator[str]:
+    """A local file whose header and size are those of `file`; a copy has holes for its tensors."""
+    if file.is_local:
+        yield file.path
+        return
+    size = file.size()
+    begin = file.part(0, 8) if size >= 8 else b""
+    length = 8 + int.from_bytes(begin, "little")
+    if len(begin) < 8 or length > min(size, _HEADER_BYTES):
+        raise OSError("its header is longer than the file, or than a header may be")
+    with tempfile.NamedTemporaryFile() as copy:
+        copy.write(begin + file.part(8, length - 8))
+        copy.truncate(size)
+        copy.flush()
+        yield copy.name

@@ -33,6 +33,7 @@ _CREDENTIALS = {
 _MULTIPART = {"s3": None, "gs": False}  # None: for more than 5 MiB
 _CONNECT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "10min"}
 _DENIED = (401, 403)
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -127,6 +128,8 @@ def _as_os_error(error: Exception, url: str) -> OSError:
         return OSError(errno.EACCES, what, url)
     if code == "NoSuchBucket":
         return OSError(errno.ENXIO, "there is no such bucket", url)
+    if code in _EXPIRED:
+        return OSError(errno.EACCES, f"the credentials have expired ({said}): get new ones", url)
     if status in _DENIED or isinstance(error, PermissionError):
         return OSError(errno.EACCES, f"access is denied ({said})", url)
     if isinstance(error, FileNotFoundError):

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -40,8 +39,8 @@ class Config:
 
     src: str = setting(
         "",
-        "directory with config.json and *.safetensors, or ORG/NAME[@REVISION] on the Hugging Face "
-        "hub",
+        "directory or URL with config.json and *.safetensors, or ORG/NAME[@REVISION] on the "
+        "Hugging Face hub",
         required=True,
     )
     out: str = setting("", "new run directory", required=True)
@@ -53,7 +52,7 @@ def run(config: Config) -> int:
     given = hub.with_commit(config.src) if is_hub else config.src
     source = folder_of(given, weights=True)
     weights = open_weights(source)
-    run_name = hub.short_name(given) if is_hub else source.resolve().name
+    run_name = hub.short_name(given) if is_hub else source.absolute().name
     theirs, model = read_json(source), weights.model
     (out / "checkpoints").make_directory()
     tensors = weights.tensors.values()
@@ -107,7 +106,7 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
 
 
-def _settings(name: str, model: DecoderConfig, source: Path, out: Location) -> str:
+def _settings(name: str, model: DecoderConfig, source: Location, out: Location) -> str:
     """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
     run = RunConfig(name=name, model=model)
     files = tokenizer_files(source)

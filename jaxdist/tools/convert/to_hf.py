@@ -139,7 +139,7 @@ def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
         return unknown  # the user's own token numbers
     name = data.tokenizer_name
     try:
-        is_here = name == "bytes" or tokenizer_file(name).is_file()
+        is_here = name == "bytes" or tokenizer_file(name).exists()
     except ConfigError as error:
         print("\n".join(error.problems))
         is_here = False

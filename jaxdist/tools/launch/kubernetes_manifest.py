@@ -24,6 +24,7 @@ from jaxdist import runtime
 from jaxdist.core.settings import setting, split_flags, value_of
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
+from jaxdist.runtime.storage import is_url
 from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 CONFIG_PATH = "/etc/jaxdist/run.toml"
@@ -39,6 +40,7 @@ _VALUE = "[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = rf"({_NAME}/)?{_VALUE}"
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _BYTES = "[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?"
+_URL = "(s3|gs)://[a-z0-9][a-z0-9._-]+/.+"
 
 _FORMS = {
     "image": (r"[A-Za-z0-9]\S*", "an image. Use e.g. registry.example.org/team/jaxdist:1"),
@@ -87,7 +89,11 @@ class KubernetesConfig:
     volume: tuple[str, ...] = setting(
         (), "CLAIM:/PATH, a volume claim and its mount path; the first holds the run directory"
     )
-    run_dir: str = setting("", "run directory in a volume; empty = NAME in the first one")
+    run_dir: str = setting(
+        "",
+        "run directory: in a volume, or a URL (s3://BUCKET/PATH, gs://BUCKET/PATH), which needs no "
+        "volume; empty = NAME in the first volume",
+    )
     queue: str = setting("", "local queue of Kueue; empty = no queue")
     node_selector: tuple[str, ...] = setting((), "KEY=VALUE, a label that the nodes must have")
     exclude_node: tuple[str, ...] = setting((), "a node that must not be used")
@@ -141,10 +147,11 @@ class KubernetesConfig:
     def _paths(self) -> Iterator[str]:
         form = _FORMS["volume"][0]
         paths = [_path_of(text) for text in self.volume if re.fullmatch(form, text)]
-        if not self.volume:
+        if not self.volume and not is_url(self.run_dir):
             yield (
                 "--volume is missing: checkpoints would be lost with the pods. Use "
-                "--volume CLAIM:/runs with a claim that all nodes can write (ReadWriteMany)."
+                "--volume CLAIM:/runs with a claim that all nodes can write (ReadWriteMany), or "
+                "--run-dir s3://BUCKET/PATH."
             )
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             yield f"--volume: {path} is given twice. Use another path for each claim."
@@ -152,7 +159,13 @@ class KubernetesConfig:
             if path in ("/", "/dev", "/dev/shm", str(PurePosixPath(CONFIG_PATH).parent)):
                 yield f"--volume: {path} belongs to the pod. Use another path, e.g. /runs."
         inside = any(PurePosixPath(self.run_dir).is_relative_to(path) for path in paths)
-        if paths and self.run_dir and (not inside or ".." in PurePosixPath(self.run_dir).parts):
+        if is_url(self.run_dir):
+            if not re.fullmatch(_URL, self.run_dir):
+                yield (
+                    f"--run-dir {self.run_dir} is a URL of a kind that is not known. Use "
+                    "s3://BUCKET/PATH or gs://BUCKET/PATH, or a directory in a volume."
+                )
+        elif paths and self.run_dir and (not inside or ".." in PurePosixPath(self.run_dir).parts):
             yield (
                 f"--run-dir {self.run_dir} is in no volume: a new pod would not find its "
                 f"checkpoints. Use a directory in {', '.join(paths)}."
@@ -406,12 +419,10 @@ def _container(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
 
 
 def _environment(config: KubernetesConfig) -> list[dict[str, Any]]:
-    cache = PurePosixPath(_path_of(config.volume[0])) / ".cache" / "jaxdist"
-    found: dict[str, Any] = {
-        **config.places,
-        "JAXDIST_CACHE": str(cache),  # a restart compiles nothing again
-        "PYTHONUNBUFFERED": "1",
-    }
+    found: dict[str, Any] = {**config.places, "PYTHONUNBUFFERED": "1"}
+    if config.volume:  # a restart compiles nothing again
+        cache = PurePosixPath(_path_of(config.volume[0])) / ".cache" / "jaxdist"
+        found["JAXDIST_CACHE"] = str(cache)
     for name, value in map(_split, config.env):
         found[name] = _verbatim(value)
     for name, place in map(_split, config.secret_env):
