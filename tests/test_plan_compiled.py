@@ -260,6 +260,7 @@ COLLECTIVE = {
     "nodes": 1,
     "overlapped": False,
     "between": 0,
+    "products": 0,
     "op_name": "jit(train)/cond/branch_1_fun/pipeline_backward/reduce_scatter",
 }
 
