@@ -1,0 +1,463 @@
+r"""Tokens per second of ours, a hand-written JAX step, PyTorch and rivals, interleaved on the CPU.
+
+    python scripts/bench/versus.py --out scripts/bench/results/versus.md
+    python scripts/bench/versus.py --python pytorch=/path/to/venv/bin/python \
+        --rival "nanoGPT=/path/to/venv/bin/python:/path/to/nanogpt_contender.py --eager"
+
+All train the same decoder (RMSNorm, rotary positions, causal attention, SwiGLU, untied head) on the
+same batches in float32 with AdamW, at three shapes. Each is a process of its own that stays warm.
+A round gives every contender one block of steps, one after the other; the next round starts with
+the next contender. A ratio is the median of the ratios of the rounds, so a machine that slows down
+for a while disturbs both sides of it. Contenders use as many threads as this process may use cores:
+`taskset -c 0,1 python scripts/bench/versus.py` for two.
+
+A contender that is not installed, dies, hangs, has another number of parameters (by more than 1 %)
+or does not learn is left out, and named with its reason.
+
+A rival is a program of yours, started as `PYTHON SCRIPT.py ARGUMENTS JOB.json`, or with `-m MODULE`
+for a name without `.py`:
+
+1. It reads the job: `vocab_size`, `d_model`, `num_layers`, `num_heads`, `num_kv_heads`, `mlp_dim`,
+   `seq_len`, `batch_size`, `norm_eps`, `rope_theta`, `init_std`; of AdamW with gradient clipping
+   and a constant learning rate `learning_rate`, `beta1`, `beta2`, `eps`, `weight_decay` (matrices
+   only), `max_grad_norm`; `cores`, the number of threads; `batches`, each a list of rows of
+   seq_len + 1 tokens: the first seq_len are the input, the last seq_len the targets. Step n trains
+   on batch n modulo their number.
+2. Ready, it prints one line of JSON: `{"parameters": 10818432, "versions": {"torch": "2.9.0"},
+   "threads": 2}`.
+3. For each line `{"steps": 2}` on its standard input it trains so many steps, waits for the last,
+   and prints `{"seconds": 2.71, "loss": 5.43}`: of the block, and of its last step.
+4. It ends when its standard input does. Lines of its standard output that are no JSON object, and
+   its standard error, are its log.
+
+`versus_pytorch.py` is an example; `versus_pipe.serve` is steps 2 to 4 for programs in Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import random
+import re
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from versus_pipe import Contender, LeftOut
+
+HERE = Path(__file__).resolve().parent
+OURS = "ours"
+BUILT_IN = {
+    OURS: ["versus_jax.py", "ours"],
+    "bare": ["versus_jax.py", "bare"],
+    "pytorch": ["versus_pytorch.py"],
+}
+"""Contender -> script beside this one and its arguments."""
+
+LEGEND = (
+    "`ours` is the compiled step of a run, `bare` the fastest step that we wrote by hand in JAX "
+    "(`bare.py`), `pytorch` eager PyTorch (`versus_pytorch.py`). Others are programs of the user."
+)
+NUM_BATCHES = 4
+PAUSE_S = 0.3  # threads of a contender that has finished spin for up to 0.2 s (OpenMP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of a batch."""
+
+    vocab_size: int
+    seq_len: int
+    batch_size: int
+    d_model: int = 384
+    num_layers: int = 6
+    num_heads: int = 6
+    num_kv_heads: int = 6
+    mlp_dim: int = 1024
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, embedding and head counted apart."""
+        head_dim = self.d_model // self.num_heads
+        attention = self.d_model * (2 * self.num_heads + 2 * self.num_kv_heads) * head_dim
+        layer = attention + 3 * self.d_model * self.mlp_dim + 2 * self.d_model
+        return self.num_layers * layer + 2 * self.vocab_size * self.d_model + self.d_model
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.batch_size * self.seq_len
+
+
+SHAPES = {
+    "vocab-256": Shape(256, 256, 8),
+    "vocab-32k": Shape(32768, 256, 8),
+    "rows-1024": Shape(256, 1024, 2),
+}
+TRAINING = {
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "init_std": 0.02,
+    "learning_rate": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How often is measured, and how long is waited.
+
+    Attributes:
+        rounds: blocks of each contender.
+        block_steps: steps of a block.
+        warmup_steps: single steps before the first round, the first of which compiles.
+        timeout_s: for an answer; after it a contender counts as hung.
+        pause_s: between two blocks.
+    """
+
+    rounds: int = 5
+    block_steps: int = 2
+    warmup_steps: int = 3
+    timeout_s: float = 120.0
+    pause_s: float = PAUSE_S
+
+
+class Race:
+    """The contenders of one shape.
+
+    Attributes:
+        running: those that are measured.
+        left_out: the others, each with its reason.
+    """
+
+    def __init__(self, shape: Shape, settings: Settings):
+        self.shape, self.settings = shape, settings
+        self.running: dict[str, Contender] = {}
+        self.left_out: dict[str, str] = {}
+
+    def run(self, commands: dict[str, list[str]]) -> Race:
+        """Start, warm up, measure and stop them all; none works beside another."""
+        limit = self.settings.timeout_s
+        with tempfile.TemporaryDirectory(prefix="versus-") as folder:
+            job = Path(folder) / "job.json"
+            job.write_text(json.dumps(make_job(self.shape)))
+            try:
+                for number, (name, command) in enumerate(commands.items()):
+                    self._start(name, [*command, str(job)], Path(folder) / f"{number}.log")
+                    self._try(name, lambda it: it.ready(self.shape.num_params, limit))
+                    for _ in range(self.settings.warmup_steps):
+                        self._try(name, lambda it: it.train(1, limit))
+                for number in range(self.settings.rounds):
+                    for name in turns(list(self.running), number):
+                        self._try(name, self._block)
+                for name in list(self.running):
+                    self._try(name, check_learning)
+            finally:
+                for contender in self.running.values():
+                    contender.stop()
+        return self
+
+    def _start(self, name: str, command: list[str], log: Path) -> None:
+        try:
+            self.running[name] = Contender(command, environment_of(command), log)
+        except OSError as error:
+            self.left_out[name] = f"does not start: {error.strerror}"
+
+    def _block(self, contender: Contender) -> None:
+        time.sleep(self.settings.pause_s)
+        steps = self.settings.block_steps
+        contender.blocks.append(contender.train(steps, self.settings.timeout_s) / steps)
+
+    def _try(self, name: str, action: Callable[[Contender], object]) -> None:
+        """Do it with a contender that is still running; leave it out where it fails."""
+        if name not in self.running:
+            return
+        try:
+            action(self.running[name])
+        except LeftOut as error:
+            contender = self.running.pop(name)
+            contender.stop(wait_s=0)
+            self.left_out[name] = str(error)
+            lines = [f"{name} is left out: {error}", *contender.last_lines()]
+            print(*lines, sep="\n  ", file=sys.stderr)
+
+
+def turns(names: list[str], round_number: int) -> list[str]:
+    """The order of a round: each starts with the next contender."""
+    first = round_number % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def environment_of(command: list[str]) -> dict[str, str]:
+    """Of a contender; our own find the package beside them."""
+    if Path(command[1]).parent != HERE:
+        return dict(os.environ)
+    roots = [str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
+
+
+def check_learning(contender: Contender) -> None:
+    """Raise `LeftOut` unless the last loss is below the first."""
+    first, last = contender.losses[0], contender.losses[-1]
+    if not last < first:
+        raise LeftOut(f"does not learn: loss {first:.4g} at the first step, {last:.4g} at the last")
+
+
+def make_job(shape: Shape) -> dict[str, Any]:
+    """What a contender reads. Low tokens are more frequent, so that there is something to learn."""
+    draw = random.Random(0).random
+    row = lambda: [int(shape.vocab_size * draw() ** 3) for _ in range(shape.seq_len + 1)]
+    batches = [[row() for _ in range(shape.batch_size)] for _ in range(NUM_BATCHES)]
+    cores = len(os.sched_getaffinity(0))
+    return {**dataclasses.asdict(shape), **TRAINING, "cores": cores, "batches": batches}
+
+
+def ratio_to_ours(ours: list[float], other: list[float]) -> float:
+    """Median over the rounds of how many times as fast as the other we are."""
+    return statistics.median(b / a for a, b in zip(ours, other, strict=True))
+
+
+def report(races: dict[str, Race], settings: Settings, machine: dict[str, str]) -> str:
+    """The page: a table for readers in a hurry, every number, and the conditions."""
+    names = list(dict.fromkeys(name for race in races.values() for name in race.running))
+    lines = ["# Ours beside others on the CPU", "", "Written by `scripts/bench/versus.py`.", ""]
+    lines += [LEGEND, ""]
+    lines += ["Tokens/s, medians; in brackets ours ÷ it, so above 1 ours is faster.", ""]
+    lines += row_of("shape", *names) + row_of("---", *("---" for _ in names))
+    for shape_name, race in races.items():
+        lines += row_of(shape_name, *(short_cell(race, name) for name in names))
+    for shape_name, race in races.items():
+        lines += ["", f"## {shape_name}", "", describe(race.shape), "", *details(race)]
+    lines += ["", "## Conditions", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items()]
+    lines += [f"- {name}: {found}" for name, found in versions(races).items()]
+    return "\n".join([*lines, *explanation(settings)]) + "\n"
+
+
+def row_of(*cells: str) -> list[str]:
+    """One row of a Markdown table."""
+    return ["| " + " | ".join(cells) + " |"]
+
+
+def speeds(race: Race, name: str) -> list[float]:
+    """Tokens per second of each block."""
+    return [race.shape.tokens / seconds for seconds in race.running[name].blocks]
+
+
+def short_cell(race: Race, name: str) -> str:
+    """Median tokens/s and the ratio, or that it was left out."""
+    if name not in race.running:
+        return "not measured"
+    median = f"{statistics.median(speeds(race, name)):,.0f}"
+    return median if name == OURS or OURS not in race.running else f"{median} ({ratio(race, name)})"
+
+
+def ratio(race: Race, name: str) -> str:
+    """`ratio_to_ours` as text; a dash where ours was not measured."""
+    if OURS not in race.running:
+        return "–"
+    return f"{ratio_to_ours(race.running[OURS].blocks, race.running[name].blocks):.2f} ×"
+
+
+def describe(shape: Shape) -> str:
+    """The sizes in one line."""
+    return (
+        f"{shape.num_layers} layers of {shape.d_model}, {shape.num_heads} heads, MLP of "
+        f"{shape.mlp_dim}, vocabulary of {shape.vocab_size:,}: {shape.num_params:,} parameters. "
+        f"{shape.batch_size} rows of {shape.seq_len:,} tokens a step, float32, AdamW."
+    )
+
+
+def details(race: Race) -> list[str]:
+    """The table of one shape."""
+    columns = ("contender", "tokens/s, median", "min–max", "ours ÷ it", "parameters")
+    lines = row_of(*columns, "loss of the first steps", "of the last")
+    lines += row_of(*("---" for _ in range(len(columns) + 2)))
+    for name, contender in race.running.items():
+        found = speeds(race, name)
+        first = contender.losses[: race.settings.warmup_steps]
+        lines += row_of(
+            name,
+            f"{statistics.median(found):,.0f}",
+            f"{min(found):,.0f}–{max(found):,.0f}",
+            ratio(race, name),
+            f"{contender.facts['parameters']:,.0f}",
+            ", ".join(f"{loss:.3f}" for loss in first),
+            f"{contender.losses[-1]:.3f}",
+        )
+    if race.left_out:
+        lines += ["", *(f"- {name}: not measured: {why}" for name, why in race.left_out.items())]
+    return lines
+
+
+def versions(races: dict[str, Race]) -> dict[str, str]:
+    """Contender -> its versions and threads, as it says itself."""
+    found = {}
+    for race in races.values():
+        for name, contender in race.running.items():
+            facts = contender.facts
+            parts = [f"{key} {value}" for key, value in facts["versions"].items()]
+            parts += [f"{facts['threads']} threads"] if "threads" in facts else []
+            found[name] = ", ".join(parts) or "no versions given"
+    return found
+
+
+def explanation(settings: Settings) -> list[str]:
+    """What the numbers are."""
+    return [
+        f"- {settings.rounds} rounds of one block of {settings.block_steps} steps each, after "
+        f"{settings.warmup_steps} single steps. Ratios are medians of the ratios of the rounds.",
+        "- All train on the same batches from initial weights of their own. The losses show that "
+        "they train the same kind of model; they are not compared.",
+    ]
+
+
+def conditions() -> dict[str, str]:
+    """Of the machine, now."""
+    names = [name for name in ("XLA_FLAGS", "OMP_NUM_THREADS") if name in os.environ]
+    given = [f"{name}={os.environ[name]}" for name in names]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "environment": " ".join(given) or "no XLA_FLAGS, no OMP_NUM_THREADS",
+        "load average before": load(),
+    }
+
+
+def load() -> str:
+    """Over 1, 5 and 15 minutes."""
+    return " ".join(f"{value:.1f}" for value in os.getloadavg())
+
+
+def processor() -> str:
+    """Its name."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def commands_of(pythons: list[str], rivals: list[str]) -> dict[str, list[str]]:
+    """Contender -> command.
+
+    Raises:
+        ValueError: what is wrong with `--python` and `--rival`, one line each.
+    """
+    interpreters, problems = dict.fromkeys(BUILT_IN, sys.executable), []
+    for given in pythons:
+        name, _, python = given.partition("=")
+        if name not in BUILT_IN or not python:
+            problems.append(f"--python {given}: write NAME=PYTHON, NAME of {', '.join(BUILT_IN)}")
+        elif not shutil.which(python):
+            problems.append(f"--python {given}: {python} is no program")
+        interpreters[name] = python
+    commands = {
+        name: [interpreters[name], str(HERE / script), *arguments]
+        for name, (script, *arguments) in BUILT_IN.items()
+    }
+    for given in rivals:
+        name, python, words = read_rival(given)
+        is_script = bool(words) and words[0].endswith(".py")
+        if not words:
+            problems.append(f"--rival {given}: write NAME=PYTHON:SCRIPT.py or NAME=PYTHON:MODULE")
+        elif not shutil.which(python):
+            problems.append(f"--rival {given}: {python} is no program")
+        elif is_script and not Path(words[0]).is_file():
+            problems.append(f"--rival {given}: there is no file {words[0]}")
+        elif name in commands:
+            problems.append(f"--rival {given}: there is a contender {name}; take another name")
+        else:
+            commands[name] = [python, *words] if is_script else [python, "-m", *words]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return commands
+
+
+def read_rival(given: str) -> tuple[str, str, list[str]]:
+    """Name, interpreter and program with its arguments; no program where it cannot be read."""
+    name, _, rest = given.partition("=")
+    python, _, program = rest.partition(":")
+    try:
+        return name, python, shlex.split(program) if name and python else []
+    except ValueError:  # a quotation that does not end
+        return name, python, []
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; leaves with 2 where it is wrong."""
+    usual = Settings()
+    number = lambda kind: lambda text: positive(kind, text)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--shape", action="append", choices=SHAPES, help="measure this one only; repeatable")
+    add("--rounds", type=number(int), default=usual.rounds, help="blocks of each contender")
+    add("--block-steps", type=number(int), default=usual.block_steps, help="steps of a block")
+    add("--warmup-steps", type=number(int), default=usual.warmup_steps, help="before the rounds")
+    add("--batch", type=number(int), default=0, help="rows of a step instead of the shape's")
+    add("--timeout-s", type=number(float), default=usual.timeout_s, help="for an answer")
+    add("--python", action="append", default=[], metavar="NAME=PYTHON", help="of a contender")
+    rival = "NAME=PYTHON:SCRIPT.py"
+    add("--rival", action="append", default=[], metavar=rival, help="see this file's docstring")
+    add("--out", type=Path, help="page to write, e.g. scripts/bench/results/versus.md")
+    arguments = parser.parse_args(argv)
+    if arguments.out and not os.access(arguments.out.absolute().parent, os.W_OK | os.X_OK):
+        parser.error(f"--out {arguments.out}: {arguments.out.parent} is no directory to write to")
+    return arguments
+
+
+def positive(kind: type, text: str) -> Any:
+    """A number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := kind(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a {kind.__name__} above 0")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every shape, print the page and write it; 1 where nothing could be measured."""
+    arguments = read_arguments(argv)
+    try:
+        commands = commands_of(arguments.python, arguments.rival)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    settings = Settings(
+        rounds=arguments.rounds,
+        block_steps=arguments.block_steps,
+        warmup_steps=arguments.warmup_steps,
+        timeout_s=arguments.timeout_s,
+    )
+    machine, races = conditions(), {}
+    for name in arguments.shape or SHAPES:
+        shape = SHAPES[name]
+        shape = dataclasses.replace(shape, batch_size=arguments.batch or shape.batch_size)
+        print(f"{name}: {', '.join(commands)}", file=sys.stderr)
+        races[name] = Race(shape, settings).run(commands)
+    page = report(races, settings, {**machine, "load average after": load()})
+    print(page)
+    if not any(race.running for race in races.values()):
+        return 1
+    if arguments.out:
+        arguments.out.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""`scripts/bench/versus.py` with contenders of a few lines: turns, ratios, and who is left out."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "scripts" / "bench"
+
+STUB = """
+import json, sys, time
+kind, diary = sys.argv[1:3]
+job = json.load(open(sys.argv[-1]))
+if kind == "absent":
+    import no_such_framework
+print("a line of a library")
+parameters = PARAMETERS * (1.02 if kind == "large" else 1)
+print(json.dumps({"parameters": parameters, "versions": {"stub": "1.2"}}), flush=True)
+for count, line in enumerate(sys.stdin):
+    begin = time.perf_counter()
+    open(diary, "a").write(f"{kind} {json.loads(line)['steps']}\\n")
+    if kind == "dead" and count == 2:
+        sys.exit("out of luck")
+    if kind == "early":
+        time.sleep(0.7)
+    if kind == "hung" and count:
+        time.sleep(60)
+    seconds = 1e-6 if kind == "early" else time.perf_counter() - begin
+    loss = float("nan") if kind == "nan" else 5.0 if kind == "idle" else 5.0 - 0.1 * count
+    print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def versus():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        return importlib.import_module("versus")
+
+
+@pytest.fixture
+def commands(versus, tmp_path):
+    """Kinds of stubs -> their commands; what they are asked is in the diary."""
+    shape = versus.Shape(256, 8, 2)
+    script = tmp_path / "stub.py"
+    script.write_text(STUB.replace("PARAMETERS", str(shape.num_params)))
+    words = lambda kind: [sys.executable, "-S", str(script), kind, str(tmp_path / "diary")]
+    return lambda *kinds: {kind: words(kind) for kind in kinds}
+
+
+def race(versus, commands, rounds):
+    settings = versus.Settings(rounds=rounds, block_steps=4, warmup_steps=1, pause_s=0)
+    return versus.Race(versus.Shape(256, 8, 2), settings).run(commands)
+
+
+def test_each_round_starts_with_the_next_contender(versus, commands, tmp_path):
+    done = race(versus, commands("a", "b", "c"), rounds=4)
+    words = (tmp_path / "diary").read_text().split("\n")
+    assert words[:3] == ["a 1", "b 1", "c 1"]
+    assert "".join(word[0] for word in words[3:-1]) == "abc" + "bca" + "cab" + "abc"
+    assert {word[1:] for word in words[3:-1]} == {" 4"}
+    assert {name: len(it.blocks) for name, it in done.running.items()} == dict.fromkeys("abc", 4)
+    assert done.left_out == {}
+
+
+def test_who_fails_is_left_out_with_the_reason(versus, commands):
+    reasons = {
+        "absent": "no_such_framework",
+        "large": f"{versus.Shape(256, 8, 2).num_params:,}",
+        "dead": "exit code 1: out of luck",
+        "early": "1e-06 s",
+        "nan": "nan",
+        "idle": "5",
+    }
+    done = race(versus, commands(*reasons, "a"), rounds=3)
+    assert {name: len(it.blocks) for name, it in done.running.items()} == {"a": 3}
+    assert list(done.running["a"].losses) == pytest.approx([5.0, 4.9, 4.8, 4.7])
+    assert set(done.left_out) == set(reasons)
+    for name, fact in reasons.items():
+        assert fact in done.left_out[name]
+    page = versus.report({"tiny": done}, done.settings, {})
+    for name, fact in reasons.items():
+        assert re.search(rf"^- {name}: not measured: .*{re.escape(fact)}", page, re.M), name
+
+
+def test_a_contender_that_hangs_is_ended(versus, commands, tmp_path):
+    (command,) = commands("hung").values()
+    job = tmp_path / "job.json"
+    job.write_text("{}")
+    contender = versus.Contender([*command, str(job)], {}, tmp_path / "log")
+    contender.ready(versus.Shape(256, 8, 2).num_params, timeout_s=30)
+    contender.train(1, timeout_s=30)
+    with pytest.raises(versus.LeftOut, match=r"0\.1 s"):
+        contender.train(1, timeout_s=0.1)
+    assert contender.stop(wait_s=0) == -9
+    assert contender.last_lines() == ["a line of a library"]
+
+
+def test_the_table_has_medians_and_the_median_of_ratios(versus):
+    blocks = {"ours": [1.0, 4.0, 5.0], "rival": [2.0, 4.0, 15.0]}
+    race = versus.Race(versus.Shape(256, 10, 2), versus.Settings())
+    for name, seconds in blocks.items():
+        facts = {"parameters": 7_000, "versions": {"stub": "1.2"}, "threads": 3}
+        race.running[name] = SimpleNamespace(blocks=seconds, losses=[5.0, 4.5, 4.25], facts=facts)
+    page = versus.report({"tiny": race}, race.settings, {"load average before": "0.1"})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    assert ["tiny", "5", "5 (2.00 ×)"] in rows  # not 1.00, the ratio of the medians
+    losses = ["5.000, 4.500, 4.250", "4.250"]
+    assert ["ours", "5", "4–20", "1.00 ×", "7,000", *losses] in rows
+    assert ["rival", "5", "1–10", "2.00 ×", "7,000", *losses] in rows
+    assert "- load average before: 0.1" in page
+    assert "- rival: stub 1.2, 3 threads" in page
+
+
+def test_all_that_is_wrong_with_a_command_is_said_at_once(versus, capsys):
+    words = ["--python", "jaxx=python3", "--python", "pytorch=/absent/python"]
+    words += ["--rival", "nothing", "--rival", f"ours={sys.executable}:module"]
+    words += [
+        "--rival",
+        f"theirs={sys.executable}:/absent.py",
+        "--rival",
+        f"open={sys.executable}:'x",
+    ]
+    assert versus.main(words) == 2
+    problems = capsys.readouterr().err.splitlines()
+    for problem, fact in zip(
+        problems, ("jaxx", "/absent/python", "nothing", "ours", "/absent.py", "'x"), strict=True
+    ):
+        assert fact in problem
+    for wrong in (["--rounds", "0"], ["--timeout-s", "nan"], ["--out", "/absent/page.md"]):
+        with pytest.raises(SystemExit) as left:
+            versus.main(wrong)
+        assert left.value.code == 2
+        assert wrong[1] in capsys.readouterr().err
