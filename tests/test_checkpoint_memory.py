@@ -3,6 +3,7 @@
 import gc
 
 import jax.numpy as jnp
+import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 
@@ -10,6 +11,7 @@ SAVES = 6
 STATE = {"params": {f"w{i}": jnp.ones((4, 4)) for i in range(12)}}
 
 
+@pytest.mark.slow
 def test_saves_leave_no_objects_behind(tmp_path):
     """TensorStore's counters, which Orbax logs, left 26 lists a save of this state."""
     keeper = Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), log=lambda line: None)

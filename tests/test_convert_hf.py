@@ -224,6 +224,7 @@ def test_the_main_job_trains_from_a_hugging_face_model(tmp_path):
     command += [f"--init_from={tmp_path / 'run'}", f"--run-dir={tmp_path / 'tuned'}", "--steps=2"]
     command += ["--simulate=2", "--mesh=fsdp=2", "--train.seq_len=32", "--eval.interval_steps=0"]
     command += ["--train.global_batch_size=8", "--eval.final_max_batches=2"]
+    command += ["--data.tokenizer=bytes"]  # the directory has 256 tokens and no tokenizer
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "weights from" in done.stdout + done.stderr

@@ -134,6 +134,7 @@ def test_a_run_resumes_its_average_to_the_last_bit(run, tmp_path):
     assert resumed.evaluations[-1]["loss"] == run.evaluations[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_average_is_what_is_evaluated_and_exported(run, tmp_path, capsys):
     from jaxdist.evaluate import main as evaluate
 

@@ -188,6 +188,7 @@ def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
     assert any("resid_pdrop=0.1" in line for line in config.remarks())
 
 
+@pytest.mark.slow
 def test_a_tuned_run_goes_on_with_the_same_command(tmp_path, monkeypatch):
     """The second start reads the checkpoint and no weights; its settings are the first one's."""
     source, run_dir = tmp_path / "model", tmp_path / "run"

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
 from commands import ROOT, tiny
 
 from jaxdist import generate, train
@@ -34,6 +35,7 @@ def follow(words: list[str], *more: str) -> None:
     assert MAINS[words[2]]([*words[3:], *more]) == 0
 
 
+@pytest.mark.slow
 def test_from_a_text_to_a_model_that_transformers_opens(tmp_path, monkeypatch, capsys):
     """The tokenizer goes from the token folder to the run and on to the exported model."""
     monkeypatch.chdir(tmp_path)

@@ -143,7 +143,7 @@ def test_every_product_of_a_middle_layer_is_in_8_bits_and_so_are_its_weights():
     # Four products of weights, forward once and twice backward.
     assert outcome.times.calls["fp8 products"] == 12 * middle
     weights = 128 * (4 * 32 + 2 * 2 * 32 + 4 * 32 + 3 * 256)
-    outside = 2 * 256 * 128  # embedding and head
+    outside = 2 * MODEL.vocab_size * 128  # embedding and head
     gathered = sum(outcome.runs(c) * c.bytes for c in outcome.collectives if c.kind == "all-gather")
     # In 8 bits those of the middle layers, in 16 those of both ends, each forward and backward.
     assert gathered == 2 * middle * weights + 2 * (2 * 2 * weights + outside)

@@ -36,7 +36,10 @@ LONG = (
     "--mesh dp=-1,tp=2",
     "jaxdist.train --debug",
     "--gpus h100:16x8",
+    "--deadline 5d",
+    "--mesh cp=4",
     "--mesh dp=4 --mesh.zero 2",
+    "--precision.matmul-dtype fp8",
     "--pipeline.schedule 1f1b_lockstep",
 )
 NEEDS_GPUS = [

@@ -12,10 +12,12 @@ and weights, where rows need them, once and whole.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -70,7 +72,7 @@ class Corpus:
         self.fingerprint: str = about["fingerprint"]
         self._dtype = np.dtype(about["dtype"])
         sizes = [shard["num_tokens"] for shard in about["shards"]]
-        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._starts = [0, *itertools.accumulate(map(int, sizes))]
         stored = None if self.folder.is_local else self.folder.sizes()
         open_file = lambda name, dtype, count: _open(self.folder / name, dtype, count, stored)
         self._shards = [
@@ -136,11 +138,11 @@ class Corpus:
 
     def _part(self, shards: list[Any], start: int, stop: int) -> np.ndarray:
         """Elements [start, stop) of shards, each [tokens of the shard], as [stop - start]."""
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        first = bisect.bisect_right(self._starts, start) - 1
         if stop <= self._starts[first + 1]:
             offset = self._starts[first]
             return shards[first][start - offset : stop - offset]
-        middle = int(self._starts[first + 1])
+        middle = self._starts[first + 1]
         return np.concatenate([self._part(shards, start, middle), self._part(shards, middle, stop)])
 
 

@@ -118,22 +118,26 @@ class Windows:
         spans = spans or ((0, self.seq_len),)
         batch, at = _empty(self.fields, len(starts), spans), 0
         batch["weights"].fill(1)
-        for first, last in spans:
+        for first, last in spans if len(starts) else ():
             place = slice(at, at + last - first)
             wanted = [(start + first, start + last + 1) for start in starts.tolist()]
-            for row, (start, tokens) in enumerate(
-                zip(starts.tolist(), self.corpus.ranges(wanted), strict=True)
-            ):
-                batch["tokens"][row, place] = tokens[:-1]
-                batch["targets"][row, place] = tokens[1:]
+            # All rows in one copy: row by row, a batch of text took a sixth longer.
+            tokens = np.stack(list(self.corpus.ranges(wanted)))
+            batch["tokens"][:, place] = tokens[:, :-1]
+            batch["targets"][:, place] = tokens[:, 1:]
+            for row, start in enumerate(starts.tolist() if self._differs else ()):
+                part = {name: values[row, place] for name, values in batch.items()}
                 if self.corpus.weighted:
-                    learned = self.corpus.weights(start + first + 1, start + last + 1)
-                    batch["weights"][row, place] = learned
+                    part["weights"][:] = self.corpus.weights(start + first + 1, start + last + 1)
                 if self.documents:
-                    part = {name: values[row, place] for name, values in batch.items()}
                     self._mark(part, start, first)
             at = place.stop
         return batch
+
+    @property
+    def _differs(self) -> bool:
+        """Whether rows differ in more than their tokens."""
+        return self.documents or self.corpus.weighted
 
     def _mark(self, part: Rows, start: int, first: int) -> None:
         """Set segments and positions, and weights at document ends, of a part of a window.
