@@ -72,7 +72,7 @@ def test_who_fails_is_left_out_with_the_reason(versus, commands):
         "large": f"{versus.Shape(256, 8, 2).num_params:,}",
         "dead": "exit code 1: out of luck",
         "early": "1e-06 s",
-        "nan": "nan",
+        "nan": "loss is nan",
         "idle": "5",
     }
     done = race(versus, commands(*reasons, "a"), rounds=3)
