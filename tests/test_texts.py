@@ -40,6 +40,7 @@ FOREIGN_FLAGS = {
         "--wait",
     ),  # SLURM
     *("--format", "--query-gpu", "--status"),  # nvidia-smi
+    "--no-compile",  # pip
     *("--server-side", "--from-literal"),  # kubectl
     "--dist",  # pytest-xdist
     *("--error-unmatch", "--porcelain", "--show-toplevel", "--untracked-files"),  # git
@@ -127,7 +128,7 @@ def wrong_packages(text: str) -> set[str]:
     required = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
     known = {re.match(r"[\w-]+", line)[0] for line in required} | OTHER_PACKAGES
     for options in re.findall(r"pip install ([^\n`&)]*)", text):
-        words = re.findall(r"[\w.-]+", re.sub(r"-[ce] \S+|-q", "", options))
+        words = re.findall(r"[\w.-]+", re.sub(r"--[a-z-]+|-[ce] \S+|-q", "", options))
         wrong |= {words[0].partition("==")[0]} - known - {"jaxdist"} if words else set()
     return wrong
 
