@@ -76,15 +76,18 @@ def places_of(device: Any, length: int, size: int) -> Array:
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
 
 
-def hops_of_window(window: int, seq_len: int, groups: int) -> int:
+def hops_of_window(window: int, seq_len: int, groups: int, *, always: bool = False) -> int:
     """Parts of a row that its causal window reaches back; 0 = all, or the ring is no longer way.
 
     Args:
         window: newest keys among which are all that a query sees, itself included; 0 = all.
         seq_len: positions of a row.
         groups: holders of the row, of two of its 2 · groups parts each.
+        always: even where the ring is the shorter way, as cuDNN's kernel needs it under a window.
     """
     hops = max(1, -(-(window - 1) * 2 * groups // seq_len))
+    if always and window:
+        return min(hops, 2 * groups - 1)
     # Along the row keys travel `hops` parts, forward and backward, and their gradients, twice as
     # wide, there and back; round the ring groups - 1 of all. Of two equal ways the first multiplies
     # less.

@@ -201,6 +201,8 @@ def _travel(
     reach, longest = plan.reach(sliding_window, packed), plan.longest_document
     hops = hops_of_window(reach, seq_len, groups)
     if not hops:
+        if reach and reach == sliding_window:  # the kernel decides which way is taken
+            return ""
         known = f"may have {longest} tokens" if longest else "may be of any length"
         return f", keys travel past all devices as documents {known}" if packed else ""
     limit = f"a window of {reach}" if reach == sliding_window else f"documents of up to {reach}"

@@ -199,8 +199,10 @@ def window_hops(job: Job) -> int:
     """Parts of a row that a sliding window reaches back in a ring; 0 = keys go all round."""
     if job.exchange is None or job.attention_call is None:
         return 0
+    window = job.attention_call.sliding_window
+    always = job.attention == "cudnn" and window < job.seq_len
     groups = job.spec[CONTEXT] // job.exchange.inner
-    return hops_of_window(job.attention_call.sliding_window, job.seq_len, groups)
+    return hops_of_window(window, job.seq_len, groups, always=always)
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
