@@ -152,6 +152,12 @@ class AttentionCall:
     dropout: float = 0.0
     softcap: float = 0.0
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Newest keys that a query sees in each kind of layer; 0 = all before it."""
+        differ = self.full_every and self.sliding_window
+        return (self.sliding_window, 0) if differ else (self.sliding_window,)
+
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Matrix product of activations and a weight, its dims named: the plain `Context.dot`.

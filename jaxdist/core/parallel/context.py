@@ -126,9 +126,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
     if workload.context_len is None:
         return [
             f"mesh cp={size}: this model's rows cannot be split by sequence: "
-            "Model.context_parallel is false. It is for images, for models of your own that do not "
-            "set it, and where only some layers have a window (model.full_attention_every). Use "
-            "cp=1 and give the devices to another axis."
+            "Model.context_parallel is false. It is for images, and for models of your own that do "
+            "not set it. Use cp=1 and give the devices to another axis."
         ]
     found = []
     if workload.context_len % (2 * size):

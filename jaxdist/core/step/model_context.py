@@ -141,7 +141,7 @@ def describe_exchange(
     model: Model,
     layout: Layout,
     seq_len: int,
-    sliding_window: int = 0,
+    windows: tuple[int, ...] = (0,),
     *,
     packed: bool = False,
     places: np.ndarray | None = None,
@@ -149,22 +149,27 @@ def describe_exchange(
 ) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do.
 
-    Where rows hold several documents they are `packed`, and `places`, int [num_rows, seq_len], are
-    the places of some rows' tokens in their documents, if these can be read. A microbatch has
-    `rows`.
+    `windows` are the newest keys that a query sees in each kind of layer, 0 = all. Where rows hold
+    several documents they are `packed`, and `places`, int [num_rows, seq_len], are the places of
+    some rows' tokens in their documents, if these can be read. A microbatch has `rows`.
     """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven_by = lambda inner: imbalance(size, seq_len, sliding_window, places, inner, rows)
+    # Of kinds of layers that differ, the one whose work differs most.
+    uneven_by = lambda inner: max(
+        imbalance(size, seq_len, window, places, inner, rows) for window in windows
+    )
     uneven = percent(uneven_by(plan.inner))
     if packed:
         known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
         uneven += f" ({known})"
     uneven += _more_even(model, layout, plan, uneven_by)
     if plan.exchange in ("ring", "hybrid"):
-        groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
+        ways = [_travel(plan, seq_len, size // plan.inner, w, packed) for w in windows]
+        near, *far = dict.fromkeys(ways)
+        groups += near + (" in layers with that window" if near and far else "") + "".join(far)
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
         f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
