@@ -172,9 +172,8 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
             assert bool(found.obstacle) == any(windows)
 
 
-@pytest.mark.parametrize(
-    "compare", [compare_ring, pytest.param(compare_packed_ring, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("compare", [compare_ring, compare_packed_ring])
 def test_under_a_window_the_hops_along_the_row_are_compared(monkeypatch, compare):
     """Parts of 32, of which the window reaches into two."""
     forwards, backwards = cudnn_stand_in.install(monkeypatch)

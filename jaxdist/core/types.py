@@ -217,6 +217,7 @@ class Context:
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
+        settle: tree of arrays -> the same; no gradient of them is used before all are known.
         sum_rows: float32 array [...] -> its sum over the devices that split rows, differentiable
             (of 1: their number, an int); None in evaluation, which uses running averages instead.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
@@ -245,6 +246,7 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
+    settle: Callable[[Any], Any] = _identity
     sum_rows: Callable[[Any], Any] | None = None
     tensor_index: Callable[[], Any] = int
     tensor_sum: Callable[[Array], Array] = _identity

@@ -77,6 +77,9 @@ def make_context(
         exchange=exchange,
         **head_shard,
     )
+    hooks = {"attend": attend, **hooks}
+    if platform == "gpu" and exchange is not None and _in_steps(layout, exchange):
+        hooks["settle"] = settle
     return Context(
         dtype=dtype,
         token_loss=losses.make_token_loss(vocabulary_axis, chunk),
@@ -88,8 +91,34 @@ def make_context(
         exchange=exchange,
         packed_rows=layout.packed_rows,
         gather=make_gather(layout, model, dtype, precision),
-        **{"attend": attend, **hooks},
+        **hooks,
     )
+
+
+def _in_steps(layout: Layout, exchange: ExchangePlan) -> bool:
+    """Whether attention goes back in a ring's steps, with no stages that defer gradients."""
+    return exchange.exchange in ("ring", "hybrid") and layout.size(PIPELINE) == 1
+
+
+@jax.custom_vjp
+def settle(tree: Any) -> Any:
+    """The same tree of arrays; no gradient of them is used before all are known.
+
+    XLA:GPU would put off gradients of weights until a ring has gone back, to have work beside its
+    last permutes, and keep what they read: two arrays of the MLP's hidden width.
+    """
+    return tree
+
+
+def _settle_forward(tree: Any) -> tuple[Any, None]:
+    return tree, None
+
+
+def _settle_backward(_: None, cotangent: Any) -> tuple[Any]:
+    return (jax.lax.optimization_barrier(cotangent),)
+
+
+settle.defvjp(_settle_forward, _settle_backward)
 
 
 def obstacle_of(layout: Layout, found: Admission | None) -> str:
