@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.core import collectives
 from jaxdist.core.types import Array
@@ -37,18 +37,17 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     The arrays may be donated right after: what is dispatched later overwrites them later. Arrays on
     no mesh, or in the host's memory, are waited for here.
     """
-    meshes: dict[Mesh, list[int]] = {}
+    meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
     others = []
     for place, x in enumerate(arrays):
         if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
-            meshes.setdefault(x.sharding.mesh, []).append(place)
+            meshes.setdefault(x.sharding.mesh, {})[place] = x.sharding.spec
         else:
             others.append(place)
     started = []
-    for mesh, places in meshes.items():
-        some = [arrays[place] for place in places]
-        program = _program_of(mesh, tuple(x.sharding.spec for x in some))
-        started.append((places, program(some)))
+    for mesh, specs in meshes.items():
+        program = _program_of(mesh, tuple(specs.values()))
+        started.append((tuple(specs), program([arrays[place] for place in specs])))
     found = dict(zip(others, _waited_for([arrays[place] for place in others]), strict=True))
 
     def result() -> list[int]:
@@ -60,7 +59,9 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _program_of(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[Array]], Array]:
+def _program_of(
+    mesh: Mesh | AbstractMesh, specs: tuple[PartitionSpec, ...]
+) -> Callable[[list[Array]], Array]:
     """The program for the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
 
     One program with one collective, whatever the number of arrays: XLA:CPU takes 32 programs for a
