@@ -34,7 +34,7 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     """Begin what `checksums` computes; the function returned waits for it, on any thread.
 
-    The arrays may be donated right after: what is dispatched later overwrites them later. Arrays on
+    The arrays [...] may be donated right after: what is dispatched later overwrites them later. Arrays on
     no mesh, or in the host's memory, are waited for here.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
@@ -70,6 +70,7 @@ def _program_of(
     axes = tuple(mesh.axis_names)
 
     def local(shapes: list[tuple[int, ...]], *parts: Array) -> Array:
+        """Checksums, uint32 [num_arrays], of arrays of which a device has these parts [...]."""
         sums = []
         for part, spec, shape in zip(parts, specs, shapes, strict=True):
             split = [_names(entry) for entry in (*spec, *[None] * (part.ndim - len(spec)))]
@@ -83,6 +84,7 @@ def _program_of(
         return collectives.all_reduce(collectives.vary(jnp.stack(sums), axes), axes)
 
     def program(arrays: list[Array]) -> Array:
+        """Checksums, uint32 [num_arrays], of global arrays [...]."""
         every = functools.partial(local, [x.shape for x in arrays])
         return jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 

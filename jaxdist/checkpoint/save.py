@@ -1,7 +1,7 @@
 """How one save is made, and what becomes of it.
 
     1. see whether it can work at all (process 0; that the directory is there: all)
-    2. begin the checksum of every array, copy to the host, begin writing; the loop goes on
+    2. copy to the host, begin writing, begin the checksum of every array; the loop goes on
     3. in the background: the arrays are on disk on all processes, and their checksums known
     4. process 0 writes the document that names the arrays and their checksums
     5. CRC-32 of every file, shared among the processes
@@ -219,9 +219,10 @@ class Saver:
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
-            described, checksums = pytree.describe(leaves), start_checksums(arrays)
+            described = pytree.describe(leaves)
             crash_point("before_arrays")
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
+            checksums = start_checksums(arrays)  # on CPU devices they would delay the copy
             crash_point("during_arrays")
             complete = lambda: pytree.with_checksums(described, checksums())
             return lambda: {"step": step, "meta": meta, "arrays": complete()}
