@@ -34,8 +34,8 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     """Begin what `checksums` computes; the function returned waits for it, on any thread.
 
-    The arrays [...] may be donated right after: what is dispatched later overwrites them later. Arrays on
-    no mesh, or in the host's memory, are waited for here.
+    The arrays [...] may be donated right after: what is dispatched later overwrites them later.
+    Those on no mesh, or in the host's memory, are waited for here.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
     others = []
