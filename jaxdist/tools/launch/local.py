@@ -48,7 +48,10 @@ class LaunchConfig:
         ge=0,
     )
     backoff_s: float = setting(
-        1.0, "seconds before the first restart; doubled for each one after", ge=0
+        1.0,
+        "seconds before the second restart without a new checkpoint; doubled for each one after; "
+        "the first is at once",
+        ge=0,
     )
     max_backoff_s: float = setting(60.0, "longest wait before a restart, seconds", ge=0)
     stop_timeout_s: float = setting(
