@@ -23,6 +23,7 @@ log = logging.getLogger("jaxdist")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
+    times = runtime.StartTimes.of_process()
     # From here on a request to stop is remembered. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
     from jaxdist.config import read_run
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = read_run(
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""
     )
-    return run(config, Program(), preemption, traces.take)
+    return run(config, Program(), preemption, traces.take, times)
 
 
 def run(
@@ -39,10 +40,12 @@ def run(
     program: Program,
     preemption: runtime.Preemption,
     asked_to_trace: Callable[[], bool],
+    times: runtime.StartTimes | None = None,
 ) -> int:
     """Train as a command or a Python program asks; returns the exit code."""
     # 1. The devices of all processes.
-    job = start_devices(config, preemption, program)
+    times = times or runtime.StartTimes()
+    job = start_devices(config, preemption, program, times)
     import jax
 
     from jaxdist.core.settings import write_toml
@@ -61,6 +64,7 @@ def run(
     )
     from jaxdist.run.startup import fetch_weights, open_run_directory
 
+    times.mark("imports")
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
@@ -92,6 +96,7 @@ def run(
     for change in directory.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)
     directory.write_environment(environment())
+    times.mark("setup")
 
     # 4. The newest checkpoint or a new state, and then the loop.
     with Session(
@@ -104,12 +109,13 @@ def run(
         preemption=preemption,
         asked_to_trace=asked_to_trace,
         on_record=program.on_record,
+        start_times=times,
     ) as session:
         return train(session)
 
 
 def start_devices(
-    config: RunConfig, stop: runtime.Preemption, program: Program
+    config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
     """Choose and start the devices, in the order in which each choice is still possible."""
     from jaxdist.core.settings import to_table
@@ -123,8 +129,10 @@ def start_devices(
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     # How a process joins is its own affair; all else must be the same, or steps would not be.
     same = {k: str(v) for k, v in flatten(to_table(config)).items() if not k.startswith("runtime.")}
+    times.mark("imports")
     job = runtime.join(config.runtime, same=same, stop=stop)
     program.setup_logging(job.process_id)
+    times.mark("join")
     return job
 
 

@@ -1,11 +1,14 @@
 """Commands end with the right code and words; a process alone needs no launcher to join its job."""
 
+import importlib
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import types
 import warnings
 
 import pytest
@@ -321,3 +324,23 @@ def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    ("platform", "process_id", "kept"), [("cpu", 1, 1), ("gpu", 1, 0), ("gpu", 0, 1)]
+)
+def test_on_cpus_every_process_keeps_what_it_compiles(monkeypatch, platform, process_id, kept):
+    """There the key of a program depends on the process; elsewhere process 0 writes for all."""
+    compiler = importlib.import_module("jax._src.compiler")
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # as before, afterwards
+    backend._keep_programs_of_every_process()
+    written = []
+    monkeypatch.setattr(
+        compiler.compilation_cache, "put_executable_and_time", lambda *given: written.append(given)
+    )
+    monkeypatch.setattr(compiler.distributed.global_state, "process_id", process_id)
+    original = compiler._cache_write.by_process_0
+    callbacks = [[]] * (len(inspect.signature(original).parameters) - 5)  # jax 0.10 has them
+    client = types.SimpleNamespace(platform=platform)
+    compiler._cache_write("key", 9.0, "jit_step", client, "program", *callbacks)
+    assert len(written) == kept

@@ -114,6 +114,9 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
     again = run("train", *words[3:])
     assert again.returncode == 0, again.stderr
     assert [e["event"] for e in records(run_dir, "event")].count("restore") == 1
+    (restart,) = [e for e in records(run_dir, "event") if e["event"] == "restart"]
+    parts = ("imports", "join", "setup", "restore", "compile", "first_step")
+    assert sum(restart[f"{part}_s"] for part in parts) == pytest.approx(restart["seconds"])
     assert losses(run_dir) == losses(finished[0])
     assert ledger(run_dir) == ledger(finished[0])
     assert list(prove(str(run_dir))) == list(range(1, STEPS + 1))

@@ -88,11 +88,13 @@ class Session:
         preemption: runtime.Preemption,
         asked_to_trace: Callable[[], bool],
         on_record: Callable[[Record], None] = lambda record: None,
+        start_times: runtime.StartTimes | None = None,
     ) -> None:
         self.parts, self.run, self.config_text = parts, run, config_text
         (self.train_data, self.eval_data), self.config = data, parts.config
         self.budget, self.preemption = budget, preemption
         self._compiled = self._has_evaluated = False
+        self._times = start_times or runtime.StartTimes()
         resilience = self.config.resilience
         with contextlib.ExitStack() as stack:
             self.watchdog = Watchdog(
@@ -104,6 +106,7 @@ class Session:
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.state, self.step, self.loader = self._restore()
+            self._times.mark("restore")
             stack.callback(lambda: self.loader.close())  # a rollback opens another one
             self.monitor = stack.enter_context(
                 Monitor(
@@ -127,7 +130,13 @@ class Session:
         self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
         self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
         self.reporter = StepReporter(
-            self.monitor, self.timer, self.watchdog, self.guard, self.sdc_check, self.checkpointer
+            self.monitor,
+            self.timer,
+            self.watchdog,
+            self.guard,
+            self.sdc_check,
+            self.checkpointer,
+            self._times,
         )
 
     def __enter__(self) -> Session:
@@ -335,6 +344,7 @@ class Session:
             CheckpointError: checkpoints cannot be saved.
             ConfigError: the step takes more memory than there is, and `--force` was not given.
         """
+        self._times.mark("setup")
         times = CompileTimes(self.parts)
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
@@ -350,5 +360,6 @@ class Session:
             self.checkpointer.finish_preflight()
         self.forward_events()
         self._compiled = True
+        self._times.mark("compile")
         if self.run.is_writer:
             times.keep(self.train_step.seconds)

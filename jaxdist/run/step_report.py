@@ -16,13 +16,14 @@ from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped
 from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck, uneven_norms
 from jaxdist.run.resilience.watchdog import Watchdog
+from jaxdist.runtime import StartTimes
 
 
 @dataclasses.dataclass
 class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
-    The checkpointer finishes its save before a run is stopped.
+    The checkpointer finishes its save before a run is stopped. The first step ends `start_times`.
     """
 
     monitor: Monitor
@@ -31,6 +32,7 @@ class StepReporter:
     guard: LossGuard
     sdc_check: SdcCheck
     checkpointer: Checkpointer
+    start_times: StartTimes
     _deferred: tuple[int, Metrics, Loader, Link] | None = dataclasses.field(
         default=None, init=False
     )
@@ -90,9 +92,27 @@ class StepReporter:
             device_wait_s=self.timer.device_wait_s,
             link=link,
         )
+        if not self.start_times.done:
+            self._report_start(step)
         if norms is not None and (uneven := uneven_norms(norms.tolist())):
             self.monitor.event("replica_norm_outlier", step=step, message=f"step {step}: {uneven}")
         return values
+
+    def _report_start(self, step: int) -> None:
+        """Say where the time until the first step of a resumed run went."""
+        times = self.start_times
+        times.end("first_step")
+        if self.monitor.start_step == 0 and not times.follows_failure:
+            return
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.parts.items())
+        since = "the failure" if times.follows_failure else "the start of this process"
+        self.monitor.event(
+            "restart",
+            step=step,
+            message=f"step {step} was done {times.total:.1f} s after {since}: {parts}",
+            seconds=times.total,
+            **{f"{name}_s": seconds for name, seconds in times.parts.items()},
+        )
 
     def _check_replicas(self) -> None:
         mismatch = self.timer.read(self.sdc_check.result)

@@ -27,3 +27,4 @@ from jaxdist.runtime.entry_point import (
 )
 from jaxdist.runtime.logs import close_logs, setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
+from jaxdist.runtime.start_times import StartTimes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import importlib
 import logging
 import os
 import platform
 import re
 import stat
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +115,29 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     _watch_for_damage(folder)
+    _keep_programs_of_every_process()
     return folder
+
+
+def _keep_programs_of_every_process() -> None:
+    """Let every process of a job on CPUs keep what it compiles, as process 0 does.
+
+    Jax lets process 0 alone write to the cache. On CPUs the key of a program depends on the process
+    that compiles it, so all the others would compile everything again at each start.
+    """
+    compiler = importlib.import_module("jax._src.compiler")
+    write = compiler._cache_write
+    if not isinstance(write, types.FunctionType) or hasattr(write, "by_process_0"):
+        return
+    first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    # The same function, which takes this process for the first one.
+    anyone = types.FunctionType(write.__code__, {**write.__globals__, "distributed": first})
+
+    def write_here(key: str, seconds: float, name: str, backend: Any, *program: Any) -> None:
+        (anyone if backend.platform == "cpu" else write)(key, seconds, name, backend, *program)
+
+    write_here.by_process_0 = write  # type: ignore[attr-defined]
+    compiler._cache_write = write_here
 
 
 _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '([^']+)': (.*)")

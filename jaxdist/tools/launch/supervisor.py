@@ -19,6 +19,7 @@ hosts, while a crash loop ends after a few attempts. What ends an elastic job fo
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import random
 import secrets
@@ -33,10 +34,15 @@ from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
+from jaxdist.tools.launch.worker import start_command
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
+
+PRELOAD_AFTER_S = 20.0
+"""Age of a job at which its launcher imports for the next start; a short job pays nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,7 @@ class RestartPolicy:
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
     stop_timeout_s: float = 300.0
+    preload: bool = False
 
 
 class Agent(abc.ABC):
@@ -122,6 +129,11 @@ class Supervisor:
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
         self.stop_signal = 0
         self.group: WorkerGroup | None = None
+        self._preloaded: ForkServer | None = None
+        self._may_preload = policy.preload
+        self._began = time.monotonic()
+        self._failures = 0  # in a row, without a new checkpoint
+        self._failed_at = 0.0
 
     def run(self) -> int:
         """Run attempts until one settles the job's exit code, and return it."""
@@ -133,6 +145,8 @@ class Supervisor:
             code = self._run_groups()
         finally:
             self.agent.close(code, self.stop_signal)
+            if self._preloaded is not None:
+                self._preloaded.close()
         return code
 
     def checkpoints(self) -> dict[int, int]:
@@ -151,7 +165,7 @@ class Supervisor:
             return {}
 
     def _run_groups(self) -> int:
-        failures, known = 0, self.checkpoints()
+        known = self.checkpoints()
         while True:
             found = self.agent.next_placement(lambda: self.stop_signal)
             if isinstance(found, int):
@@ -166,28 +180,61 @@ class Supervisor:
             # After a fallback new checkpoints are older than one that is marked by now: steps alone
             # do not tell whether any was saved.
             saved = self.checkpoints()
-            failures = 1 if saved.items() - known.items() else failures + 1
+            self._failures = 1 if saved.items() - known.items() else self._failures + 1
+            self._failed_at = result.failed_at
             known = saved or known
-            if failures > self.policy.max_restarts:
+            if self._failures > self.policy.max_restarts:
                 say(
-                    f"giving up: {failures} attempts in a row ended without a new checkpoint. "
-                    f"Logs: {self.run_dir / 'logs'}"
+                    f"giving up: {self._failures} attempts in a row ended without a new "
+                    f"checkpoint. Logs: {self.run_dir / 'logs'}"
                 )
                 return result.exit_code
             newest = max(known, default=-1)
-            if not self._wait_before_restart(failures, newest) or not self._wait_for_run_dir():
+            if (
+                not self._wait_before_restart(self._failures, newest)
+                or not self._wait_for_run_dir()
+            ):
                 return 128 + self.stop_signal if self.stop_signal else result.exit_code
 
     def _run_group(self, attempt: int, placement: Placement) -> GroupResult:
-        self.group = WorkerGroup(self.command, placement, attempt, self.run_dir / "logs")
+        self.group = WorkerGroup(
+            self.command,
+            placement,
+            attempt,
+            self.run_dir / "logs",
+            start=self._start,
+            failed_at=self._failed_at,
+        )
+        self._failed_at = 0.0
         if self.stop_signal:  # it came while the processes were being started
             self.group.request_stop()
         try:
-            result = self.group.run(self.policy.stop_timeout_s, self.agent.watch)
+            result = self.group.run(self.policy.stop_timeout_s, self._watch)
         finally:
             self.group = None
         self.agent.on_group_end(result)
         return result
+
+    def _watch(self, group: WorkerGroup) -> None:
+        """Called while processes run: import for the next ones, once this job lives long enough."""
+        self.agent.watch(group)
+        if self._preloaded is not None and self._preloaded.is_gone():
+            say("the process that imports are kept in has ended: restarts import for themselves")
+            self._preloaded.close()
+            self._preloaded, self._may_preload = None, False
+        if self._may_preload and time.monotonic() > self._began + PRELOAD_AFTER_S:
+            self._preloaded, self._may_preload = ForkServer(), False
+
+    def _start(self, command: list[str], environ: dict[str, str], output: int) -> Process:
+        """Start a process as a fork of what is imported, where that is safe and there.
+
+        After two failures without a new checkpoint processes import for themselves: a fork may be
+        what they fail by.
+        """
+        if self._failures <= 1 and self._preloaded is not None and self._preloaded.is_ready():
+            with contextlib.suppress(OSError):  # it has just ended: `_watch` says so
+                return self._preloaded.start(command, environ, output)
+        return start_command(command, environ, output)
 
     def _decided(self, result: GroupResult) -> int | None:
         """The job's exit code if this attempt settles it; None to try again."""
@@ -208,15 +255,17 @@ class Supervisor:
         return None
 
     def _wait_before_restart(self, failures: int, newest: int) -> bool:
-        """Wait the backoff; False when asked to stop meanwhile."""
-        policy = self.policy
-        seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 1))
-        seconds *= 1 + 0.25 * random.random()  # so that hosts do not all return at once
+        """Wait the backoff, which the first restart has not; False when asked to stop meanwhile."""
+        policy, seconds = self.policy, 0.0
+        if failures > 1:
+            seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 2))
+            seconds *= 1 + 0.25 * random.random()  # so that hosts do not all return at once
+        when = f"in {seconds:.1f} s" if seconds else "now"
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
-        say(f"restart {failures} of {policy.max_restarts} in {seconds:.1f} s, from {point}")
+        say(f"restart {failures} of {policy.max_restarts} {when}, from {point}")
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop_signal:
-            time.sleep(min(0.1, seconds))
+            time.sleep(0.1)
         return not self.stop_signal
 
     def _wait_for_run_dir(self) -> bool:

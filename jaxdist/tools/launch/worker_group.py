@@ -17,8 +17,10 @@ from pathlib import Path
 from jaxdist import runtime
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import failure_broadcast
+from jaxdist.runtime.start_times import FAILED_AT
 from jaxdist.tools.launch.console import say
-from jaxdist.tools.launch.worker import Worker
+from jaxdist.tools.launch.fork_server import Start
+from jaxdist.tools.launch.worker import Worker, start_command
 
 POLL_S = 0.05
 COLLECT_S = 2.0
@@ -70,6 +72,7 @@ class GroupResult:
         first_process: process id of the first failure, -1 where none is to blame.
         details: traceback, or the last lines of its log.
         seconds: from the start to the first failure.
+        failed_at: when that was, of `time.monotonic`; 0 where no process failed.
     """
 
     exit_code: int
@@ -80,6 +83,7 @@ class GroupResult:
     advice: str = ""
     log_file: str = ""
     seconds: float = 0.0
+    failed_at: float = 0.0
     already_printed: bool = False
 
     def report(self) -> str:
@@ -95,12 +99,24 @@ class GroupResult:
 class WorkerGroup:
     """All processes of one attempt (from 0) on this host, from the start to the last one's end.
 
+    They are told when the attempt before failed: `failed_at`, of `time.monotonic`, 0 = it did not.
+
     Raises:
         ConfigError: the program cannot be started.
     """
 
-    def __init__(self, command: list[str], placement: Placement, attempt: int, log_dir: Path):
+    def __init__(
+        self,
+        command: list[str],
+        placement: Placement,
+        attempt: int,
+        log_dir: Path,
+        *,
+        start: Start = start_command,
+        failed_at: float = 0.0,
+    ):
         self.attempt, self.placement = attempt, placement
+        self._start_process, self._failed_at = start, failed_at
         self.started = time.monotonic()
         self._stop_at: float | None = None
         self._abort_cause = ""
@@ -166,11 +182,13 @@ class WorkerGroup:
 
     def _start(self, command: list[str], local_process_id: int) -> Worker:
         environ = self.placement.environ(local_process_id, self.attempt)
+        environ |= {"JAXDIST_LOG_DIR": str(self._log_dir)}
+        environ |= {FAILED_AT: repr(self._failed_at)} if self._failed_at else {}
         process_id = environ["JAXDIST_PROCESS_ID"]
         log_file = self._log_dir / f"attempt-{self.attempt}-process-{process_id}.out"
         is_alone = environ["JAXDIST_NUM_PROCESSES"] == "1"
         prefix = "" if is_alone else f"[{process_id}] "
-        return Worker(command, environ | {"JAXDIST_LOG_DIR": str(self._log_dir)}, log_file, prefix)
+        return Worker(command, environ, log_file, prefix, self._start_process)
 
     def _alert_other_hosts(self) -> None:
         """Announce processes that died without a word; one that could speak has told all itself."""
@@ -201,6 +219,7 @@ class WorkerGroup:
                 attempt=self.attempt,
                 cause=self._abort_cause,
                 seconds=time.monotonic() - self.started,
+                failed_at=time.monotonic(),
             )
         failed = [worker for worker in self.workers if _is_failure(worker.process.returncode)]
         first = min(failed, key=lambda worker: _cause_order(worker, self.placement.nnodes == 1))
@@ -218,6 +237,7 @@ class WorkerGroup:
             else runtime.HOST_MEMORY_ADVICE * first.may_be_out_of_memory(),
             log_file=str(first.log_file),
             seconds=first.ended_at - self.started,
+            failed_at=first.ended_at,
             already_printed=code == runtime.EXIT_CONFIG and len(self.workers) == 1,
         )
 

@@ -1,0 +1,42 @@
+"""Where the time of a start goes: parts that add up, from the failure on."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from jaxdist.runtime import StartTimes, start_times
+
+
+def test_parts_add_up_to_the_time_since_the_failure(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(start_times.time, "monotonic", lambda: now[0])
+    times = StartTimes(99.5, failed_at=98.0)
+    for seconds, part in [(1, "imports"), (2, "join"), (4, "imports"), (8, "setup")]:
+        now[0] += seconds
+        times.mark(part)
+    assert not times.done
+    now[0] += 16
+    times.end("first_step")
+    assert times.done and times.follows_failure
+    assert times.parts == {
+        "relaunch": 1.5, "imports": 5.5, "join": 2.0, "setup": 8.0, "first_step": 16.0
+    }  # fmt: skip
+    assert times.total == now[0] - 98.0
+
+
+def test_a_process_counts_from_its_own_start_and_from_the_failure_before(monkeypatch):
+    age = float(
+        subprocess.run(
+            ["ps", "-o", "etimes=", "-p", str(os.getpid())],
+            capture_output=True, text=True, check=True,
+        ).stdout
+    )  # fmt: skip
+    monkeypatch.delenv(start_times.FAILED_AT, raising=False)
+    times = StartTimes.of_process()
+    times.mark("imports")
+    assert not times.follows_failure
+    assert times.parts == {"imports": pytest.approx(age, abs=2.0)}
+    monkeypatch.setenv(start_times.FAILED_AT, repr(time.monotonic() - age - 30))
+    assert StartTimes.of_process().parts == {"relaunch": pytest.approx(30, abs=2.0)}
