@@ -105,13 +105,13 @@ class StepReporter:
         if self.monitor.start_step == 0 and not times.follows_failure:
             return
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.parts.items())
+        fields: dict[str, Any] = {f"{name}_s": seconds for name, seconds in times.parts.items()}
+        fields |= {"step": step, "seconds": times.total}
         since = "the failure" if times.follows_failure else "the start of this process"
         self.monitor.event(
             "restart",
-            step=step,
             message=f"step {step} was done {times.total:.1f} s after {since}: {parts}",
-            seconds=times.total,
-            **{f"{name}_s": seconds for name, seconds in times.parts.items()},
+            **fields,
         )
 
     def _check_replicas(self) -> None:

@@ -125,7 +125,7 @@ def _keep_programs_of_every_process() -> None:
     Jax lets process 0 alone write to the cache. On CPUs the key of a program depends on the process
     that compiles it, so all the others would compile everything again at each start.
     """
-    compiler = importlib.import_module("jax._src.compiler")
+    compiler: Any = importlib.import_module("jax._src.compiler")
     write = compiler._cache_write
     if not isinstance(write, types.FunctionType) or hasattr(write, "by_process_0"):
         return

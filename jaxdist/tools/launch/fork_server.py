@@ -88,7 +88,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, *modules],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -216,8 +216,9 @@ def serve(modules: Sequence[str]) -> list[str]:
                     raise SystemExit  # the launcher has ended
                 request, server = json.loads(message), os.getpid()
                 if not (pid := os.fork()):
-                    for other in set(selector.get_map()) - {launcher.fileno()}:
-                        os.close(other)
+                    for other in selector.get_map().values():
+                        if other.data is not None:
+                            os.close(other.fd)
                     launcher.close()
                     _become_worker(server, request["environ"], *received)
                     return list(request["words"])
