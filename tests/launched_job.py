@@ -38,6 +38,26 @@ def training(*flags: str) -> list[str]:
     return [flag for flag in TRAIN if flag.partition("=")[0] not in names] + list(flags)
 
 
+def workers_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's training processes, its own and the forks of its server."""
+    words = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    found = []
+    try:
+        for child in children_of(launcher):
+            if b"jaxdist.train" in words(child):
+                found.append(child)
+            elif b"jaxdist.tools.launch.fork_server" in words(child):
+                found += [fork for fork in children_of(child) if words(fork) != [b""]]
+    except OSError:  # one has ended meanwhile
+        return []
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the processes that a process has started, in the order of their starts."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class ScenarioFailed(Exception):
     """What must follow a fault did not: the cause was not named, or the job did not go on."""
 
@@ -98,13 +118,7 @@ class Job:
         A child that is still the launcher's copy does not count: one that is stopped before its
         own program begins stops the launcher too, which waits for that.
         """
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        words = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes()
-        try:
-            found = [int(pid) for pid in children.read_text().split()]
-            found = [pid for pid in found if b"jaxdist.train" in words(pid).split(b"\0")]
-        except OSError:  # one has ended meanwhile
-            return []
+        found = workers_of(self.process.pid)
         return found if len(found) == 2 else []
 
     def output(self, since: int = 0) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
+from launched_job import workers_of
 
 STEPS = 400
 TRAIN = [
@@ -53,9 +54,8 @@ class Launcher:
             )
 
     def signal_processes(self, number: int) -> None:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for pid in children.read_text().split():
-            os.kill(int(pid), number)
+        for pid in workers_of(self.process.pid):
+            os.kill(pid, number)
 
     @property
     def output(self) -> str:

@@ -3,6 +3,7 @@
     local          flags to a plan
     supervisor     runs attempts, and decides whether to start again
     worker_group   the processes of one attempt, and why it ended; `worker` is one of them
+    fork_server    a process that has imported for the next start, and forks
     elastic_agent  elastic jobs: who takes part in each round, and when it ends
     membership     the limits of an elastic job, and the largest legal one of the hosts here
     rendezvous     small files in the run directory by which launchers see each other
@@ -16,6 +17,6 @@
     skypilot       flags to a task file
     yaml_writer    both as YAML, with comments
 
-No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` asks a
-process of its own.
+No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` and
+`fork_server` have processes of their own for that.
 """

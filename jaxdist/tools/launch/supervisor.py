@@ -19,6 +19,7 @@ hosts, while a crash loop ends after a few attempts. What ends an elastic job fo
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import random
 import secrets
@@ -33,10 +34,15 @@ from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
+from jaxdist.tools.launch.worker import start_command
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
+
+PRELOAD_AFTER_S = 20.0
+"""Age of a job at which its launcher imports for the next start; a short job pays nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,7 @@ class RestartPolicy:
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
     stop_timeout_s: float = 300.0
+    preload: bool = False
 
 
 class Agent(abc.ABC):
@@ -122,6 +129,9 @@ class Supervisor:
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
         self.stop_signal = 0
         self.group: WorkerGroup | None = None
+        self._preloaded: ForkServer | None = None
+        self._may_preload = policy.preload
+        self._began = time.monotonic()
         self._failures = 0  # in a row, without a new checkpoint
         self._failed_at = 0.0
 
@@ -135,6 +145,8 @@ class Supervisor:
             code = self._run_groups()
         finally:
             self.agent.close(code, self.stop_signal)
+            if self._preloaded is not None:
+                self._preloaded.close()
         return code
 
     def checkpoints(self) -> dict[int, int]:
@@ -190,17 +202,39 @@ class Supervisor:
             placement,
             attempt,
             self.run_dir / "logs",
+            start=self._start,
             failed_at=self._failed_at,
         )
         self._failed_at = 0.0
         if self.stop_signal:  # it came while the processes were being started
             self.group.request_stop()
         try:
-            result = self.group.run(self.policy.stop_timeout_s, self.agent.watch)
+            result = self.group.run(self.policy.stop_timeout_s, self._watch)
         finally:
             self.group = None
         self.agent.on_group_end(result)
         return result
+
+    def _watch(self, group: WorkerGroup) -> None:
+        """Called while processes run: import for the next ones, once this job lives long enough."""
+        self.agent.watch(group)
+        if self._preloaded is not None and self._preloaded.is_gone():
+            say("the process that imports are kept in has ended: restarts import for themselves")
+            self._preloaded.close()
+            self._preloaded, self._may_preload = None, False
+        if self._may_preload and time.monotonic() > self._began + PRELOAD_AFTER_S:
+            self._preloaded, self._may_preload = ForkServer(), False
+
+    def _start(self, command: list[str], environ: dict[str, str], output: int) -> Process:
+        """Start a process as a fork of what is imported, where that is safe and there.
+
+        After two failures without a new checkpoint processes import for themselves: a fork may be
+        what they fail by.
+        """
+        if self._failures <= 1 and self._preloaded is not None and self._preloaded.is_ready():
+            with contextlib.suppress(OSError):  # it has just ended: `_watch` says so
+                return self._preloaded.start(command, environ, output)
+        return start_command(command, environ, output)
 
     def _decided(self, result: GroupResult) -> int | None:
         """The job's exit code if this attempt settles it; None to try again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from typing import IO, Any
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch.fork_server import Process, Start, die_with_parent
 from jaxdist.tools.launch.resources import OomKills, count_oom_kills
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
@@ -24,8 +24,18 @@ _SERVICE_LINES = 6  # of its message, before the stacks of all threads
 _OOM_WINDOW_S = 60.0
 """A process that the kernel kills may take many seconds to free its memory and end."""
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
-_PR_SET_PDEATHSIG = 1
+
+def start_command(command: list[str], environ: dict[str, str], output: int) -> Process:
+    """Start a command in a session of its own; see `fork_server.Start`."""
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environ, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_block_notices if "jaxdist.train" in command else die_with_parent,
+    )
 
 
 class Worker:
@@ -38,7 +48,12 @@ class Worker:
     """
 
     def __init__(
-        self, command: list[str], environ: dict[str, str], log_file: Path, prefix: str
+        self,
+        command: list[str],
+        environ: dict[str, str],
+        log_file: Path,
+        prefix: str,
+        start: Start = start_command,
     ) -> None:
         self.process_id = int(environ["JAXDIST_PROCESS_ID"])
         self.error_file = locate(log_file.with_suffix(".error.json"))
@@ -54,23 +69,17 @@ class Worker:
         self.last_lines: deque[str] = deque(maxlen=40)
         self._log: IO[bytes] | None = None
         self._lost_log = False
-        self.process = subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                **environ,
-                "PYTHONUNBUFFERED": "1",
-                "JAXDIST_ERROR_FILE": str(self.error_file),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_block_notices if "jaxdist.train" in command else _die_with_parent,
-        )
-        assert self.process.stdout is not None  # PIPE above
+        readable, output = os.pipe()
+        try:
+            environ = {**environ, "JAXDIST_ERROR_FILE": str(self.error_file)}
+            self.process = start(command, environ, output)
+        except OSError:
+            os.close(readable)
+            raise
+        finally:
+            os.close(output)
         self._reader = threading.Thread(
-            target=self._read, args=(self.process.stdout, prefix), daemon=True
+            target=self._read, args=(os.fdopen(readable, "rb"), prefix), daemon=True
         )
         self._reader.start()
 
@@ -87,7 +96,7 @@ class Worker:
     def signal(self, number: int) -> None:
         """Send a signal to the process alone; it tells its data workers itself."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill it and every process that it has started."""
@@ -194,11 +203,7 @@ class Worker:
                 )
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _block_notices() -> None:
-    _die_with_parent()
+    die_with_parent()
     # Unblocked by `runtime.Preemption`: until training can act on a notice, it would be killed.
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)

@@ -19,7 +19,8 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import failure_broadcast
 from jaxdist.runtime.start_times import FAILED_AT
 from jaxdist.tools.launch.console import say
-from jaxdist.tools.launch.worker import Worker
+from jaxdist.tools.launch.fork_server import Start
+from jaxdist.tools.launch.worker import Worker, start_command
 
 POLL_S = 0.05
 COLLECT_S = 2.0
@@ -111,10 +112,11 @@ class WorkerGroup:
         attempt: int,
         log_dir: Path,
         *,
+        start: Start = start_command,
         failed_at: float = 0.0,
     ):
         self.attempt, self.placement = attempt, placement
-        self._failed_at = failed_at
+        self._start_process, self._failed_at = start, failed_at
         self.started = time.monotonic()
         self._stop_at: float | None = None
         self._abort_cause = ""
@@ -186,7 +188,7 @@ class WorkerGroup:
         log_file = self._log_dir / f"attempt-{self.attempt}-process-{process_id}.out"
         is_alone = environ["JAXDIST_NUM_PROCESSES"] == "1"
         prefix = "" if is_alone else f"[{process_id}] "
-        return Worker(command, environ, log_file, prefix)
+        return Worker(command, environ, log_file, prefix, self._start_process)
 
     def _alert_other_hosts(self) -> None:
         """Announce processes that died without a word; one that could speak has told all itself."""
