@@ -9,8 +9,8 @@ process, one for each of `processes`, and ends before the next begins:
     subsets    for every subset of hosts, with the disks as the killed run left them: empty theirs,
                open the run, restore; the subset, the step and the checksums are written down
 
-Forks share the import of jax. Process p has the disk `folder/disk-p`, by the variable LOCAL_DISK,
-and is a host of its own. What happens goes to `folder/records.jsonl`.
+Forks share the import of jax. Process p is on host p, or on the one that `hosts` says, whose disk is
+`folder/disk-HOST`, by the variable LOCAL_DISK. What happens goes to `folder/records.jsonl`.
 """
 
 import itertools
@@ -41,13 +41,13 @@ class Worker:
 
     def __init__(self, folder: Path, process: int, start: dict):
         self.folder, self.process, self.start = folder, process, start
-        self.disk = folder / f"disk-{process}"
+        host = start["hosts"][process] if "hosts" in start else process
+        self.disk = folder / f"disk-{host}"
         os.environ["LOCAL_DISK"] = str(self.disk)
-        os.environ[VARIABLE] = f"host-{process}"
+        os.environ[VARIABLE] = f"host-{host}"
         start_jax({"devices": 1, "process": process, **start})
-        self.state, self.placement, self.update = make_run(
-            {"mesh": f"fsdp={start['processes']}", "width": 8}
-        )
+        mesh = start.get("mesh", f"fsdp={start['processes']}")
+        self.state, self.placement, self.update = make_run({"mesh": mesh, "width": 8})
         shape_of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         self.target = jax.tree.map(shape_of, self.state, self.placement)
 
@@ -118,8 +118,8 @@ class Worker:
 
 def main(folder: Path, plan: list[dict]) -> None:
     for start in plan:
-        for process in start.get("wipe", []):
-            shutil.rmtree(folder / f"disk-{process}")
+        for host in start.get("wipe", []):
+            shutil.rmtree(folder / f"disk-{host}")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             start["port"] = probe.getsockname()[1]
@@ -141,8 +141,7 @@ def main(folder: Path, plan: list[dict]) -> None:
             out.write(json.dumps({"ended": ends, "killed": killed, "start": start}) + "\n")
         if start.get("kill"):
             shutil.copy(folder / "checkpoints" / HISTORY, folder / HISTORY)
-            for process in range(start["processes"]):
-                disk = folder / f"disk-{process}"
+            for disk in folder.glob("disk-?"):
                 shutil.copytree(disk, f"{disk}-kept", dirs_exist_ok=True)
 
 

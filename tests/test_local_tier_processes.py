@@ -93,3 +93,19 @@ def test_every_subset_of_four_hosts_is_survived_as_claimed(tmp_path):
             assert record["checksums"] == value(first, "checksums")
     assert sum(record["step"] == 6 for record in tried.values()) == 7
     assert list(itertools.combinations(range(4), 2)) == [lost for lost in tried if len(lost) == 2]
+
+
+def test_processes_that_share_a_disk_write_and_fetch_their_shards_once(tmp_path, whole):
+    """Four replicas on two hosts: each host holds all, and a new one fetches it once."""
+    hosts = {"do": "run", "processes": 4, "mesh": "dp=4", "hosts": [0, 0, 1, 1]}
+    first, second = played(
+        tmp_path / "run",
+        [{**hosts, "steps": 6, "kill": True}, {**hosts, "steps": 7, "wipe": [0], "kill": True}],
+    )
+    assert missing(value(first, "claim"), "any host of 2") == []
+    assert value(second, "began") == 6
+    expected = losses(whole)
+    assert {**losses(first), **losses(second)} == {step: expected[step] for step in range(1, 8)}
+    for host in (0, 1):
+        documents = list((tmp_path / "run" / f"disk-{host}").rglob("document.json"))
+        assert sorted(path.parent.name for path in documents) == ["2", "6"][host == 0 :]
