@@ -9,8 +9,9 @@ process, one for each of `processes`, and ends before the next begins:
     subsets    for every subset of hosts, with the disks as the killed run left them: empty theirs,
                open the run, restore; the subset, the step and the checksums are written down
 
-Forks share the import of jax. Process p is on host p, or on the one that `hosts` says. The disk of a
-host is `folder/disk-HOST`, by the variable LOCAL_DISK. What happens goes to `folder/records.jsonl`.
+Forks share the import of jax. Process p is on host p, or on the one that `hosts` says. The disk of
+a host is `folder/disk-HOST`, by the variable LOCAL_DISK. What happens goes to
+`folder/records.jsonl`.
 """
 
 import itertools
