@@ -93,6 +93,10 @@ def test_local_saves_are_due_by_minutes_beside_the_others():
     times = [1000.0 + 20 * step for step in range(1, 16)]
     found = asked(plan, times)
     assert found == [(3, "local"), (6, "local"), (9, "local"), (12, "interval"), (13, "local")]
+    off = schedule(save_interval_steps=0, save_interval_minutes=4, async_save=False)
+    off.saved(0, "", 1000.0)
+    off.saved(0, "local", 1000.0)
+    assert asked(off, times) == [(12, "interval")]
 
 
 # -- what a crash costs ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from jaxdist.checkpoint.errors import CorruptCheckpoint
-from jaxdist.checkpoint.local import lineage
+from jaxdist.checkpoint.local import lineage, tier
 from jaxdist.checkpoint.local.copies import (
     VARIABLE,
     Place,
@@ -236,6 +236,10 @@ def test_files_come_over_the_network_to_those_who_know_the_secret(tmp_path):
             pytest.raises(OSError, match="no answer"),
         ):
             stranger.read(f"{save.path}/manifest.json")
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.recv(100)
+            raw.sendall(f"{'0' * 64} {save.path}/manifest.json\n".encode())
+            assert raw.recv(100) == b""
     finally:
         server.close()
     with pytest.raises(OSError):
@@ -358,8 +362,9 @@ def test_a_restart_takes_the_newer_of_the_two_tiers(job):
     assert job.resumed() == 8
     shutil.rmtree(job.disk)
     assert job.resumed() == 4
-    job.save([5], durable=[5])
-    assert job.resumed() == 5
+    job.save([5, 6], durable=[6])
+    assert {path.parent.name for path in files(job)} == {"5"}
+    assert job.resumed() == 6
 
 
 def test_a_first_restart_needs_no_durable_checkpoint(job):
@@ -461,6 +466,21 @@ def test_a_full_disk_fails_the_local_save_and_keeps_the_ones_before(job, monkeyp
     opened.close()
     assert failed["step"] == 4 and missing(failed["reason"], "No space left") == []
     assert {path.parent.name for path in files(job)} == {"2"}
+
+
+def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
+    """As where a copy of it cannot be made."""
+    job.save([2])
+    step, opened = job.resume()
+
+    def refuse():
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tier, "flush_appended", refuse)
+    opened.save(4, state_of(4), {"next": 4}, due="local")
+    opened.close()
+    assert step == 2 and {path.parent.name for path in files(job)} == {"2"}
+    assert "local_save_failed" in [e["event"] for e in opened.pop_events()]
 
 
 def test_the_time_of_a_local_save_is_measured(job):
