@@ -50,7 +50,11 @@ def main() -> None:
     try:
         print(f"{len(jax.devices())} x {jax.devices()[0].platform}, {arguments.gb} GB of state")
         state = make_state(mesh, P("fsdp"), arguments.gb)
-        contenders = {"jaxdist": ours(root / "ours", state), **torch_contenders(root, arguments.gb)}
+        contenders = {
+            "jaxdist": ours(root / "ours", state),
+            "jaxdist, local_dir": ours_locally(root / "local", state),
+            **torch_contenders(root, arguments.gb),
+        }
         measure(contenders, arguments.repeats, arguments.gb)
         restores(root / "restore", state, mesh, arguments.repeats, arguments.gb)
         throughput(root / "throughput", arguments.blocks, arguments.rows)
@@ -84,6 +88,25 @@ def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
         blocked = time.perf_counter() - start
         assert writer.wait()
         return blocked, time.perf_counter() - start
+
+    return save
+
+
+def ours_locally(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
+    """Save to `checkpoint.local_dir`; returns (seconds blocked, seconds in all)."""
+    config = CheckpointConfig(local_dir=str(directory / "disk"))
+    writer = Checkpointer(directory / "run", config, **QUIET)
+    writer.preflight(state)
+
+    def save(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        writer.save(step, state, {}, due="local")
+        blocked = time.perf_counter() - start
+        while True:
+            for event in writer.pop_events():
+                if event["event"] == "local_save":
+                    return blocked, event["written_s"]
+            time.sleep(0.005)
 
     return save
 
