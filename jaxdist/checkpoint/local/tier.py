@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.checkpoint import pytree
-from jaxdist.checkpoint.checksum import checksums
+from jaxdist.checkpoint.checksum import checksums, start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
@@ -126,16 +126,18 @@ class LocalTier:
             self._events.log(f"local save of step {step} skipped: the one before is being written")
             return
         self.wait()
-        outcome, pieces, document = Outcome(step), [], ""
+        outcome, pieces = Outcome(step), []
         leaves = pytree.leaves_of(state)
         self._share_layout(leaves)
         arrays = [pytree.plain(leaf) for leaf in leaves]
-        described = pytree.describe(leaves, checksums(arrays))
+        described = pytree.describe(leaves)
         try:
-            document = json.dumps({"step": step, "meta": meta, "arrays": described})
             pieces = shards.to_host(leaves, arrays) if self._writes() else []
         except Exception as error:  # too little memory on this host
             outcome.error = one_line(error)
+        found = start_checksums(arrays)  # on CPU devices they would delay the copy
+        complete = lambda: pytree.with_checksums(described, found())
+        document = lambda: json.dumps({"step": step, "meta": meta, "arrays": complete()})
         outcome.blocked_s = time.perf_counter() - begin
         self._start(self._finish, outcome, begin, pieces, document)
 
@@ -158,7 +160,11 @@ class LocalTier:
         self._shelf.discard()
 
     def _finish(
-        self, outcome: Outcome, begin: float, pieces: list[tuple[str, Any]], document: str
+        self,
+        outcome: Outcome,
+        begin: float,
+        pieces: list[tuple[str, Any]],
+        document: Callable[[], str],
     ) -> None:
         """In the background, on every process: the answer is the same for all."""
         generation, step = self._lineage.generation, outcome.step
@@ -168,7 +174,7 @@ class LocalTier:
         try:
             with self._told(outcome):
                 if self._writes() and not outcome.error:
-                    outcome.num_bytes = self._shelf.write(own, pieces, document)
+                    outcome.num_bytes = self._shelf.write(own, pieces, document())
             pieces.clear()  # gigabytes
             self._meet(outcome)
             with self._told(outcome):
