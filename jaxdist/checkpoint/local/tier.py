@@ -88,8 +88,15 @@ class LocalTier:
         """The run goes on from that step: saves of later ones do not count any more."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
-        if self._chosen is not None and self._chosen.step == step:
-            self._start(self._copy_again, self._chosen)
+        if self._chosen is None or self._chosen.step != step:
+            return
+        held = self._shelf.held()
+        copied = [
+            (self._chosen._replace(shards=self._shards[sender]), sender)
+            for sender in self._senders()
+        ]
+        if lost := [each for each in copied if each[0] not in held]:
+            self._start(self._copy_again, lost)
 
     def begin(self) -> None:
         """Before the first save of a start, here or in the run directory: write where it began.
@@ -202,13 +209,9 @@ class LocalTier:
         )
         self._thread.start()
 
-    def _copy_again(self, chosen: Save) -> None:
-        """In the background after a restore: fetch the copies that were lost with this disk."""
-        held = self._shelf.held()
-        for sender in self._senders():
-            save = chosen._replace(shards=self._shards[sender])
-            if save in held:
-                continue
+    def _copy_again(self, lost: list[tuple[Save, int]]) -> None:
+        """In the background after a restore: fetch copies that this disk lost from their senders."""
+        for save, sender in lost:
             try:
                 self._fetch(save, sender)
             except (OSError, CheckpointError) as error:  # until the next save
