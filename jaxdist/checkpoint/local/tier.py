@@ -210,7 +210,7 @@ class LocalTier:
         self._thread.start()
 
     def _copy_again(self, lost: list[tuple[Save, int]]) -> None:
-        """In the background after a restore: fetch copies that this disk lost from their senders."""
+        """In the background after a restore: fetch the copies that this disk lost."""
         for save, sender in lost:
             try:
                 self._fetch(save, sender)
