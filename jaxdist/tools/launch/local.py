@@ -76,7 +76,7 @@ class LaunchConfig:
     preload: bool = setting(
         True,
         "keep one process that has imported jax: a restart of jaxdist.train forks it and skips "
-        "the imports; takes about 300 MB of the host's memory from 20 s after the start",
+        "the imports; takes about 200 MB of the host's memory from 20 s after the start",
     )
     arguments: list[str] = setting([], "arguments of the program")
 
