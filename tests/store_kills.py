@@ -71,6 +71,7 @@ def kills_in(records: list[dict]) -> list[Kill]:
     """The kills of a run, from its records."""
     found: list[Kill] = []
     began, newest = None, None  # of the start that these records are of; before it
+    was_flipped = False
     for record in records:
         began = record.get("start", began)
         if "point" not in record:
@@ -82,7 +83,8 @@ def kills_in(records: list[dict]) -> list[Kill]:
         corrupt = [int(step) for step, is_whole in record["left"].items() if not is_whole]
         if record["point"]:
             assert record["killed"], record
-            assert not corrupt or record["point"] == "during_mark", record
+            was_flipped = was_flipped or record["point"] == "during_mark"
+            assert not corrupt or was_flipped, record
             found.append(Kill(record["point"], whole, corrupt, None))
         began, newest = None, max(whole)
     return found
