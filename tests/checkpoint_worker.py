@@ -112,7 +112,8 @@ def work(settings):
     )
     in_background = settings["config"].get("async_save", True)
     state, placement, update = make_run(settings)
-    checkpoints.preflight(state)
+    if settings["config"].get("preflight", True):  # else a kill during an upload would hit it
+        checkpoints.preflight(state)
     step = checkpoints.choose()
     if step is not None:
         shape_of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)

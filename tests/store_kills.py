@@ -12,6 +12,8 @@ from commands import ROOT, environment
 
 WORKER = ROOT / "tests" / "checkpoint_worker.py"
 EVERY = 4
+BEFORE_TRAINING = ("lock_taken", "during_restore", "during_mark")
+"""Points of the start of a run; all others are in a save of it."""
 
 
 class Kill(NamedTuple):
@@ -83,6 +85,7 @@ def kills_in(records: list[dict]) -> list[Kill]:
         corrupt = [int(step) for step, is_whole in record["left"].items() if not is_whole]
         if record["point"]:
             assert record["killed"], record
+            assert began is not None or record["point"] in BEFORE_TRAINING, record
             was_flipped = was_flipped or record["point"] == "during_mark"
             assert not corrupt or was_flipped, record
             found.append(Kill(record["point"], whole, corrupt, None))

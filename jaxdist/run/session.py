@@ -138,7 +138,7 @@ class Session:
             self.guard,
             self.sdc_check,
             self.checkpointer,
-            self._times,
+            start_times=self._times,
         )
 
     def __enter__(self) -> Session:

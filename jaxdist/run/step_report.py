@@ -32,7 +32,7 @@ class StepReporter:
     guard: LossGuard
     sdc_check: SdcCheck
     checkpointer: Checkpointer
-    start_times: StartTimes
+    start_times: StartTimes = dataclasses.field(kw_only=True)
     _deferred: tuple[int, Metrics, Loader, Link] | None = dataclasses.field(
         default=None, init=False
     )
