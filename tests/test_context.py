@@ -37,6 +37,8 @@ MASKS = {
     "causal": AttentionMask(),
     "window": AttentionMask(sliding_window=9),
     "everything": AttentionMask(causal=False),
+    **{f"newest {n}": AttentionMask(sliding_window=n) for n in (2, 4, 9, 13, 21, 30)},
+    **{f"layer {n} of two": AttentionMask(sliding_window=9, full_every=2, layer=n) for n in (0, 1)},
 }
 CAPS = {"window": 0.7}
 """Mask -> the bound of its scores; the others have none."""
@@ -107,7 +109,8 @@ def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: i
     order = np.concatenate([axis.places_of(i, LENGTH // shards, shards) for i in range(shards)])
 
     def told(query, key, value, segments):
-        seen = dataclasses.replace(MASKS[mask], segments=segments)
+        layer = jnp.asarray(MASKS[mask].layer)
+        seen = dataclasses.replace(MASKS[mask], segments=segments, layer=layer)
         return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0))
 
     over = P(None, "context")
@@ -146,7 +149,7 @@ SHARED = [
     for choice in covering_array(
         {
             "plan": list(PLANS),
-            "mask": list(MASKS),
+            "mask": ["causal", "window", "everything"],
             "heads": list(HEADS),
             "is_packed": [False, True],
         },
@@ -159,6 +162,14 @@ SHARED = [
 def test_attention_over_shared_rows_is_attention_over_whole_rows(choice):
     found = shared(PLANS[choice["plan"]], choice["mask"], choice["heads"], choice["is_packed"])
     assert apart(found, dense(choice["mask"], choice["heads"], choice["is_packed"])) <= CLOSE
+
+
+@pytest.mark.parametrize("plan", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_layers_with_and_without_a_window_are_programs_of_one(plan):
+    """In rows that devices share; the layer is known when the program runs."""
+    for layer, mask in enumerate(["newest 9", "causal"]):
+        found = shared(PLANS[plan], f"layer {layer} of two", "grouped", True)
+        assert apart(found, dense(mask, "grouped", True)) <= CLOSE
 
 
 def merge_forgets_the_denominators(monkeypatch):
@@ -205,7 +216,7 @@ def gradients_stay_abroad(monkeypatch):
 def window_reaches_one_part(monkeypatch):
     """Keys go one part far along the row, where the window reaches back two."""
     assert axis.hops_of_window(MASKS["window"].sliding_window, LENGTH, SHARDS) == 2
-    monkeypatch.setattr(axis, "hops_of_window", lambda *_: 1)
+    monkeypatch.setattr(axis, "hops_of_window", lambda *_, **__: 1)
 
 
 def gradients_stay_on_the_line(monkeypatch):
@@ -417,6 +428,10 @@ STAGES = [
     ),
     pytest.param(
         StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", virtual=2),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(  # stages whose layers have a window, and others
+        StagesCase(mesh="pp=2,cp=4", schedule="1f1b", exchange="ring", family="gemma"),
         marks=pytest.mark.slow,
     ),
     pytest.param(

@@ -1,8 +1,10 @@
 """Which exchange devices that share rows take, on which meshes, and how even their work is."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import describe_exchange, exchange_of
+from jaxdist.core.step.model_context import settle
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,22 @@ def test_uneven_work_names_the_exchanges_that_are_more_even(exchange, heads, nam
     line = uneven_rows(exchange, heads)
     assert ("--mesh.context-attention" in line) == bool(named)
     assert all(name in line for name in named)
+
+
+def test_settled_gradients_wait_for_each_other():
+    """And are what they were."""
+
+    def loss(x, w, settle=settle):
+        x, w = settle((x, w))
+        return jnp.sum(jnp.tanh(x @ w))
+
+    inputs = jnp.ones((2, 3)), jnp.arange(12.0).reshape(3, 4) / 12
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*inputs)
+    (barrier,) = [e for e in traced.eqns if e.primitive.name == "optimization_barrier"]
+    assert barrier.outvars == traced.jaxpr.outvars
+    plain = jax.grad(partial(loss, settle=lambda tree: tree), (0, 1))(*inputs)
+    for ours, theirs in zip(jax.grad(loss, (0, 1))(*inputs), plain, strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_even_work_needs_no_advice():

@@ -10,6 +10,7 @@ from refusals import refused
 from test_context import CLOSE, PLANS, apart, dense, shared
 
 from jaxdist.core.attention import (
+    band,
     blockwise,
     choose_kernel,
     kernels,
@@ -34,8 +35,9 @@ GPU = {"platform": "gpu", "compute_capability": "9.0", "dtype": jnp.bfloat16}
         ("ring", {"packed": True, "causal": False}, "blockwise", "on both sides"),
         ("hybrid", {"packed": True, "compute_capability": "8.0"}, "blockwise", "capability 9.0"),
         ("hybrid", {"packed": True, "packed_obstacle": "it differs"}, "blockwise", "it differs"),
-        ("ring", {"packed": True, "window": 9}, "blockwise", "a window of 9"),
-        ("ring", {"window": 9}, "blockwise", "a window of 9"),
+        ("ring", {"packed": True, "window": 9}, "cudnn", "a document reaches within the window"),
+        ("hybrid", {"window": 9}, "cudnn", "arrives within the window"),
+        ("ring", {"window": 9, "causal": False}, "blockwise", "a window of a shared row"),
         ("ring", {"head_dim": 256}, "blockwise", "head_dim"),
         ("ring", {"dtype": jnp.float32}, "blockwise", "float32"),
         ("all_gather", {}, "blockwise", "all gathered keys"),
@@ -104,6 +106,37 @@ def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards, long
     assert set(calls[0]) == set(calls[1]) == {"PADDING_CAUSAL", "PADDING"}
 
 
+@pytest.mark.parametrize(
+    ("plan", "shards", "newest", "documents"),
+    [
+        # Of 8 parts of 6 positions two before a device's own: some of the first, few of the second.
+        ("ring", 4, 9, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("ring", 4, 2, False),
+                ("ring", 4, 4, False),  # the window ends in a device's own part
+                ("ring", 4, 9, True),
+                # Further than the ring is long. Keys come round from the row's end.
+                ("hybrid", 4, 30, False),
+                ("ring", 4, 9, "short"),
+                ("ring", 4, 13, False),  # all of a part, and all of a triangle
+                ("ring", 4, 21, True),
+                ("ring", 2, 30, True),
+                ("ring_in_pairs", 4, 21, False),
+            ]
+        ),
+    ],
+)
+def test_a_window_sees_the_parts_that_it_reaches(calls, plan, shards, newest, documents):
+    longest = 12 if documents == "short" else 0
+    plan, mask = PLANS[plan]._replace(longest_document=longest), f"newest {newest}"
+    found = shared(plan, mask, "grouped", documents, shards)
+    assert apart(found, dense(mask, "grouped", documents)) <= CLOSE
+    causal = {"PADDING_CAUSAL" if documents else "CAUSAL"}
+    assert causal <= set(calls[0]) == set(calls[1]) <= causal | {"PADDING", "NO_MASK"}
+
+
 def test_parts_that_no_document_joins_find_nothing(calls):
     """Neither row of these queries sees a key, and one row of the others does."""
     rng = np.random.default_rng(0)
@@ -160,32 +193,42 @@ def a_document_begins_early(monkeypatch):
     monkeypatch.setattr(parts.Reaching, "of", early)
 
 
+def triangles_are_not_turned(monkeypatch):
+    """Queries see the first keys of a part, where they see the last."""
+    monkeypatch.setattr(band, "_turned", lambda tree: tree)
+
+
+def keys_from_the_rows_end_are_seen(monkeypatch):
+    """Those that come round to the first parts."""
+    monkeypatch.setattr(band, "where_of", lambda chosen, x, other: x)
+
+
 @pytest.mark.parametrize(
-    ("plant", "plan", "is_packed"),
+    ("plant", "plan", "mask", "is_packed"),
     [
-        (another_group_is_earlier, "ring", False),
-        (late_keys_are_seen, "ring", False),
-        (positions_stay_as_devices_hold_them, "hybrid", False),
-        pytest.param(a_document_begins_early, "ring", True, marks=pytest.mark.slow),
+        (another_group_is_earlier, "ring", "causal", False),
+        (late_keys_are_seen, "ring", "causal", False),
+        (positions_stay_as_devices_hold_them, "hybrid", "causal", False),
+        pytest.param(a_document_begins_early, "ring", "causal", True, marks=pytest.mark.slow),
+        pytest.param(triangles_are_not_turned, "ring", "newest 9", True, marks=pytest.mark.slow),
+        pytest.param(
+            keys_from_the_rows_end_are_seen, "hybrid", "newest 30", False, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, is_packed, monkeypatch):
+def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, mask, is_packed, monkeypatch):
     plant(monkeypatch)
-    found = shared(PLANS[plan], "causal", "grouped", is_packed)
-    assert apart(found, dense("causal", "grouped", is_packed)) > 1e-2
+    found = shared(PLANS[plan], mask, "grouped", is_packed)
+    assert apart(found, dense(mask, "grouped", is_packed)) > 1e-2
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_every_step_of_the_ring_is_a_call_of_cudnn(is_packed):
-    """Lowered for a GPU, which needs none: own keys, then one of two, in the loop and after it.
-
-    Backward takes all in two halves, and a step before the loop.
-    """
+def lowered(window: int, is_packed: bool) -> str:
+    """A ring of four over rows of 1,024 and its gradients, for a GPU, which it needs none for."""
     mesh = MeshSpec(context=4).build(jax.devices()[:4])
     attend = make_attend(platform="gpu", compute_capability="9.0", exchange=PLANS["ring"])
 
     def gradients(query, key, value, segments):
-        mask = AttentionMask(segments=segments if is_packed else None)
+        mask = AttentionMask(sliding_window=window, segments=segments if is_packed else None)
         loss = lambda *x: jnp.sum(attend(*x, mask))
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
@@ -193,7 +236,26 @@ def test_every_step_of_the_ring_is_a_call_of_cudnn(is_packed):
     mapped = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=over, out_specs=over))
     query, key = (jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2))
     segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    text = mapped.trace(query, key, key, segments).lower(lowering_platforms=("cuda",)).as_text()
+    return mapped.trace(query, key, key, segments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("window", "own", "each_way"), [(300, 0, 1 + 1 + 3 + 1), (100, 100, 2)])
+def test_every_hop_under_a_window_is_a_call_of_cudnn(window, own, each_way):
+    """Parts of 128: own keys, one part whole in the loop, one in three, and a triangle."""
+    text = lowered(window, is_packed=False)
+    for name in ("", "Backward"):
+        assert text.count(f"@__cudnn$fmhaSoftmax{name}(") == each_way
+    assert text.count("sliding_window_length\\22: 100") == (2 if own else 0)
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_step_of_the_ring_is_a_call_of_cudnn(is_packed):
+    """Own keys, then one of two, in the loop and after it.
+
+    Backward takes all in two halves, and a step before the loop.
+    """
+    text = lowered(0, is_packed)
     for name, number in (("", 1 + 2 + 2), ("Backward", 2 + 2 + 2 + 2)):
         assert text.count(f"@__cudnn$fmhaSoftmax{name}(") == number
     own = "PADDING_CAUSAL" if is_packed else "CAUSAL"

@@ -159,8 +159,9 @@ def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
     assert exchanges(job) == ["ring"]
     with refused("attention='cudnn'", "all gathered keys"):
         _ = job.changed("mesh", context_attention="all_gather").attention
-    windowed = dataclasses.replace(named, sliding_window=4096)
-    found = search(dataclasses.replace(config, model=windowed), cluster, stages=False)
+    # Heads that are wider than parts of packed rows may have, and whole packed rows have.
+    wide = dataclasses.replace(named, head_dim=192)
+    found = search(dataclasses.replace(config, model=wide, data=PACKED), cluster, stages=False)
     assert "attention='cudnn'" in found.refused[spec] and found.choices
 
 
@@ -179,6 +180,21 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
     waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
     late = max(0.0, OURS.hidden * moving - beside)
     assert waited == pytest.approx((1 - OURS.hidden) * moving + late)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "hybrid"])
+def test_layers_without_a_window_send_their_keys_all_round(exchange):
+    """Every second layer's keys go past all devices, the others' as far as the window reaches."""
+    config = long_rows(6, 6, mesh=MeshConfig(context_attention=exchange))
+    sent = {}
+    for name, window, every in [("full", 0, 0), ("near", 4096, 0), ("both", 4096, 2)]:
+        model = dataclasses.replace(config.model, sliding_window=window, full_attention_every=every)
+        job = Job.of(dataclasses.replace(config, model=model), MeshSpec(context=16), TWO_NODES)
+        permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
+        sent[name] = sum(f.wire_bytes for f in permutes)
+        assert job.attention == "cudnn" and estimate_time(job).seconds > 0
+    assert sent["near"] < 0.5 * sent["full"]
+    assert sent["both"] == (sent["near"] + sent["full"]) / 2
 
 
 def test_times_count_the_work_of_the_busiest_device():

@@ -13,7 +13,14 @@ import pytest
 from refusals import refused
 
 from jaxdist.config import read_run
-from jaxdist.core.attention import admission, blockwise, choose_kernel, cudnn, make_attend
+from jaxdist.core.attention import (
+    admission,
+    band,
+    blockwise,
+    choose_kernel,
+    cudnn,
+    make_attend,
+)
 from jaxdist.core.attention.admission import (
     Admission,
     Shapes,
@@ -165,6 +172,35 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
             assert bool(found.obstacle) == any(windows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("compare", [compare_ring, compare_packed_ring])
+def test_under_a_window_the_hops_along_the_row_are_compared(monkeypatch, compare):
+    """Parts of 32, of which the window reaches into two."""
+    forwards, backwards = cudnn_stand_in.install(monkeypatch)
+    windowed = dataclasses.replace(SHAPES, windows=(40,))
+    found = compare(windowed, jax.devices()[0])
+    assert not found.obstacle
+    assert 0 < max(found.errors.values()) < admission.TOLERANCE / 2
+    padding = "PADDING_" if compare is compare_packed_ring else ""
+    assert set(forwards) == set(backwards) == {f"{padding}CAUSAL", padding[:-1] or "NO_MASK"}
+    monkeypatch.setattr(band, "_turned", lambda tree: tree)
+    assert "differs" in compare(windowed, jax.devices()[0]).obstacle
+
+
+@pytest.mark.parametrize(
+    ("window", "part", "length", "compared"),
+    [
+        (40, 32, 32, 40),
+        (40, 32, 16, 20),
+        # Into seven parts, of which the nearest four are all seen: three parts suffice.
+        (200, 32, 32, 200 - 4 * 32),
+        (1, 32, 16, 1),
+    ],
+)
+def test_a_shortened_window_hides_as_much_of_a_part(window, part, length, compared):
+    assert admission._shortened(window, part, length) == compared
+
+
 @each_use
 def test_the_kernel_is_refused_where_it_cannot_run(compare):
     found = compare(SHAPES, jax.devices()[0])  # a CPU
@@ -273,7 +309,6 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
     # What no ring of cuDNN's kernel is asked for is not compared.
-    assert admit(hybrid, windows=(7,)) is None
     assert admit(hybrid, dtype=jnp.float32) is None
     gathered = ExchangePlan("all_gather", 1, False, "")
     for exchange in (None, gathered, ExchangePlan("all_to_all", 4, False, "")):
@@ -282,8 +317,11 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     # Packed rows round it are compared with the same shapes.
     assert obstacle in admit(hybrid, admit=admit_packed_kernel).obstacle
     assert compared == 2 * compared[:1]
+    # A window hides nothing of rows that are no longer.
+    assert admit(hybrid, windows=(7, 4096)).use == "ring"
+    assert compared[2:] == [dataclasses.replace(compared[0], windows=(7, 0))]
     monkeypatch.setattr(jax, "devices", list)
-    assert admit(hybrid) is None and len(compared) == 2
+    assert admit(hybrid) is None and len(compared) == 3
 
 
 def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):

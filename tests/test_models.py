@@ -282,7 +282,6 @@ def test_settings_of_layers_that_differ_are_refused_where_layers_do_not():
         raise ConfigError(DecoderConfig(**sizes).problems())
     with refused("model.local_rope_theta=100", num_problems=1):
         raise ConfigError(DecoderConfig(**SIZES, local_rope_theta=100.0).problems())
-    assert not DecoderConfig(**sizes, sliding_window=4).context_parallel
 
 
 def test_queries_at_given_positions_see_what_they_would_in_the_whole_row():

@@ -152,6 +152,12 @@ class AttentionCall:
     dropout: float = 0.0
     softcap: float = 0.0
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Newest keys that a query sees in each kind of layer; 0 = all before it."""
+        differ = self.full_every and self.sliding_window
+        return (self.sliding_window, 0) if differ else (self.sliding_window,)
+
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Matrix product of activations and a weight, its dims named: the plain `Context.dot`.
@@ -211,6 +217,7 @@ class Context:
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
+        settle: tree of arrays -> the same; no gradient of them is used before all are known.
         sum_rows: float32 array [...] -> its sum over the devices that split rows, differentiable
             (of 1: their number, an int); None in evaluation, which uses running averages instead.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
@@ -239,6 +246,7 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
+    settle: Callable[[Any], Any] = _identity
     sum_rows: Callable[[Any], Any] | None = None
     tensor_index: Callable[[], Any] = int
     tensor_sum: Callable[[Array], Array] = _identity

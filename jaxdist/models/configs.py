@@ -115,7 +115,7 @@ class DecoderConfig:
     full_attention_every: int = setting(
         0,
         "every n-th layer sees all keys, the others sliding_window of them (Gemma 2: 2, Gemma 3: "
-        "6; not with a context axis); 0 = all layers have the window",
+        "6); 0 = all layers have the window",
         ge=0,
     )
     query_pre_attn_scalar: int = setting(
@@ -179,11 +179,6 @@ class DecoderConfig:
         return [self.sliding_window if (i + 1) % every else 0 for i in range(self.num_layers)]
 
     @property
-    def context_parallel(self) -> bool:
-        """Devices that share rows exchange keys in the same way in all layers."""
-        return not self.full_attention_every
-
-    @property
     def attention_call(self) -> AttentionCall:
         """What its layers ask of `Context.attend`."""
         return AttentionCall(
@@ -196,6 +191,7 @@ class DecoderConfig:
 
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
     size_settings: ClassVar[Mapping[str, str]] = {
         "layers": "model.num_layers",

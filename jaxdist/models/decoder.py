@@ -377,8 +377,10 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
+        # Then what gradients of weights read is not kept while attention goes back.
+        x, up_kernel, down_kernel = context.settle((x, self.up[...], self.down[...]))
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
-        up = context.dot(dims, x, self.up[...])
+        up = context.dot(dims, x, up_kernel)
         if "mlp" in self.config.bias:
             up = up + self.up_bias[...].astype(x.dtype)
         gate, *linear = _split_ways(up, context.platform)
@@ -388,7 +390,7 @@ class Mlp(nnx.Module):
             hidden = jax.nn.gelu(gate, approximate=True)
             hidden = hidden * linear[0] if self.config.activation == "geglu" else hidden
         hidden = checkpoint_name(hidden, "mlp_hidden")
-        out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, self.down[...])
+        out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, down_kernel)
         if "mlp" in self.config.bias:
             out = out + _once(self.down_bias[...].astype(x.dtype), context)
         return checkpoint_name(out, "mlp_out")

@@ -405,10 +405,9 @@ def compare_ring_kernel(parts: Parts) -> Parts:
 def _attention_asked(parts: Parts) -> dict[str, Any]:
     """What the model asks of attention, as `admit_packed_kernel` takes it."""
     call = parts.model.attention_call
-    window = call.sliding_window
     return {
         "wanted": call.kernel,
-        "windows": (window, 0) if window and call.full_every else (window,),
+        "windows": call.windows,
         "softcap": call.softcap,
         "dropout": call.dropout,
     }

@@ -173,7 +173,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     context = dataclasses.replace(parts.step.context, packed_rows=packed)
     notes = list(model.notes(context)) if model.notes else []
     notes += describe_exchange(
-        model, parts.layout, config.train.seq_len, model.attention_call.sliding_window,
+        model, parts.layout, config.train.seq_len, model.attention_call.windows,
         packed=packed, places=_places(parts, data),
         rows=rows // microbatches,
     )  # fmt: skip

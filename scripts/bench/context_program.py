@@ -142,7 +142,8 @@ def table(rows: list[Row]) -> list[str]:
         "",
         "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
         "round a ring, two backward for each part of the row: keys travel beside one, gradients",
-        "beside the other. A ring of 8 takes eight steps each way, a hybrid two.",
+        "beside the other. A ring of 8 takes eight steps each way, a hybrid two. Under the window",
+        "a device's own keys take one call each way, and the keys of the part before them another.",
         "",
         "| exchange | attention runs on | calls | permutes | beside products | asynchronous | "
         "beside work | sent GiB | planned GiB | temporary GiB |",

@@ -20,6 +20,7 @@ seq_shard, kv_heads, head_dim]; segments int32 [batch, seq_shard] or None.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -186,11 +187,12 @@ def make_attend_to_shared(
         if dropout is not None:  # of the package's own models the mesh was refused already
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
-        if mask.full_every:  # of the package's own models the mesh was refused already
-            raise ConfigError(
-                f"attention whose window is missing in every {mask.full_every}th layer cannot "
-                "share rows over cp: one exchange serves all layers. Use another mesh without cp."
-            )
+        if mask.full_every:
+            near = dataclasses.replace(mask, full_every=0)
+            far = dataclasses.replace(near, sliding_window=0)
+            # Devices that share a row run the same layer, and so the same of two programs.
+            each = [partial(attend, mask=m, kernel=kernel, softcap=softcap) for m in (far, near)]
+            return jax.lax.cond(mask.has_no_window, *each, query, key, value)
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         chosen, _ = choose_kernel(
             kernel,

@@ -186,6 +186,7 @@ def choose_kernel(
     if not obstacles:
         if in_parts:
             reached = "a document reaches" if packed else "arrives"
+            reached = f"{reached} within the window" if window else reached
             return "cudnn", f"fused, one call for each part of a row that {reached}"
         return "cudnn", "fused, and it honours the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
@@ -212,11 +213,11 @@ def _part_obstacles(
     assert exchange is not None
     if exchange.exchange == "all_gather":
         return ["cuDNN's causal mask does not know which of all gathered keys come first"]
-    if window:
-        return [f"a window of {window} does not end where the parts of a shared row do"]
+    if not causal and (packed or window):
+        what = "documents" if packed else "a window"
+        return [f"{what} of a shared row reach into parts on both sides without a causal mask"]
     if packed:
-        both = "documents of a shared row reach into parts on both sides without a causal mask"
-        return [] if causal else [both]
+        return []
     return [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]
 
 

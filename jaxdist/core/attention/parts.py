@@ -1,6 +1,6 @@
 """Attention of one part of a row to another by cuDNN's kernel, which rings and lines are made of.
 
-    within    queries and their own part's keys, causal or all of them
+    within    queries and their own part's keys, by a rule of cuDNN's
     across    queries and the keys of a part before them, all of them
 
 Packed rows are told by their documents. A document has no gaps, so at most one reaches from a part
@@ -66,18 +66,17 @@ Grads: TypeAlias = tuple[Array, Array, Array]
 """These keys' part of the gradients of query, key and value, in their shapes and dtypes."""
 
 
-def within(queries: Queries, keys: Keys, is_causal: bool) -> tuple[Array, Array]:
+def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Array]:
     """Output [batch, queries, heads, head_dim] and log-sum-exp over a part's own keys."""
-    rule = Rule(causal=is_causal)
     if keys.segments is not None:
         return cudnn.forward_packed(queries.query, keys.key, keys.value, keys.segments, rule)
     out, stats = cudnn.forward(queries.query, keys.key, keys.value, rule)
     return out, jnp.moveaxis(stats, 1, 2)
 
 
-def within_backward(queries: Queries, keys: Keys, found: OverAll, is_causal: bool) -> Grads:
+def within_backward(queries: Queries, keys: Keys, found: OverAll, rule: Rule) -> Grads:
     """Gradients [batch, positions, heads or kv_heads, head_dim] through a part's own keys."""
-    rule, inputs = Rule(causal=is_causal), (queries.query, keys.key, keys.value)
+    inputs = (queries.query, keys.key, keys.value)
     if keys.segments is not None:
         over_all = found.out, found.lse, found.cotangent
         return cudnn.backward_packed(*inputs, *over_all, segments=keys.segments, rule=rule)
@@ -98,7 +97,7 @@ def across(queries: Queries, keys: Keys) -> tuple[Array, Array]:
 
     def look() -> tuple[Array, Array]:
         out, stats = cudnn.forward(*inputs, _ALL, sequences=reaching.sequences)
-        lse = jnp.moveaxis(stats[::_SEQUENCES], 1, 2)
+        lse = jnp.moveaxis(stats[::SEQUENCES], 1, 2)
         return reaching.of_queries(out, 0), reaching.of_queries(lse, UNSEEN)
 
     def nothing() -> tuple[Array, Array]:
@@ -116,7 +115,7 @@ def across_backward(queries: Queries, keys: Keys, found: OverAll) -> Grads:
     reaching = Reaching.of(queries.segments, keys.segments)
 
     def look() -> Grads:
-        of_each = jnp.repeat(stats, _SEQUENCES, axis=0)
+        of_each = jnp.repeat(stats, SEQUENCES, axis=0)
         over_all = found.out, of_each, found.cotangent
         dq, *grads = cudnn.backward(*inputs, *over_all, _ALL, sequences=reaching.sequences)
         dk, dv = (reaching.of_keys(g) for g in grads)
@@ -130,7 +129,9 @@ def across_backward(queries: Queries, keys: Keys, found: OverAll) -> Grads:
 
 
 _ALL = Rule(causal=False)
-_SEQUENCES = 2  # of a row: one that may be empty, and an empty one, as cuDNN takes 1 for whole rows
+
+SEQUENCES = 2
+"""Of a row: one that may be empty, and an empty one, as cuDNN takes 1 for whole rows."""
 
 
 class Reaching(NamedTuple):
@@ -170,14 +171,14 @@ class Reaching(NamedTuple):
 
     def of_queries(self, x: Array, other: float) -> Array:
         """[batch, queries, ...] of the queries of it; `other` for those that saw nothing."""
-        return _where(self.queries, x, other)
+        return where_of(self.queries, x, other)
 
     def of_keys(self, x: Array) -> Array:
         """[batch, keys, ...] of the keys of it; 0 for those that were not seen."""
-        return _where(self.keys, x, 0)
+        return where_of(self.keys, x, 0)
 
 
-def _where(chosen: Array, x: Array, other: float) -> Array:
-    """[batch, positions, ...] where `chosen`, bool [batch, positions], and `other` elsewhere."""
-    spread = jnp.expand_dims(chosen, tuple(range(2, x.ndim)))
+def where_of(chosen: Array, x: Array, other: float) -> Array:
+    """Of x [batch, ...] what is `chosen`, bool of the first dims, and `other` elsewhere."""
+    spread = jnp.expand_dims(chosen, tuple(range(chosen.ndim, x.ndim)))
     return jnp.where(spread, x, jnp.asarray(other, x.dtype))

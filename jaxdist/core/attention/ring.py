@@ -6,8 +6,9 @@
 Partial results are joined by their log-sum-exp. Backward keeps this device's keys and values only;
 they travel again, and their gradients come home in float32. Round the ring a device multiplies half
 of a part while keys travel and half while gradients do; of its own the second half is kept for the
-last gradients. The parts are
-multiplied block by block in plain JAX, or by cuDNN's kernel where no window hides keys.
+last gradients. The parts
+are multiplied block by block in plain JAX, or by cuDNN's kernel (`zigzag.py` round the ring,
+`band.py` along the row).
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 
@@ -25,18 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, zigzag
+from jaxdist.core.attention import band, blockwise, zigzag
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
-from jaxdist.core.attention.parts import (
-    Grads,
-    Keys,
-    OverAll,
-    Queries,
-    across,
-    across_backward,
-    within,
-    within_backward,
-)
+from jaxdist.core.attention.parts import Grads, Keys, OverAll, Queries
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.types import Array
@@ -49,8 +41,8 @@ class Ring(NamedTuple):
         inner: devices of a group.
         paired: see `ExchangePlan`.
         fused: whether parts are multiplied by cuDNN's kernel. Round the ring, positions are then
-            those of `in_row_order`. A query sees all its document's keys before it; where rows are
-            one document, it may see all.
+            those of `in_row_order`, and a query sees all its document's keys before it; where rows
+            are one document, it may see all.
     """
 
     inner: int
@@ -139,11 +131,14 @@ def attend_over_groups(
     """Attention [batch, length, heads, head_dim] to the keys of all groups, in the query's dtype.
 
     A query sees none but the `reach` newest keys, 0 = all. By the line where a window or short
-    documents make that the shorter way, else by the ring.
+    documents make that the shorter way, or the kernel asks for it, else by the ring.
     """
-    hops = 0
+    hops, seq_len = 0, query.shape[1] * ring.size
+    if rule.window >= seq_len:
+        rule = rule._replace(window=0)
     if rule.causal:
-        hops = context.hops_of_window(reach, query.shape[1] * ring.size, ring.size)
+        on_line = ring.fused and rule.window > 0
+        hops = context.hops_of_window(reach, seq_len, ring.size, always=on_line)
     # Branches of a part's documents must vary as the queries that they are chosen for.
     segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
     inputs = (query, key, value, segments)
@@ -317,6 +312,22 @@ class _Line(NamedTuple):
         first = (parts - hops) % (2 * self.ring.size) * length
         return jnp.repeat(first, rows // 2)[:, None] + jnp.arange(length, dtype=jnp.int32)
 
+    def hop(self, number: Any, rule: Rule, rows: int) -> band.Hop:
+        """How the keys [rows, ...] that are here after so many hops stand to the queries."""
+        if not rule.window or _is_number(number, 0):
+            # Without a window documents tell those that came round from the row's end.
+            return band.Hop(number, rule.window)
+        parts = jnp.stack([self.ring.group, 2 * self.ring.size - 1 - self.ring.group])
+        return band.Hop(number, rule.window, jnp.repeat(parts >= number, rows // 2))
+
+    def walk(self, turn: Any, carry: Any, rule: Rule) -> Any:
+        """What `turn(carry, hops)` makes of every hop but the last, [2 · batch, ...] leaves."""
+        in_loop = self.hops
+        if self.ring.fused and rule.window and self.hops > 1:
+            in_loop -= 1  # a window may hide some of the keys of this hop: it needs its number
+        carry, _ = lax.scan(turn, carry, jnp.arange(1, in_loop))
+        return carry if in_loop == self.hops else turn(carry, in_loop)[0]
+
     def send(self, tree: Any) -> Any:
         """Every leaf [2 · batch, ...] to the holders of the next parts."""
         return jax.tree.map(lambda x: self._move(x, 1), tree)
@@ -355,20 +366,19 @@ def _line(
     def look(held: Keys, hops: Any) -> Partial:
         """Attention [2 · batch, length / 2, heads, head_dim] to the held keys."""
         if line.ring.fused:
-            mine = Queries(query, segments)
-            out, lse = within(mine, held, True) if _is_number(hops, 0) else across(mine, held)
-            return Partial(out.astype(lse.dtype), lse)
+            hop = line.hop(hops, rule, query.shape[0])
+            return band.forward(Queries(query, segments), held, hop)
         keys = Span(line.places(hops, query.shape), held.segments)
         return blockwise.forward(query, held.key, held.value, queries, keys, rule)
 
-    def turn(carry: tuple[Partial, Keys], hops: Array) -> tuple[tuple[Partial, Keys], None]:
+    def turn(carry: tuple[Partial, Keys], hops: Any) -> tuple[tuple[Partial, Keys], None]:
         found, held = carry
         arriving = line.send(held)
         return (blockwise.merge(found, look(held, hops)), arriving), None
 
     held = Keys(key, value, segments)
     first = line.send(held)
-    (found, held), _ = lax.scan(turn, (look(held, 0), first), jnp.arange(1, line.hops))
+    found, held = line.walk(turn, (look(held, 0), first), rule)
     return blockwise.merge(found, look(held, line.hops))
 
 
@@ -393,9 +403,8 @@ def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any
     def look(held: Keys, hops: Any) -> tuple[Array, Array]:
         """Gradients: of the query, and [2 · batch, 2, length / 2, ...] of the held keys."""
         if line.ring.fused:
-            all_of = (Queries(query, segments), held, OverAll(out, cotangent, lse))
-            own = _is_number(hops, 0)
-            grads = within_backward(*all_of, True) if own else across_backward(*all_of)
+            found, hop = OverAll(out, cotangent, lse), line.hop(hops, rule, query.shape[0])
+            grads = band.backward(Queries(query, segments), held, found, hop)
         else:
             keys = Span(line.places(hops, query.shape), held.segments)
             grads = blockwise.backward(query, held.key, held.value, queries, keys, pull, rule)
@@ -414,7 +423,7 @@ def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any
     first = line.send(held)
     dq, own = look(held, 0)
     carry = (dq, jnp.zeros_like(own), first)
-    (dq, grads, held), _ = lax.scan(turn, carry, jnp.arange(1, line.hops))
+    dq, grads, held = line.walk(turn, carry, rule)
     part, more = look(held, line.hops)
     dk, dv = jnp.moveaxis(own + line.send_home(grads + more), 1, 0)
     return (dq + part).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None

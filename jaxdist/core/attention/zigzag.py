@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.core.attention.blockwise import UNSEEN, Partial
+from jaxdist.core.attention.blockwise import UNSEEN, Partial, Rule
 from jaxdist.core.attention.parts import (
     Grads,
     Keys,
@@ -61,7 +61,7 @@ def forward(queries: Queries, keys: Keys, is_causal: bool, is_earlier: Array | N
         return after_early(out), after_early(lse, UNSEEN)
 
     if is_earlier is None:
-        out, lse = within(queries, keys, is_causal)
+        out, lse = within(queries, keys, Rule(is_causal))
     elif is_causal:
         out, lse = lax.cond(is_earlier, to_early_keys, of_late_queries)
     else:
@@ -92,7 +92,7 @@ def backward(
         # Each half of a group's own as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
         queries, keys, found = jax.tree.map(rows, (queries, keys, found))
-        return within_backward(queries, keys, found, is_causal)
+        return within_backward(queries, keys, found, Rule(is_causal))
     # Early queries see the early keys of an earlier group, late ones the late keys of a later one.
     start = jnp.where(is_earlier, 0, queries.query.shape[1] // 2)
     same = lambda x: lax.dynamic_slice_in_dim(x, start, x.shape[1] // 2, axis=1)

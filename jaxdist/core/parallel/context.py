@@ -76,15 +76,18 @@ def places_of(device: Any, length: int, size: int) -> Array:
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
 
 
-def hops_of_window(window: int, seq_len: int, groups: int) -> int:
+def hops_of_window(window: int, seq_len: int, groups: int, *, always: bool = False) -> int:
     """Parts of a row that its causal window reaches back; 0 = all, or the ring is no longer way.
 
     Args:
         window: newest keys among which are all that a query sees, itself included; 0 = all.
         seq_len: positions of a row.
         groups: holders of the row, of two of its 2 · groups parts each.
+        always: even where the ring is the shorter way, as cuDNN's kernel needs it under a window.
     """
     hops = max(1, -(-(window - 1) * 2 * groups // seq_len))
+    if always and window:
+        return min(hops, 2 * groups - 1)
     # Along the row keys travel `hops` parts, forward and backward, and their gradients, twice as
     # wide, there and back; round the ring groups - 1 of all. Of two equal ways the first multiplies
     # less.
@@ -123,9 +126,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
     if workload.context_len is None:
         return [
             f"mesh cp={size}: this model's rows cannot be split by sequence: "
-            "Model.context_parallel is false. It is for images, for models of your own that do not "
-            "set it, and where only some layers have a window (model.full_attention_every). Use "
-            "cp=1 and give the devices to another axis."
+            "Model.context_parallel is false. It is for images, and for models of your own that do "
+            "not set it. Use cp=1 and give the devices to another axis."
         ]
     found = []
     if workload.context_len % (2 * size):

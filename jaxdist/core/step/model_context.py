@@ -77,6 +77,9 @@ def make_context(
         exchange=exchange,
         **head_shard,
     )
+    hooks = {"attend": attend, **hooks}
+    if platform == "gpu" and exchange is not None and _in_steps(layout, exchange):
+        hooks["settle"] = settle
     return Context(
         dtype=dtype,
         token_loss=losses.make_token_loss(vocabulary_axis, chunk),
@@ -88,8 +91,34 @@ def make_context(
         exchange=exchange,
         packed_rows=layout.packed_rows,
         gather=make_gather(layout, model, dtype, precision),
-        **{"attend": attend, **hooks},
+        **hooks,
     )
+
+
+def _in_steps(layout: Layout, exchange: ExchangePlan) -> bool:
+    """Whether attention goes back in a ring's steps, with no stages that defer gradients."""
+    return exchange.exchange in ("ring", "hybrid") and layout.size(PIPELINE) == 1
+
+
+@jax.custom_vjp
+def settle(tree: Any) -> Any:
+    """The same tree of arrays; no gradient of them is used before all are known.
+
+    XLA:GPU would put off gradients of weights until a ring has gone back, to have work beside its
+    last permutes, and keep what they read: two arrays of the MLP's hidden width.
+    """
+    return tree
+
+
+def _settle_forward(tree: Any) -> tuple[Any, None]:
+    return tree, None
+
+
+def _settle_backward(_: None, cotangent: Any) -> tuple[Any]:
+    return (jax.lax.optimization_barrier(cotangent),)
+
+
+settle.defvjp(_settle_forward, _settle_backward)
 
 
 def obstacle_of(layout: Layout, found: Admission | None) -> str:
@@ -141,7 +170,7 @@ def describe_exchange(
     model: Model,
     layout: Layout,
     seq_len: int,
-    sliding_window: int = 0,
+    windows: tuple[int, ...] = (0,),
     *,
     packed: bool = False,
     places: np.ndarray | None = None,
@@ -149,22 +178,27 @@ def describe_exchange(
 ) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do.
 
-    Where rows hold several documents they are `packed`, and `places`, int [num_rows, seq_len], are
-    the places of some rows' tokens in their documents, if these can be read. A microbatch has
-    `rows`.
+    `windows` are the newest keys that a query sees in each kind of layer, 0 = all. Where rows hold
+    several documents they are `packed`, and `places`, int [num_rows, seq_len], are the places of
+    some rows' tokens in their documents, if these can be read. A microbatch has `rows`.
     """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven_by = lambda inner: imbalance(size, seq_len, sliding_window, places, inner, rows)
+    # Of kinds of layers that differ, the one whose work differs most.
+    uneven_by = lambda inner: max(
+        imbalance(size, seq_len, window, places, inner, rows) for window in windows
+    )
     uneven = percent(uneven_by(plan.inner))
     if packed:
         known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
         uneven += f" ({known})"
     uneven += _more_even(model, layout, plan, uneven_by)
     if plan.exchange in ("ring", "hybrid"):
-        groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
+        ways = [_travel(plan, seq_len, size // plan.inner, w, packed) for w in windows]
+        near, *far = dict.fromkeys(ways)
+        groups += near + (" in layers with that window" if near and far else "") + "".join(far)
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
         f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
@@ -201,6 +235,8 @@ def _travel(
     reach, longest = plan.reach(sliding_window, packed), plan.longest_document
     hops = hops_of_window(reach, seq_len, groups)
     if not hops:
+        if reach and reach == sliding_window:  # the kernel decides which way is taken
+            return ""
         known = f"may have {longest} tokens" if longest else "may be of any length"
         return f", keys travel past all devices as documents {known}" if packed else ""
     limit = f"a window of {reach}" if reach == sliding_window else f"documents of up to {reach}"

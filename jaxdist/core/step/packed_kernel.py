@@ -131,6 +131,6 @@ def shapes_of(
         heads=max(1, model.dims["heads"] // each),
         kv_heads=max(1, model.dims["kv_heads"] // each),
         head_dim=model.dims["head_dim"],
-        windows=windows,
+        windows=tuple(window if window < config.seq_len else 0 for window in windows),
         dtype=dtype,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.attention.cudnn import DOCUMENTS
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.hardware import Gpu
@@ -128,16 +129,17 @@ def _joined(job: Job) -> int:
     As in the buffer assignments of long rows. Block by block these are float32: partial results as
     they come and as they are joined, outputs and gradients of queries; and gradients of the keys
     and values at hand, which are all of the row's after an all-gather. Of cuDNN's parts no more is
-    alive than of the MLP, but round a ring sums of gradients in float32; heads that are exchanged
-    for positions are copied before and after.
+    alive than of the MLP, but with stages, round a ring, sums of gradients in float32; heads that
+    are exchanged for positions are copied before and after.
     """
     if job.exchange is None:
         return 0
     widths = Widths.of(job)
     if job.attention == "cudnn":
         copied = 2 * job.compute_bytes * widths.queries * (job.exchange.inner > 1)
-        is_ring = job.exchange.exchange != "all_to_all"
-        return job.tokens * (copied + is_ring * WIDE * (widths.queries + 2 * widths.keys))
+        # Without stages the MLP's arrays are gone by the time that a ring goes back.
+        beside = job.exchange.exchange != "all_to_all" and job.spec[PIPELINE] > 1
+        return job.tokens * (copied + beside * WIDE * (widths.queries + 2 * widths.keys))
     if job.exchange.exchange == "all_gather":
         return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
     return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)

@@ -200,14 +200,17 @@ def imbalance(job: Job) -> float:
     The planner reads no data: packed rows are documents of random lengths, `_DOCUMENTS_OF_A_ROW` in
     each on average.
     """
-    call, plan = job.attention_call, job.exchange
-    if plan is None or call is None:
+    plan = job.exchange
+    if plan is None or job.attention_call is None:
         return 0.0
     packed = job.config.data.packs_documents
-    size = job.spec[context.CONTEXT]
-    return _imbalance(
-        size, job.seq_len, call.sliding_window, plan.inner, job.micro_rows, packed=packed
-    )
+    sizes = job.spec[context.CONTEXT], job.seq_len
+    seen = keys_by_window(job)
+    uneven = {
+        window: _imbalance(*sizes, window, plan.inner, job.micro_rows, packed=packed)
+        for window in seen
+    }
+    return sum(uneven[window] * keys for window, keys in seen.items()) / sum(seen.values())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,16 +232,19 @@ def _imbalance(
 
 def keys_seen(job: Job) -> float:
     """Mean number of keys that a query of the busiest device sees, over all layers."""
-    call = job.attention_call
-    assert call is not None
     if job.attention == "xla":
         return float(job.seq_len)
-    near = min(job.seq_len, call.sliding_window or job.seq_len)
-    seen = near - near * near / (2 * job.seq_len)
-    if not call.full_every:
-        return (1 + imbalance(job)) * seen
-    full = job.model.num_layers // call.full_every / job.model.num_layers
-    return (1 - full) * seen + full * job.seq_len / 2
+    return (1 + imbalance(job)) * sum(keys_by_window(job).values())
+
+
+def keys_by_window(job: Job) -> dict[int, float]:
+    """What each window's layers add to the mean number of keys that a query sees in a layer."""
+    total = {}
+    for window, number in job.layers_by_window.items():
+        near = min(job.seq_len, window or job.seq_len)
+        seen = near - near * near / (2 * job.seq_len)
+        total[window] = number / job.model.num_layers * seen
+    return total
 
 
 def _block_bytes(job: Job) -> float:

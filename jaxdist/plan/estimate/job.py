@@ -243,6 +243,16 @@ class Job:
         per_node = max(1, self.cluster.gpus_per_fabric // stride)
         return exchange_of(self.model, self.layout, per_node)
 
+    @functools.cached_property
+    def layers_by_window(self) -> dict[int, int]:
+        """Newest keys that a query sees, 0 = all -> layers of the model in which it does."""
+        call, layers = self.attention_call, self.model.num_layers
+        if call is None:
+            return {}
+        full = layers // call.full_every if len(call.windows) > 1 else 0
+        counts = zip(call.windows, (layers - full, full), strict=False)
+        return {window: number for window, number in counts if number}
+
     @property
     def keeps_attention(self) -> bool:
         """Whether the output of attention is kept for the backward pass."""

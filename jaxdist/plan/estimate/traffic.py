@@ -169,9 +169,18 @@ def _activations(job: Job) -> Iterator[Moved]:
         **_attention(job),
     )
     for axis in job.spec.used:
-        for moved in axis.traffic(sizes):
-            what = (moved.kind, (axis.name,), moved.purpose)
-            yield (*what, moved.num_bytes, moved.times, moved.neighbours)
+        for kind in _kinds_of_layers(job, sizes) if axis is CONTEXT else (sizes,):
+            for moved in axis.traffic(kind):
+                what = (moved.kind, (axis.name,), moved.purpose)
+                yield (*what, moved.num_bytes, moved.times, moved.neighbours)
+
+
+def _kinds_of_layers(job: Job, sizes: ActivationSizes) -> Iterator[ActivationSizes]:
+    """The sizes of each kind of layer, whose windows send keys on ways of their own."""
+    for window, number in job.layers_by_window.items():
+        layers = sizes.num_layers * number // job.model.num_layers
+        hops = window_hops(job, window)
+        yield dataclasses.replace(sizes, num_layers=layers, window_hops=hops)
 
 
 def _attention(job: Job) -> dict[str, Any]:
@@ -191,16 +200,16 @@ def _attention(job: Job) -> dict[str, Any]:
         "exchange": plan.exchange,
         "context_size": job.spec[CONTEXT],
         "exchanged_heads": plan.inner,
-        "window_hops": window_hops(job),
     }
 
 
-def window_hops(job: Job) -> int:
+def window_hops(job: Job, window: int) -> int:
     """Parts of a row that a sliding window reaches back in a ring; 0 = keys go all round."""
-    if job.exchange is None or job.attention_call is None:
+    if job.exchange is None:
         return 0
+    always = job.attention == "cudnn" and window < job.seq_len
     groups = job.spec[CONTEXT] // job.exchange.inner
-    return hops_of_window(job.attention_call.sliding_window, job.seq_len, groups)
+    return hops_of_window(window, job.seq_len, groups, always=always)
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
