@@ -77,6 +77,8 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
         return
     plan = exchange_of(model, here)
     assert (plan.exchange, plan.inner) == (exchange, inner)
+    # A layout that knows of no document lets all keys travel.
+    assert plan.reach(0, packed=True) == 0
 
 
 @pytest.mark.parametrize(
