@@ -82,8 +82,9 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[MeshDifferenc
 def _wrong_on(
     config: RunConfig, devices: Sequence[Any], expected: dict[str, np.ndarray]
 ) -> Collection[str]:
-    """Names of the values that differ on the run's mesh; all where the step cannot be traced.
+    """Names of the values, [...] each, that the run's mesh makes differ from those expected.
 
+    All of them where the step cannot be traced there.
     On one axis alone jax's types find what they cannot see beside a second one: a collective over
     the wrong axis, say, leaves a type there that a loop or branch does not give back.
     """
