@@ -101,6 +101,11 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
     assert named in str(refused.value)
 
 
+def test_keys_travel_along_the_row_where_that_is_shorter_than_round_the_ring():
+    """Parts of 8 positions: back there and twice as wide forth, or past all but one of 3."""
+    assert [axis.hops_of_window(window, 48, 3) for window in (2, 9, 10, 0)] == [1, 1, 0, 0]
+
+
 def test_zig_zag_gives_every_device_the_same_work():
     assert axis.imbalance(8, 4096) <= 0.05
     assert axis.imbalance(8, 64) <= 0.05
