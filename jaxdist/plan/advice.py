@@ -18,6 +18,7 @@ from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
+from jaxdist.plan.local_saves import survivable_on
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import (
@@ -50,6 +51,7 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
         *_size(plan, config, known),
         *_batch(plan),
         *_checkpoints(plan),
+        *_local_saves(plan),
         *_spot(plan, config),
         *_compiler(plan),
     ]
@@ -363,6 +365,21 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
             f"and restarts then take {percent(saving.lost)} of the time."
         )
     yield Advice("checkpoints", text)
+
+
+def _local_saves(plan: Plan) -> Iterator[Advice]:
+    settings, job = plan.choice.job.config.checkpoint, plan.choice.job
+    if not settings.local_dir:
+        return
+    survived = survivable_on(
+        job.spec,
+        plan.cluster.num_nodes,
+        settings.neighbours,
+        zero=job.config.mesh.zero,
+        fsdp_over_context=job.config.mesh.fsdp_over_context,
+    )
+    line = survived.line()
+    yield Advice("local saves", f"{line[0].upper()}{line[1:]}.")
 
 
 def _save_flag(plan: Plan, saving: Saving) -> str:
