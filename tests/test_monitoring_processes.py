@@ -67,7 +67,8 @@ def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
         start=lambda step, state, *, force: clock.passes(0.5),
         result=lambda: clock.passes(0.25) and None,
     )
-    reporter = StepReporter(*(None, timer, None, None, replicas, None), start_times=None)
+    none = dict.fromkeys(("monitor", "watchdog", "guard", "checkpointer", "start_times"))
+    reporter = StepReporter(timer=timer, sdc_check=replicas, **none)
     reporter._check_replicas()  # of the step before
     reporter.start_check(7, None, force=True)
     timer.read(lambda: clock.passes(0.5))

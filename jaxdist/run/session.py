@@ -132,12 +132,12 @@ class Session:
         self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
         self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
         self.reporter = StepReporter(
-            self.monitor,
-            self.timer,
-            self.watchdog,
-            self.guard,
-            self.sdc_check,
-            self.checkpointer,
+            monitor=self.monitor,
+            timer=self.timer,
+            watchdog=self.watchdog,
+            guard=self.guard,
+            sdc_check=self.sdc_check,
+            checkpointer=self.checkpointer,
             start_times=self._times,
         )
 

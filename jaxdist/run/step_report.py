@@ -19,7 +19,7 @@ from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.runtime import StartTimes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
@@ -32,7 +32,7 @@ class StepReporter:
     guard: LossGuard
     sdc_check: SdcCheck
     checkpointer: Checkpointer
-    start_times: StartTimes = dataclasses.field(kw_only=True)
+    start_times: StartTimes
     _deferred: tuple[int, Metrics, Loader, Link] | None = dataclasses.field(
         default=None, init=False
     )
