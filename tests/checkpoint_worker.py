@@ -155,7 +155,8 @@ def committed_steps(directory):
     return found
 
 
-def flip_bit_of_newest(directory):
+def flip_bit_of_newest(path):
+    directory = locate(path)
     newest = directory / manifest.steps_in(directory)[-1]
     file = max((newest / name for name in manifest.files_of(newest)), key=lambda f: f.size())
     data = bytearray(file.read())
@@ -164,22 +165,37 @@ def flip_bit_of_newest(directory):
 
 
 def run_in_forks(settings, starts):
-    """One child after the other; each one's end and what it left on disk are recorded."""
+    """One child after the other; each one's end and what it left in its directory are recorded."""
     for point, changes in starts:
         changed = {**settings, **changes}
-        directory = locate(changed["directory"])
         if point == "during_mark":
-            flip_bit_of_newest(directory)
-        if not (child := os.fork()):
-            os.environ[VARIABLE] = point
-            work(changed)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        left = committed_steps(directory)
-        record = {"point": point, "killed": killed, "status": status, "left": left}
-        with open(changed["out"], "a") as out:
-            out.write(json.dumps(record) + "\n")
+            in_fork(flip_bit_of_newest, changed["directory"])
+        status = in_fork(work_until, point, changed)
+        in_fork(record_end, changed, point, status)
+
+
+def in_fork(function, *arguments):
+    """The wait status of a child that calls a function.
+
+    Looks are children too: connections to an object store do not live through a fork.
+    """
+    if not (child := os.fork()):
+        function(*arguments)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def work_until(point, settings):
+    os.environ[VARIABLE] = point
+    work(settings)
+
+
+def record_end(settings, point, status):
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    left = committed_steps(locate(settings["directory"]))
+    record = {"point": point, "killed": killed, "status": status, "left": left}
+    with open(settings["out"], "a") as out:
+        out.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

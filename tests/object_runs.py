@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment
+from commands import ROOT, environment, run_here
 from object_servers import SECRET
 from refusals import missing
 
@@ -123,6 +123,9 @@ def kill_and_resume(url: str, tmp_path) -> None:
     assert bits[0] == bits[1] and len(bits[0]) == 4
     assert '"event": "restore"' in (locate(url) / "metrics.jsonl").text()
     assert manifest.steps_in(checkpoints) == [4]
+
+    compared = run_here("tools.compare.__main__", url, tmp_path / "local", "--rerun=false")
+    assert compared == 0
 
     stored, written = checkpoints / 4, locate(tmp_path / "local" / "checkpoints" / "4")
     told = [(place / "meta" / "metadata").json()["arrays"] for place in (stored, written)]

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest, save
+from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
 from jaxdist.runtime.storage import locate
@@ -220,7 +221,9 @@ def test_a_dataclass_state_round_trips_and_fills_the_same_places_as_a_dict(tmp_p
 
 
 def test_training_may_donate_the_state_while_it_is_written(tmp_path):
-    state = small_state(1.0, size=1 << 20)
+    mesh = MeshSpec(fsdp=4).build(jax.devices()[:4])
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim else P()))
+    state = jax.tree.map(place, small_state(1.0, size=1 << 20))
     expected = bits(state)
     double = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)
     writer = checkpointer(tmp_path)
@@ -230,6 +233,28 @@ def test_training_may_donate_the_state_while_it_is_written(tmp_path):
         state = double(state)
     writer.wait()
     assert bits(writer.restore(shape)[0]) == expected
+    writer.close()
+
+
+def test_a_save_does_not_wait_for_checksums(tmp_path, monkeypatch):
+    started, asked, may_answer = [], [], threading.Event()
+
+    def start(arrays):
+        started.append(len(arrays))
+        result = start_checksums(arrays)
+
+        def wait():
+            asked.append(threading.current_thread())
+            return result() if may_answer.wait(5) else []
+
+        return wait
+
+    monkeypatch.setattr(save, "start_checksums", start)
+    writer = checkpointer(tmp_path)
+    writer.save(1, small_state(), {})
+    assert started == [2]
+    may_answer.set()
+    assert writer.wait() and asked and threading.main_thread() not in asked
     writer.close()
 
 

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,22 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.checkpoint import crc32
 from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.runtime.storage import locate
 
 pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4"])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4", "complex64"]
+)
 def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
     host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
-    shardings = [NamedSharding(mesh, spec) for spec in (P(), P("fsdp", "tensor"), P("tensor"))]
+    specs = P(), P("fsdp", "tensor"), P("tensor"), P(("tensor", "fsdp"))
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
     values = {checksums([jax.device_put(host, s)])[0] for s in [*shardings, jax.devices()[0]]}
     assert len(values) == 1
     if host.dtype.itemsize * 8 in (8, 16, 32) and dtype not in (np.bool_, "int4"):
@@ -87,6 +93,16 @@ def test_the_checksums_of_many_leaves_never_wait_for_each_other():
         [sys.executable, "-c", MANY_LEAVES], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_crc_of_a_large_file_is_that_of_its_blocks_together(tmp_path, monkeypatch):
+    content = np.random.default_rng(2).bytes(1000)
+    file = locate(tmp_path / "file")
+    for size in (0, 1, 64, 65, 1000):
+        file.write(content[:size])
+        for block in (64, 1 << 20):
+            monkeypatch.setattr(crc32, "BLOCK_BYTES", block)
+            assert crc32.fingerprint(file) == [size, zlib.crc32(content[:size])]
 
 
 def test_a_checksum_sees_swapped_elements_and_another_shape():

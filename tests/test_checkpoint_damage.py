@@ -17,6 +17,7 @@ from jaxdist.checkpoint import (
     CheckpointConfig,
     Checkpointer,
     CheckpointError,
+    crc32,
     manifest,
     orbax_io,
     restore,
@@ -60,7 +61,7 @@ def test_resume_goes_past_a_damaged_checkpoint_and_says_why(run, damage):
 def commit_again(path: Path) -> None:
     """A manifest that fits the damaged files: only the arrays' checksums can tell."""
     checkpoint = locate(path)
-    files = {n: manifest.fingerprint(checkpoint / n) for n in manifest.files_of(checkpoint)}
+    files = {n: crc32.fingerprint(checkpoint / n) for n in manifest.files_of(checkpoint)}
     manifest.write(checkpoint, int(checkpoint.name), files, {})
 
 
@@ -294,7 +295,7 @@ def test_a_process_of_several_that_cannot_read_a_damaged_checkpoint_marks_it(run
 
 
 def test_a_file_server_that_is_away_makes_no_checkpoint_corrupt(run, monkeypatch):
-    fingerprint = manifest.fingerprint
+    fingerprint = crc32.fingerprint
 
     def stale(file):
         if str(file).startswith(f"{run.path}/4/"):
@@ -303,7 +304,7 @@ def test_a_file_server_that_is_away_makes_no_checkpoint_corrupt(run, monkeypatch
 
     opened = run.open()
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "fingerprint", stale)
+        patch.setattr(crc32, "fingerprint", stale)
         with pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)):
             opened.choose()
     assert opened.choose() == 4

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from refusals import missing, refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, manifest, orbax_io, streaming_io
+from jaxdist.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    crc32,
+    manifest,
+    orbax_io,
+    streaming_io,
+)
 from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
@@ -111,7 +118,7 @@ def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
     document["arrays"]["params/layers/w"]["checksum"] ^= 1
     (copy / "meta" / "metadata").write_text(json.dumps(document))
     copy = locate(copy)
-    files = {name: manifest.fingerprint(copy / name) for name in manifest.files_of(copy)}
+    files = {name: crc32.fingerprint(copy / name) for name in manifest.files_of(copy)}
     manifest.write(copy, 2, files, {})
     assert main(["verify", str(copy)]) == 0
     assert main(["verify", str(copy), "--arrays=true"]) == 1
@@ -299,7 +306,7 @@ def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
 def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     import shutil
 
-    from jaxdist.checkpoint import CheckpointError, manifest
+    from jaxdist.checkpoint import CheckpointError, crc32, manifest
 
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)
@@ -308,7 +315,7 @@ def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     document["arrays"]["params/embed/table"]["checksum"] ^= 4
     (step / "meta" / "metadata").write_text(json.dumps(document))
     step = locate(step)
-    files = {name: manifest.fingerprint(step / name) for name in manifest.files_of(step)}
+    files = {name: crc32.fingerprint(step / name) for name in manifest.files_of(step)}
     manifest.write(step, 3, files, {})
     with refused("params/embed/table", "other bits", error=CheckpointError):
         main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])

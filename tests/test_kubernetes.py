@@ -388,6 +388,27 @@ def test_a_task_starts_one_launcher_on_each_node(nodes):
     assert [word for word in words if word in meeting] == (meeting if nodes == 2 else [])
 
 
+def test_a_task_of_a_run_in_a_bucket_needs_no_volume(tmp_path):
+    """Each node's process finds its place as one that a launcher has started."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nenv; echo "words=$*"\n')
+    python.chmod(0o755)
+    url = "gs://bucket/runs/a"
+    found = task(nodes=2, volume="", run_dir=url, python=str(python), arguments=["--config", "a b"])
+    assert "volumes" not in found
+    assert found["resources"]["job_recovery"]["max_restarts_on_errors"] == 3
+    environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    done = subprocess.run(
+        ["bash", "-c", found["run"]], env={**environ, "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    assert said["words"] == f"-m jaxdist.train --run-dir={url} --config a b"
+    plan = runtime.resolve(said)
+    assert (plan.num_processes, plan.process_id, plan.num_hosts) == (2, 1, 2)
+    assert plan.coordinator_address == "10.0.0.1:29400" and plan.num_local_processes == 1
+
+
 def test_a_task_asks_for_what_the_flags_say(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text("steps = 5\n")

@@ -9,6 +9,7 @@ import pytest
 from commands import run_here
 from object_runs import history, kill_and_resume, take_a_lock_twice
 from refusals import refused
+from store_kills import kill_at
 
 from jaxdist.runtime.storage import locate, objects
 
@@ -91,6 +92,13 @@ def test_a_bucket_that_is_not_there_and_missing_credentials_are_said_in_a_line(s
     with pytest.raises(OSError) as away:
         locate("gs://bucket/run")
     assert away.value.errno == errno.EHOSTUNREACH
+
+
+@pytest.mark.slow
+def test_kills_at_named_points_lose_no_whole_checkpoint_and_load_nothing_else(server, tmp_path):
+    points = ["during_upload", "during_retention"]
+    kills = kill_at("gs://bucket/kills/checkpoints", tmp_path, points, async_save=False)
+    assert [kill.point for kill in kills] == points
 
 
 @pytest.mark.slow

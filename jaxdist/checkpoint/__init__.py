@@ -13,8 +13,8 @@ A directory without a manifest is no checkpoint: its save was not finished. Noth
 
 A leaf on its way to disk and back: `pytree` names it, `checksum` takes its checksum on the devices,
 `orbax_io` writes it, or `object_io` where the directory is on an object store, and `save` commits
-the files with `manifest`. `restore` checks the files against the manifest, `orbax_io` or
-`object_io` reads the leaf onto its new sharding, and its checksum is compared.
+the files with `manifest` and `crc32`. `restore` checks the files against the manifest, `orbax_io`
+or `object_io` reads the leaf onto its new sharding, and its checksum is compared.
 
 `checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
 `lock` keeps a second run out, `preflight` tries the save path before training. `streaming_io` reads

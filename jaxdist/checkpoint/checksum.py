@@ -7,14 +7,18 @@ them cancel with probability 2⁻³². Position enters before the mix, so mispla
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxdist.core import collectives
 from jaxdist.core.types import Array
 
 
@@ -24,6 +28,76 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
     One pass over device memory; only a scalar each leaves the device. Arrays are global, of any
     dtype and sharding; PRNG keys are given as their key data.
     """
+    return start_checksums(arrays)()
+
+
+def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
+    """Begin what `checksums` computes; the function returned waits for it, on any thread.
+
+    The arrays [...] may be donated right after: what is dispatched later overwrites them later.
+    Those on no mesh, or in the host's memory, are waited for here.
+    """
+    meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
+    others = []
+    for place, x in enumerate(arrays):
+        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
+            meshes.setdefault(x.sharding.mesh, {})[place] = x.sharding.spec
+        else:
+            others.append(place)
+    started = []
+    for mesh, specs in meshes.items():
+        program = _program_of(mesh, tuple(specs.values()))
+        started.append((tuple(specs), program([arrays[place] for place in specs])))
+    found = dict(zip(others, _waited_for([arrays[place] for place in others]), strict=True))
+
+    def result() -> list[int]:
+        for places, sums in started:
+            found.update(zip(places, map(int, jax.device_get(sums)), strict=True))
+        return [found[place] for place in sorted(found)]
+
+    return result
+
+
+@functools.lru_cache(maxsize=16)
+def _program_of(
+    mesh: Mesh | AbstractMesh, specs: tuple[PartitionSpec, ...]
+) -> Callable[[list[Array]], Array]:
+    """The program for the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
+
+    One program with one collective, whatever the number of arrays: XLA:CPU takes 32 programs for a
+    device, and may run the collectives of one program in another order on each device.
+    """
+    axes = tuple(mesh.axis_names)
+
+    def local(shapes: list[tuple[int, ...]], *parts: Array) -> Array:
+        """Checksums, uint32 [num_arrays], of arrays of which a device has these parts [...]."""
+        sums = []
+        for part, spec, shape in zip(parts, specs, shapes, strict=True):
+            split = [_names(entry) for entry in (*spec, *[None] * (part.ndim - len(spec)))]
+            start = [
+                collectives.group_index(names) * size if names else 0
+                for names, size in zip(split, part.shape, strict=True)
+            ]
+            copies = tuple(axis for axis in axes if axis not in itertools.chain(*split))
+            counts = collectives.group_index(copies) == 0 if copies else True
+            sums.append(jnp.where(counts, _sum_of(part, start, shape), 0))
+        return collectives.all_reduce(collectives.vary(jnp.stack(sums), axes), axes)
+
+    def program(arrays: list[Array]) -> Array:
+        """Checksums, uint32 [num_arrays], of global arrays [...]."""
+        every = functools.partial(local, [x.shape for x in arrays])
+        return jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
+
+    return jax.jit(program)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a spec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _waited_for(arrays: Sequence[Array]) -> list[int]:
+    """The checksum of each array [...], a program each."""
     found: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
         some = [checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
@@ -94,13 +168,21 @@ def _on_device(x: Array) -> Array:
 @jax.jit
 def checksum(x: Array) -> Array:
     """The checksum, uint32 [], of one array [...] of any dtype."""
-    words = _words(x)
+    return _sum_of(x, [0] * x.ndim, x.shape)
+
+
+def _sum_of(part: Array, start: Sequence[Array | int], shape: tuple[int, ...]) -> Array:
+    """What a part [...] adds to the checksum, uint32 []; `start` and `shape` as `part_checksum`."""
+    words = _words(part)
+    inside = words.shape[part.ndim :]  # of one element
+    start, shape = [*start, *[0] * len(inside)], (*shape, *inside)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(words.ndim)):
         steps = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        steps = steps + jnp.asarray(start[dim], jnp.uint32)
         position = position + steps * jnp.uint32(stride % 2**32)
-        stride *= words.shape[dim]
+        stride *= shape[dim]
     # 2654435761 is 2³² over the golden ratio: consecutive positions land far apart.
     return jnp.sum(_mix(words ^ (position * jnp.uint32(2654435761))), dtype=jnp.uint32)
 

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from jaxdist.checkpoint import crc32
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
@@ -80,15 +81,6 @@ def named_step(path: str) -> tuple[Location, int | None]:
 def files_of(checkpoint: Location) -> list[str]:
     """Every file that a manifest covers, by path inside the checkpoint, sorted."""
     return [name for name in checkpoint.files() if name not in (FILE_NAME, CORRUPT, SUPERSEDED)]
-
-
-def fingerprint(file: Location) -> list[int]:
-    """Size in bytes and CRC-32 of a file."""
-    crc = size = 0
-    for block in file.stream():
-        crc = zlib.crc32(block, crc)
-        size += len(block)
-    return [size, crc]
 
 
 def write(
@@ -168,7 +160,7 @@ def content_problems(
     found = []
     for name in names:
         try:
-            if fingerprint(checkpoint / name) != files[name]:
+            if crc32.fingerprint(checkpoint / name) != files[name]:
                 found.append(f"{name} has other content than was written (CRC-32)")
         except OSError as error:
             _raise_passing(checkpoint, error)

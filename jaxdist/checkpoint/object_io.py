@@ -45,9 +45,7 @@ class ObjectWriter:
         self._pool: ThreadPoolExecutor | None = None
         self._uploads: list[Future[None]] = []
 
-    def start(
-        self, checkpoint: Location, items: dict[str, dict[str, Any]], document: dict[str, Any]
-    ) -> None:
+    def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
         """Copy arrays to the host and begin to write; as `OrbaxWriter.start`."""
         self.fingerprints, self._uploads = {}, []
         self._pool = self._pool or ThreadPoolExecutor(_REQUESTS, "checkpoint-upload")
@@ -64,8 +62,6 @@ class ObjectWriter:
             for shard in _own_shards(array):
                 host = np.array(shard.data)  # a copy: the next step overwrites the shard
                 self._put_chunks(checkpoint, name, chunk, _bounds(shard.index, array.shape), host)
-        if jax.process_index() == 0:
-            self._put(checkpoint, DOCUMENT, json.dumps(document).encode())
 
     def wait(self) -> None:
         """Wait until what `start` began is stored, by this process; raise if it failed."""

@@ -32,7 +32,6 @@ from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
 
-_DOCUMENT = object_io.DOCUMENT.partition("/")[0]  # the JSON item next to the array items
 _LEAST_SHARE_BYTES = 16 << 20
 _HOST_MEMORY_GB = 32  # of arrays being read or written at a time; less makes restores read again
 
@@ -61,13 +60,10 @@ class OrbaxWriter:
         self._config = config
         self._writer: Any = None
 
-    def start(
-        self, checkpoint: Location, items: dict[str, dict[str, Any]], document: dict[str, Any]
-    ) -> None:
+    def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
         """Copy arrays to the host and begin to write; returns before they are on disk.
 
-        `items` are nested dicts of global arrays, of any shape, dtype and sharding. The document is
-        JSON next to the arrays.
+        `items` are nested dicts of global arrays, of any shape, dtype and sharding.
         """
         import orbax.checkpoint as ocp
 
@@ -78,7 +74,6 @@ class OrbaxWriter:
             item: ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: save_args, tree))
             for item, tree in items.items()
         }
-        parts[_DOCUMENT] = ocp.args.JsonSave(document)
         self._barrier.begin()
         self._writer.save(str(checkpoint), args=ocp.args.Composite(**parts))
 
@@ -106,7 +101,6 @@ class OrbaxWriter:
             ocp.CompositeCheckpointHandler(
                 composite_options=ocp.CompositeOptions(temporary_path_class=in_place),
                 **handlers,
-                **{_DOCUMENT: ocp.JsonCheckpointHandler()},
             ),
             temporary_path_class=in_place,
             # Made in the background, a directory that cannot be made would be noticed only after
@@ -148,6 +142,13 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
     finally:
         reader.close()
     return {item: restored[item] for item in targets}
+
+
+def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
+    """Write the JSON next to the arrays, where Orbax's handler of JSON looks for it."""
+    file = checkpoint / object_io.DOCUMENT
+    file.parent.make_directory()
+    file.write(json.dumps(document))
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
@@ -196,8 +197,7 @@ class _StoredArray:
 def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
     """Write what Orbax needs next to arrays made with `open_array`, and the document."""
     trees: dict[str, dict[str, Any]] = {}
-    (checkpoint / _DOCUMENT).make_directory()
-    (checkpoint / object_io.DOCUMENT).write(json.dumps(document))
+    write_document(checkpoint, document)
     if not checkpoint.is_local:
         return
     for name, entry in document["arrays"].items():

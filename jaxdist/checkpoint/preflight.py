@@ -54,7 +54,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     arrays = [leaf.value for leaf in leaves]
     writer = orbax_io.make_writer(directory, config)
     try:
-        writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
+        writer.start(directory / "0", pytree.nest(leaves, arrays))
         writer.wait()
         group.gather(None)  # all have written: each waits for its own part only
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]

@@ -108,21 +108,28 @@ def plain(leaf: Leaf) -> Array:
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
-def describe(leaves: Sequence[Leaf], checksums: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, checksum, keys (and kind of PRNG key) of what is written, as JSON."""
+def describe(leaves: Sequence[Leaf]) -> dict[str, dict[str, Any]]:
+    """Name -> shape, dtype, keys (and kind of PRNG key) of what is written, as JSON."""
     described = {}
-    for leaf, checksum in zip(leaves, checksums, strict=True):
+    for leaf in leaves:
         array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
         entry = {
             "shape": list(array.shape),
             "dtype": array.dtype.name,
-            "checksum": checksum,
             "path": list(leaf.path),  # keys may contain slashes
         }
         if leaf.is_key:
             entry["key"] = str(jax.random.key_impl(leaf.value))
         described[leaf.name] = entry
     return described
+
+
+def with_checksums(
+    described: dict[str, dict[str, Any]], checksums: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """What `describe` answered, with the checksum of each leaf."""
+    pairs = zip(described.items(), checksums, strict=True)
+    return {name: {**entry, "checksum": checksum} for (name, entry), checksum in pairs}
 
 
 def mismatches(

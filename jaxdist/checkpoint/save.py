@@ -1,11 +1,12 @@
 """How one save is made, and what becomes of it.
 
     1. see whether it can work at all (process 0; that the directory is there: all)
-    2. checksum of every array, copy to the host, begin writing; the loop goes on
-    3. in the background: all files are on disk on all processes
-    4. CRC-32 of every file, shared among the processes
-    5. process 0 writes the manifest: from now on the checkpoint counts
-    6. process 0 deletes what retention does not keep
+    2. copy to the host, begin writing, begin the checksum of every array; the loop goes on
+    3. in the background: the arrays are on disk on all processes, and their checksums known
+    4. process 0 writes the document that names the arrays and their checksums
+    5. CRC-32 of every file, shared among the processes
+    6. process 0 writes the manifest: from now on the checkpoint counts
+    7. process 0 deletes what retention does not keep
 
 Process 0's answer is everyone's. A failure at any point leaves a directory without a manifest,
 which the next save removes.
@@ -20,14 +21,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.checkpoint import lock, manifest, pytree
-from jaxdist.checkpoint.checksum import checksums
+from jaxdist.checkpoint import crc32, lock, manifest, orbax_io, pytree
+from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
-from jaxdist.checkpoint.orbax_io import make_writer
+from jaxdist.checkpoint.object_io import DOCUMENT
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
@@ -61,7 +62,7 @@ class Saver:
         self._group = group
         self._background = make_group()  # the writing thread's exchanges keep an order of their own
         self._events = events
-        self._writer = make_writer(directory, config)
+        self._writer = orbax_io.make_writer(directory, config)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
@@ -76,8 +77,10 @@ class Saver:
     ) -> None:
         """Begin a save, after waiting for the one before; one `halfway` is kept until the next."""
         leaves = pytree.leaves_of(state)
-        json.dumps(meta)  # raises here and now, not as a save that fails again and again
+        # A copy, and what is no JSON raises here and now, not as a save that fails again and again.
+        meta = json.loads(json.dumps(meta))
         outcome = Outcome(step, halfway=halfway, waited_s=self.wait())
+        document: Callable[[], dict[str, Any]] = dict
         begin = time.perf_counter()
         try:
             # A mount may be lost on one host alone. A save begun without it would fail on that
@@ -90,11 +93,11 @@ class Saver:
         except Exception as error:  # decided by process 0, so alike everywhere
             outcome.error = one_line(error)
         else:
-            self._begin(step, leaves, meta, outcome)
+            document = self._begin(step, leaves, meta, outcome)
         outcome.blocked_s = time.perf_counter() - begin
         # Not a daemon: a process that ends by an exception still completes the checkpoint.
         thread = threading.Thread(
-            target=self._finish, args=(outcome, begin, metrics), name="checkpoint-finish"
+            target=self._finish, args=(outcome, begin, metrics, document), name="checkpoint-finish"
         )
         self._pending = (outcome, thread)
         thread.start()
@@ -204,8 +207,11 @@ class Saver:
 
     def _begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
-    ) -> None:
+    ) -> Callable[[], dict[str, Any]]:
         """Begin to write; whatever the disk or Orbax raises must not stop training.
+
+        Returns:
+            What waits for the checksums and makes the document; it holds no array.
 
         Raises:
             CheckpointError: one process of several failed. The others may wait for it inside
@@ -213,11 +219,13 @@ class Saver:
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
-            described = pytree.describe(leaves, checksums(arrays))
-            document = {"step": step, "meta": meta, "arrays": described}
+            described = pytree.describe(leaves)
             crash_point("before_arrays")
-            self._writer.start(self._directory / step, pytree.nest(leaves, arrays), document)
+            self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
+            checksums = start_checksums(arrays)  # on CPU devices they would delay the copy
             crash_point("during_arrays")
+            complete = lambda: pytree.with_checksums(described, checksums())
+            return lambda: {"step": step, "meta": meta, "arrays": complete()}
         except Exception as error:
             outcome.error = one_line(error)
             if self._group.num_processes > 1:
@@ -225,12 +233,21 @@ class Saver:
                     f"the save of step {step} failed on process {self._group.process_id} after "
                     f"all had begun it: {outcome.error}"
                 ) from error
+            return dict
 
-    def _finish(self, outcome: Outcome, begin: float, metrics: dict[str, float]) -> None:
+    def _finish(
+        self,
+        outcome: Outcome,
+        begin: float,
+        metrics: dict[str, float],
+        document: Callable[[], dict[str, Any]],
+    ) -> None:
         """In the background, on every process: what became of the save, the same for all."""
+        described: dict[str, Any] = {}
         try:
             if not outcome.error:
                 self._writer.wait()
+                described = document()
                 crash_point("after_arrays")
         except GivenUp:
             pass  # who gave up says why
@@ -240,7 +257,7 @@ class Saver:
         try:
             if errors := [text for text in self._background.gather(outcome.error) if text]:
                 raise CheckpointError(errors[0])
-            outcome.num_bytes = self._commit(outcome, metrics)
+            outcome.num_bytes = self._commit(outcome, metrics, described)
         except Exception as failure:
             outcome.error = one_line(failure)
             self._writer.close()
@@ -254,17 +271,16 @@ class Saver:
             crash_point("after_manifest")
             self._retain()
 
-    def _commit(self, outcome: Outcome, metrics: dict[str, float]) -> int:
-        """Write the manifest, each process fingerprinting its share of the files; their bytes."""
+    def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
+        """Write document and manifest, each process reading its share of the files; their bytes."""
         path = self._directory / outcome.step
-        own, error = self._writer.fingerprints, ""
-        if own is None:
-            names = self._background.decide(lambda: manifest.files_of(path))
-            mine = names[self._background.process_id :: self._background.num_processes]
-            try:
-                own = {name: manifest.fingerprint(path / name) for name in mine}
-            except OSError as failure:  # the other processes wait for an answer all the same
-                own, error = {}, one_line(failure)
+        names = self._background.decide(lambda: self._write_document(path, document))
+        mine = names[self._background.process_id :: self._background.num_processes]
+        own, error = dict(self._writer.fingerprints or {}), ""
+        try:
+            own.update({name: crc32.fingerprint(path / name) for name in mine})
+        except OSError as failure:  # the other processes wait for an answer all the same
+            error = one_line(failure)
         shares = self._background.gather([own, error])
         if errors := [error for _, error in shares if error]:
             raise CheckpointError(errors[0])
@@ -272,11 +288,17 @@ class Saver:
         self._background.decide(lambda: self._write_manifest(outcome, files, metrics))
         return sum(size for size, _ in files.values())
 
+    def _write_document(self, path: Location, document: dict[str, Any]) -> list[str]:
+        """On process 0; returns the files that must be read for their fingerprints."""
+        self._check_reachable()  # it may have gone while the arrays were written
+        orbax_io.write_document(path, document)
+        return manifest.files_of(path) if self._writer.fingerprints is None else [DOCUMENT]
+
     def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
     ) -> None:
         """On process 0. A kill before this is done leaves no checkpoint."""
-        self._check_reachable()  # it may have gone while the save was written
+        self._check_reachable()  # it may have gone while the files were read
         path = self._directory / outcome.step
         if not path.is_local and (problems := manifest.size_problems(path, files)):
             raise CheckpointError(few(problems, 1))

@@ -2,18 +2,29 @@
 
     python scripts/bench/checkpoint_kills.py                    # 50 kills; about 5 minutes
     python scripts/bench/checkpoint_kills.py --kills 5 --seed 7
+    python scripts/bench/checkpoint_kills.py --store s3 gs      # 20 kills at named points of each
 
 The run of `tests/checkpoint_worker.py` saves every 3 steps. It is killed (SIGKILL) while it opens
 its directory, restores, trains or writes in the background, and started again. At the end its
 losses and state must have the bits of a run that was never killed, and no kill may have cost more
 than one interval. `tests/test_checkpoint_crash.py` kills at every named point instead.
+
+With `--store` the checkpoints lie on an object store, a real server over HTTP (moto for S3,
+fake-gcs-server for Google's; see `tests/object_servers.py`). The run is killed once at every named
+point, saving in the background, and again saving in the foreground. Each start must go on from the
+newest whole checkpoint, and the last must have the bits of a run that was never killed. A page of
+results is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import itertools
 import json
+import os
+import platform
 import random
 import signal
 import subprocess
@@ -26,6 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "checkpoint_worker.py"
+RESULTS = ROOT / "scripts" / "bench" / "results" / "store_kills.md"
 EVERY = 3
 
 Records = list[dict[str, Any]]
@@ -131,12 +143,66 @@ def oldest_resume(records: Records, before: int) -> int:
     return max([before, *begun[:-1], *saved_steps(records)])
 
 
+def stores_page(stores: list[str]) -> str:
+    """Kill at every named point on each store; the results as Markdown.
+
+    Raises:
+        AssertionError: something wrong was loaded, or bits differ.
+    """
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import object_servers
+    import pytest
+    from store_kills import kill_at
+
+    from jaxdist.checkpoint.crash_points import POINTS
+
+    servers = {"s3": object_servers.s3, "gs": object_servers.gcs}
+    lines = [
+        "# Kills at named points of a run whose checkpoints lie on an object store",
+        "",
+        f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, jax "
+        f"{importlib.metadata.version('jax')}, {datetime.date.today()}; `python "
+        f"scripts/bench/checkpoint_kills.py --store {' '.join(stores)}`. Servers over HTTP: moto "
+        f"{importlib.metadata.version('moto')} for s3, fake-gcs-server behind a translator of "
+        "uploads for gs. Each start went on from the newest whole checkpoint that the kill before "
+        "had left; nothing else was loaded; losses and state have the bits of a run on disk that "
+        "was never killed.",
+        "",
+        "| store | saves in the | killed at | whole checkpoints left | corrupt | the next start |",
+        "|---|---|---|---|---|---|",
+    ]
+    steps = lambda found: ", ".join(map(str, found)) or "none"
+    for store in stores:
+        for ground in ("background", "foreground"):
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                servers[store](patch),
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                url = f"{store}://bucket/{ground}/checkpoints"
+                kills = kill_at(url, Path(folder), POINTS, async_save=ground == "background")
+            for kill in kills:
+                start = f"from {kill.next_start}" if kill.next_start is not None else "killed first"
+                lines.append(
+                    f"| {store} | {ground} | `{kill.point}` | {steps(kill.whole)} | "
+                    f"{steps(kill.corrupt)} | {start} |"
+                )
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
     """Kill, compare, print one line; 1 if a bit or more than an interval was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--store", choices=("s3", "gs"), nargs="+", help="kill at named points")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="page of results of --store")
     options = parser.parse_args()
+    if options.store:
+        page = stores_page(options.store)
+        options.out.write_text(page)
+        print(page)
+        return 0
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder) / "killed", steps=10**6, pause_s=0.05)

@@ -78,7 +78,8 @@ def steps_again(
 def _described(state: TrainState) -> dict[str, dict[str, Any]]:
     """Shape, dtype and checksum of every array of a state, by name."""
     leaves = pytree.leaves_of(state)
-    return pytree.describe(leaves, checksums([pytree.plain(leaf) for leaf in leaves]))
+    sums = checksums([pytree.plain(leaf) for leaf in leaves])
+    return pytree.with_checksums(pytree.describe(leaves), sums)
 
 
 def first_difference(a: StepDone, b: StepDone) -> FirstDifference | None:

@@ -40,7 +40,8 @@ _VALUE = "[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = rf"({_NAME}/)?{_VALUE}"
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _BYTES = "[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?"
-_URL = "(s3|gs)://[a-z0-9][a-z0-9._-]+/.+"
+URL = "(s3|gs)://[a-z0-9][a-z0-9._-]+/.+"
+"""A bucket and a path in it."""
 
 _FORMS = {
     "image": (r"[A-Za-z0-9]\S*", "an image. Use e.g. registry.example.org/team/jaxdist:1"),
@@ -160,7 +161,7 @@ class KubernetesConfig:
                 yield f"--volume: {path} belongs to the pod. Use another path, e.g. /runs."
         inside = any(PurePosixPath(self.run_dir).is_relative_to(path) for path in paths)
         if is_url(self.run_dir):
-            if not re.fullmatch(_URL, self.run_dir):
+            if not re.fullmatch(URL, self.run_dir):
                 yield (
                     f"--run-dir {self.run_dir} is a URL of a kind that is not known. Use "
                     "s3://BUCKET/PATH or gs://BUCKET/PATH, or a directory in a volume."

@@ -1,0 +1,74 @@
+"""Real processes whose checkpoints lie on an S3 server over HTTP, killed; see `store_kills`."""
+
+import signal
+import subprocess
+
+import object_servers
+import pytest
+from commands import TINY, command, environment
+from store_kills import kill_at
+
+from jaxdist.checkpoint import manifest
+from jaxdist.run.metrics_log import read_records
+from jaxdist.runtime.storage import locate
+
+POINTS = ["during_upload", "before_manifest", "during_retention", "during_restore"]
+"""`scripts/bench/checkpoint_kills.py --store` kills at all of them."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
+        yield address
+
+
+def test_kills_at_named_points_lose_no_whole_checkpoint_and_load_nothing_else(server, tmp_path):
+    kills = kill_at("s3://bucket/kills/checkpoints", tmp_path, POINTS, async_save=True)
+    assert [kill.point for kill in kills] == POINTS
+
+
+def test_two_processes_on_one_url_go_on_after_a_kill_with_the_same_bits(server, tmp_path):
+    """Process 0 is killed after its first checkpoint counts, and nothing but the URL is shared."""
+    url, whole = "s3://bucket/runs/two", tmp_path / "whole"
+    codes, errors = train_in_two(url, JAXDIST_CRASH_POINT="after_manifest")
+    assert codes[0] == -signal.SIGKILL and codes[1] != 0, errors
+    (kept,) = manifest.steps_in(locate(url) / "checkpoints")
+    for place in (url, whole):
+        codes, errors = train_in_two(place)
+        assert codes == [0, 0], errors
+    records = read_records(locate(url) / "metrics.jsonl")
+    (restored,) = (r["step"] for r in records if r.get("event") == "restore")
+    assert restored == kept > 0
+    runs = [steps_of(records), steps_of(read_records(locate(whole) / "metrics.jsonl"))]
+    assert runs[0] == runs[1] and len(runs[0]) == 6
+
+
+def steps_of(records: list[dict]) -> dict[int, tuple[str, str]]:
+    """Step -> loss and gradient norm to the last bit; a step done twice counts as it came last."""
+    return {
+        r["step"]: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
+        for r in records
+        if r["kind"] == "train"
+    }
+
+
+def train_in_two(run_dir, **process_0) -> tuple[list[int], list[str]]:
+    """Exit codes and errors of two processes that train; process 0 has more variables."""
+    flags = [*TINY, "--simulate=1", "--mesh=dp=2", "--steps=6", f"--run-dir={run_dir}"]
+    flags += ["--checkpoint.save_interval_steps=2", "--eval.interval_steps=0"]
+    flags += [f"--runtime.coordinator_address=127.0.0.1:{object_servers.free_port()}"]
+    flags += ["--runtime.num_processes=2", "--runtime.heartbeat_timeout_s=10"]
+    processes = [
+        subprocess.Popen(
+            [*command("train", *flags), f"--runtime.process_id={index}"],
+            env={**environment(), **(process_0 if index == 0 else {})},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    errors = [process.communicate(timeout=180)[1][-3000:] for process in processes]
+    return [process.returncode for process in processes], errors
