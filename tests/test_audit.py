@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from commands import run
+from jax.sharding import PartitionSpec as P
 from refusals import missing
 from test_block_sums import Case as BlockCase
 from test_block_sums import make_batch, make_model, make_parts
@@ -26,6 +27,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
 from jaxdist.models import CnnConfig, DecoderConfig
 from jaxdist.plan.audit import audit_parts, audit_program, check_mesh, transfers
+from jaxdist.plan.audit.deep import differences
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -37,6 +39,7 @@ from jaxdist.plan.audit.states import (
     join,
     split,
 )
+from jaxdist.plan.audit.step import find_manual
 from jaxdist.plan.compiled import collectives as compiled_collectives
 from jaxdist.run import startup
 from jaxdist.run.program import Program
@@ -285,6 +288,22 @@ def test_the_table_counts_collectives_and_whole_bytes():
     assert not gathers.at_most and gathers.axes == ("fsdp",)
 
 
+@pytest.mark.parametrize("is_printed", [False, True])
+def test_what_nobody_reads_does_not_move(is_printed):
+    def backward(x, dy):
+        y, pull = jax.vjp(lambda x: collectives.all_gather(2 * x, "tensor"), x)
+        if is_printed:
+            jax.debug.print("{}", y[0])
+        return pull(collectives.vary(dy, "tensor"))[0]
+
+    mesh, split = MeshSpec(tensor=2).build(jax.devices()[:2]), P("tensor")
+    step = jax.shard_map(backward, mesh=mesh, in_specs=(split, P()), out_specs=split)
+    traced = jax.make_jaxpr(step)(jnp.ones(8), jnp.ones(8)).jaxpr
+    body = find_manual(traced).params["jaxpr"]
+    moved = {t.kind for t in transfers.transfers_of(body, {"tensor": 2})}
+    assert moved == {"reduce-scatter", *(["all-gather"] if is_printed else [])}
+
+
 @pytest.mark.parametrize("file", ["context_parallel.py", "ring.py"])
 def test_what_attention_moves_is_named_whatever_file_asks_for_it(file):
     package = Path(transfers.__file__).parents[2]
@@ -307,6 +326,10 @@ def test_the_command_prints_one_object_and_exits_with_0():
     record = json.loads(done.stdout)
     assert record["violations"] == [] and record["mesh"] == "pp=2,tp=2"
     assert {"tensor", "pipeline"} == {axis for t in record["transfers"] for axis in t["axes"]}
+    scatters = [t for t in record["transfers"] if t["kind"] == "reduce-scatter"]
+    # 11 ticks may run forwards and 9 backwards, which run 4 layers forward and back. The embedding
+    # is run in forwards alone: that its gradient runs it again nobody reads, and no device does.
+    assert sum(t["times"] for t in scatters) == 11 * (1 + 2 * 4) + 9 * (1 + 4 * 4)
 
 
 SMALL = [
@@ -315,7 +338,7 @@ SMALL = [
 ]
 
 
-all_reduce = collectives.all_reduce
+all_reduce, permute = collectives.all_reduce, collectives.permute
 
 
 def doubled(x, axes, op="sum"):
@@ -346,6 +369,15 @@ def test_deep_finds_a_wrong_formula_behind_the_right_collective(monkeypatch, cap
     assert record["violations"] == []
     gradients = [one for one in record["differences"] if "layers/mlp" in one["value"]]
     assert {tuple(one["axes"]) for one in gradients} == (set() if factor == 1 else {("data",)})
+
+
+@pytest.mark.slow
+def test_deep_names_an_axis_on_which_alone_the_step_cannot_be_traced(monkeypatch):
+    """An exchange over another axis, which on the pipeline's alone jax's own types refuse."""
+    monkeypatch.setattr(collectives, "permute", lambda x, axis, shift=1: permute(x, "data", shift))
+    config = read_run([*SMALL[:-1], "--mesh=pp=2,dp=2"], command="test")
+    found = differences(config, jax.devices())
+    assert {one.axes for one in found if "layers" in one.value} == {("pipeline",)}
 
 
 def test_force_starts_a_run_that_the_audit_refuses(monkeypatch):

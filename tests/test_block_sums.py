@@ -180,6 +180,15 @@ def test_evaluation_sums_what_blocks_return(case, by_hand):
     check_sums(run(make_evaluate(model, layout, context, stages), placed, batch), expected)
 
 
+def test_a_constant_sum_is_counted_once_by_devices_that_share_a_layer(by_hand):
+    params, _, _ = by_hand
+    model, layout, _, context, _ = make_parts(Case("tp=2", sequence=True))
+    model = dataclasses.replace(model, block=lambda _, x, *__: (x, {"layers": jnp.float32(1)}))
+    batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
+    placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
+    assert run(make_evaluate(model, layout, context), placed, batch)["layers"] == LAYERS
+
+
 def run(function, *arguments):
     compiled = jax.jit(function).lower(*arguments).compile(compiler_options=FAST_COMPILE)
     return compiled(*arguments)

@@ -77,6 +77,8 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
         return
     plan = exchange_of(model, here)
     assert (plan.exchange, plan.inner) == (exchange, inner)
+    # A layout that knows of no document lets all keys travel.
+    assert plan.reach(0, packed=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,11 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
     with pytest.raises(ConfigError) as refused:
         read_run(flags, command="jaxdist.train")
     assert named in str(refused.value)
+
+
+def test_keys_travel_along_the_row_where_that_is_shorter_than_round_the_ring():
+    """Parts of 8 positions: back there and twice as wide forth, or past all but one of 3."""
+    assert [axis.hops_of_window(window, 48, 3) for window in (2, 9, 10, 0)] == [1, 1, 0, 0]
 
 
 def test_zig_zag_gives_every_device_the_same_work():

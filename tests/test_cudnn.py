@@ -308,6 +308,8 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     assert found.use == "ring"
     expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
+    whole = dataclasses.replace(config, num_microbatches=0)
+    assert packed_kernel.shapes_of(model, layout, whole, jnp.bfloat16, (0,)).rows == 12
     # What no ring of cuDNN's kernel is asked for is not compared.
     assert admit(hybrid, dtype=jnp.float32) is None
     gathered = ExchangePlan("all_gather", 1, False, "")

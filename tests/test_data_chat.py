@@ -1,5 +1,6 @@
 """Conversations and completions: what counts in the loss, against transformers and plain numpy."""
 
+import dataclasses
 import json
 import os
 import re
@@ -394,6 +395,9 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
         problems, ('"stdlib"', "packing=stream", "chat_template='none'"), strict=True
     ):
         assert fact in problem
+    chat = DataConfig(sources=[str(chats)], records="chat", packing="best_fit")
+    for template in ("auto", "plain"):
+        assert dataclasses.replace(chat, chat_template=template).problems() == []
     text = tmp_path / "a.txt"
     text.write_text("text")
     share_gpt = write_lines(tmp_path / "share.jsonl", [{"conversations": []}])

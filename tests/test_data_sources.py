@@ -22,6 +22,7 @@ from refusals import missing, refused
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
+from jaxdist.data import __main__ as command
 from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
 from jaxdist.data.config import settings_of_tokens
@@ -267,6 +268,21 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
     train, _ = open_datasets(data, seq_len=8)
     assert train.vocab_size == 300
     assert train.tokenizer.decode(train.parts[0].corpus.tokens(0, 12)).startswith("text number 0")
+
+
+def test_a_bpe_learns_on_as_many_megabytes_as_asked_evenly_spread(tmp_path, monkeypatch):
+    texts = [f"text number {i}" for i in range(300)]
+    source, learned = write_source(tmp_path, "jsonl", texts), []
+
+    def learn(sample, vocab_size, path):
+        learned.extend(sample)
+        train_bpe(learned, vocab_size, path)
+
+    monkeypatch.setattr(command, "train_bpe", learn)
+    quarter = str(0.2500001 * source.stat().st_size / 1e6)
+    flags = ["--out", str(tmp_path / "tokens"), "--train-bpe", "260", "--bpe-mb", quarter]
+    assert main([str(source), *flags]) == 0
+    assert learned == texts[3::4]
 
 
 @pytest.mark.parametrize(

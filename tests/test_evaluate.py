@@ -14,6 +14,7 @@ from test_traffic import traffic
 from jaxdist import evaluate as command
 from jaxdist.config import read_run
 from jaxdist.core.settings import ConfigError
+from jaxdist.run import evaluation_loop
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import assemble
 from jaxdist.run.trained_run import TrainedRun, run_at
@@ -160,6 +161,20 @@ def test_a_bounded_evaluation_counts_its_own_rows_alone(held):
     assert found["images"] == whole["weight"]
     assert found["loss"] == pytest.approx(whole["loss"] / whole["weight"], rel=1e-12)
     assert "perplexity" not in found
+
+
+def test_progress_is_told_of_the_batches_that_there_are(held, monkeypatch):
+    told, count = [], -(-held.num_rows // 8)
+
+    class Told(evaluation_loop.Progress):
+        def __init__(self, what, total, unit):
+            told.append(total)
+            super().__init__(what, total, unit)
+
+    monkeypatch.setattr(evaluation_loop, "Progress", Told)
+    for max_batches in (0, 2, count + 1):
+        evaluated(held, max_batches=max_batches)
+    assert told == [count, 2, count]
 
 
 def test_keys_travel_no_further_than_the_longest_document_evaluated(tmp_path, monkeypatch):

@@ -119,6 +119,14 @@ def test_a_wide_layer_multiplies_what_it_was_given():
     np.testing.assert_allclose(wide[1][1], x.T @ jnp.ones((4, 4)), rtol=1e-6)
 
 
+def test_a_weight_takes_its_own_rounding_and_one_unknown_is_rounded_here():
+    first, second, unknown = (jnp.full((4, 4), value) for value in (1.0, 3.0, 5.0))
+    known = [(w, (w.astype(fp8.E4M3), jnp.float32(2))) for w in (first, second)]
+    multiply = lambda w: fp8.make_dot((), "cpu", known=known)("a b, b c -> a c", jnp.eye(4), w)
+    for w, value in ((first, 2), (second, 6), (unknown, 5)):  # those known stand for twice as much
+        assert (multiply(w) == value).all()
+
+
 def test_every_device_scales_by_the_largest_value_of_all():
     mesh = MeshSpec(fsdp=2, tensor=2).build(jax.devices()[:4])
     x = np.geomspace(1e-6, 1e3, 64, dtype=np.float32).reshape(4, 16)

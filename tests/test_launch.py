@@ -246,6 +246,29 @@ def test_new_checkpoints_below_a_corrupt_one_refill_the_budget(tmp_path, monkeyp
     assert list(subject.checkpoints()) == [50, 51, 52]
 
 
+def test_going_on_from_a_newer_local_save_refills_the_budget(tmp_path, monkeypatch):
+    from jaxdist.checkpoint.local.lineage import Lineage, write
+    from jaxdist.runtime.storage import locate
+    from jaxdist.tools.launch import supervisor
+
+    starts = [-1, 20, 40, 60, 60, 60]  # the step that each attempt goes on from
+
+    def attempt(number, placement):
+        write(locate(tmp_path / "checkpoints"), Lineage("run", starts[: number + 1]))
+        return GroupResult(exit_code=1, attempt=number)
+
+    policy = supervisor.RestartPolicy(max_restarts=1, backoff_s=0.0)
+    subject = supervisor.Supervisor(["x"], supervisor.FixedAgent(1), tmp_path, policy)
+    attempts = []
+    monkeypatch.setattr(
+        subject, "_run_group", lambda *args: (attempts.append(args[0]), attempt(*args))[1]
+    )
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    assert subject._run_groups() == 1
+    assert attempts == [0, 1, 2, 3, 4]  # the second that goes on from 60 has gained nothing
+
+
 def test_each_attempt_gets_a_new_port(tmp_path):
     launched = Launched(
         tmp_path,

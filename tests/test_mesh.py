@@ -85,6 +85,7 @@ def test_a_built_mesh_keeps_the_order_of_devices():
     # Neighbours differ in tensor first.
     assert list(mesh.devices[0, 0, 0, 0]) == jax.devices()[:2]
     assert MeshSpec.of(mesh) == spec
+    assert MeshSpec.of(jax.make_mesh((8,), ("fsdp",))) == MeshSpec(fsdp=8)  # made by someone else
 
 
 @pytest.mark.parametrize(

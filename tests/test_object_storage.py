@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 
+import jax.numpy as jnp
 import numpy as np
 import object_servers
 import pytest
@@ -26,7 +27,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
-from jaxdist.checkpoint.object_io import zarr_metadata
+from jaxdist.checkpoint.object_io import ObjectWriter, open_array, zarr_metadata
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import write_corpus
@@ -70,6 +71,14 @@ def test_a_slow_store_changes_no_answer(server, monkeypatch, tmp_path):
         store = objects._make_store("s3", "bucket", max_retries=0)
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
+
+
+def test_arrays_are_read_from_a_store_as_they_were_written(folder):
+    writer, array = ObjectWriter(), jnp.arange(6.0).reshape(2, 3)
+    writer.start(folder, {"state": {"w": array}})
+    writer.wait()
+    writer.close()
+    np.testing.assert_array_equal(open_array(folder, "state", ["w"]).read(), array)
 
 
 def test_an_array_on_a_store_says_its_own_chunks():

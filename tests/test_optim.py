@@ -15,6 +15,7 @@ from jaxdist import optim
 from jaxdist.core.settings import problems_of
 from jaxdist.core.types import Dims
 from jaxdist.optim import OptimConfig, make_lr_schedule, make_optimizer
+from jaxdist.optim.adafactor import adafactor
 from jaxdist.optim.matrices import Sides, sides_of
 
 AXES = {
@@ -233,6 +234,18 @@ def test_adafactor_equals_its_paper_matrix_by_matrix(monkeypatch):
     rule = lambda name: matrix_by_matrix(name, numpy_adafactor)
     config = OptimConfig(optimizer="adafactor", weight_decay=0.1)
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.1))
+
+
+def test_adafactor_moves_nothing_that_has_had_no_gradient():
+    """A token that no batch has had yet, or a whole leaf."""
+    axes = {"table": Dims(("vocab", "d_model")), "scale": Dims(("d_model",))}
+    params = {"table": jnp.ones((4, 3)), "scale": jnp.ones(3)}
+    rule = adafactor(OptimConfig(optimizer="adafactor"), axes)
+    grads = {"table": params["table"].at[1].set(0), "scale": jnp.zeros(3)}
+    updates, _ = rule.update(grads, rule.init(params))
+    for update, grad in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
+        assert np.isfinite(update).all()
+        np.testing.assert_array_equal(np.asarray(update) == 0, np.asarray(grad) == 0)
 
 
 def newton_schulz(x):

@@ -32,7 +32,7 @@ def rows(parts, tmp_path, monkeypatch):
     return open_text(*parts.config.data.sources, seq_len=48)[0]
 
 
-def test_the_training_text_is_continued_within_the_trained_length(parts, rows):
+def test_the_training_text_is_continued_within_the_trained_length(parts, rows, capsys):
     params = parts.init_state().params
     prompt, text = sample.write_sample(parts, params, rows)
     assert prompt and prompt == sample.first_prompt(parts.config.data, rows)
@@ -41,6 +41,7 @@ def test_the_training_text_is_continued_within_the_trained_length(parts, rows):
     assert text and len(prompt.encode()) + len(text) <= 48
     assert sample.write_sample(parts, params, rows) == (prompt, text)
     assert sample.write_sample(parts, params, iter([])) == ("", "")
+    assert capsys.readouterr().out == ""  # the run says it, once it is whole
 
 
 def test_a_conversation_is_answered_from_its_question():

@@ -29,6 +29,8 @@ def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """One uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
     flags = tiny(*SETTINGS, "--simulate=8", "--monitoring.tensorboard=true")
+    disk = run_dir.parent / "disk"
+    flags += [f"--checkpoint.local-dir={disk}", "--checkpoint.local-interval-steps=3"]
     done = run("train", *flags, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr + done.stdout
     return run_dir, done
@@ -88,6 +90,14 @@ def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):
     assert meta["data"]["next_sample"] > 0
     (saved, *_) = [r for r in records(run_dir, "event") if r["event"] == "save"]
     assert {"step", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s"} <= saved.keys()
+
+
+def test_local_saves_are_made_between_the_others_and_end_with_the_run(finished):
+    run_dir, done = finished
+    saved, *_ = [r for r in records(run_dir, "event") if r["event"] == "local_save"]
+    assert saved["step"] == 3 and {"blocked_s", "written_s", "bytes"} <= saved.keys()
+    assert "local saves survive" in done.stdout
+    assert not list((run_dir.parent / "disk").iterdir())
 
 
 def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path):

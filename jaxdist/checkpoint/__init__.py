@@ -19,6 +19,7 @@ or `object_io` reads the leaf onto its new sharding, and its checksum is compare
 `checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
 `lock` keeps a second run out, `preflight` tries the save path before training. `streaming_io` reads
 and writes checkpoints without devices, for tools.
+`local` holds a second tier: frequent saves to the hosts' own disks, which a restart prefers.
 `blocks` cuts arrays into pieces, and `group` has the processes that save and restore together.
 `config` holds the settings, `events` and `errors` what is reported, `crash_points` where tests kill
 a save. `orbax_io` is the only module that knows Orbax.

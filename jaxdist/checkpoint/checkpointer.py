@@ -13,9 +13,12 @@ from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.checkpoint.events import Event, EventLog
 from jaxdist.checkpoint.group import make_group
+from jaxdist.checkpoint.local import lineage
+from jaxdist.checkpoint.local.copies import Survivable
+from jaxdist.checkpoint.local.tier import LocalTier
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
@@ -61,8 +64,12 @@ class Checkpointer:
         self._chosen: int | None = None
         self._preflight: concurrent.futures.Future[None] | None = None
         self._schedule = SaveSchedule(config, self._group)
+        self._local: LocalTier | None = None
+        self._chosen_locally = False
         if not read_only:
             self._group.decide(self._open)
+            if config.local_dir:
+                self._local = self._open_local()
 
     def due(self, step: int, now: float | None = None) -> Due:
         """Which save the policies ask for after `step`, for `save`; see `SaveSchedule.due`."""
@@ -88,6 +95,7 @@ class Checkpointer:
             state: tree of global `jax.Array`s, a dataclass or dict: `params`, `opt_state`, ...
             meta: JSON: data position, resolved config, versions, mesh.
             due: what `due` answered; "" = asked for by something else, and kept like "interval".
+                "local" saves to `checkpoint.local_dir` only, where nothing waits for `force`.
             force: return only when it is committed or has failed (preemption, end of the run).
             metrics: evaluation metrics at this step, for `keep_best`.
 
@@ -98,6 +106,11 @@ class Checkpointer:
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
         self._schedule.saved(step, due)
+        if self._local is not None and due == "local":
+            self._local.save(step, state, meta)
+            return
+        if self._local is not None:
+            self._local.begin()
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._saver.start(step, state, meta, numbers, halfway=due == "halfway")
         if force or not self.config.in_background:
@@ -118,6 +131,8 @@ class Checkpointer:
             concurrent.futures.wait([self._preflight])
         try:
             self._saver.wait()
+            if self._local is not None:
+                self._local.close()
         finally:
             self._saver.close()
             if self._lock is not None:
@@ -129,7 +144,9 @@ class Checkpointer:
 
         `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
         in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
-        bytes), `preflight` (seconds).
+        bytes), `preflight` (seconds). Of local saves: `local_save` (step, blocked_s, written_s,
+        bytes), `local_save_failed` (step, reason), `local_save_skipped` (step),
+        `local_save_damaged` (step, process, reason).
         """
         return self._events.pop()
 
@@ -137,17 +154,41 @@ class Checkpointer:
         """Steps of all checkpoints in the directory, corrupt ones included, in increasing order."""
         return self._reader.steps()
 
-    def choose(self) -> int | None:
+    def choose(self, target: Callable[[], Any] | None = None) -> int | None:
         """The newest step that can be trusted; None when the directory holds no checkpoint.
 
-        Each one passed over is marked (`<step>/CORRUPT`) with a one-line reason.
+        Each one passed over is marked (`<step>/CORRUPT`) with a one-line reason. Local saves count
+        where `target` gives what they would be restored onto, as for `restore`.
 
         Raises:
             CheckpointError: there are checkpoints and none is good: starting over is no default.
         """
         self._saver.wait()  # one that is being written has no manifest yet
-        self._chosen = self._reader.choose()
+        wanted = target() if self._local is not None and target is not None else None
+        steps = self._reader.steps() if wanted is not None else []
+        self._chosen = self._choose_locally(wanted, max(steps, default=0))
+        if self._chosen is not None:
+            return self._chosen
+        try:
+            self._chosen = self._reader.choose()
+        except CheckpointError:  # corrupt ones alone: then an older local save will do
+            if (older := self._choose_locally(wanted, 0)) is None:
+                raise
+            self._chosen = older
+            return older
+        if steps and self._chosen != steps[-1]:  # as it will where it is newer than what is left
+            older = self._choose_locally(wanted, (self._chosen or 0) + 1)
+            self._chosen = self._chosen if older is None else older
         return self._chosen
+
+    def survivable(self, state: Any) -> Survivable | None:
+        """Which losses of hosts a local save of such a state survives; None without local saves."""
+        return None if self._local is None else self._local.survivable(state)
+
+    def discard_local(self) -> None:
+        """Delete the local saves of a run that has finished: the directory holds its last state."""
+        if self._local is not None:
+            self._local.discard()
 
     def verify(self, step: int) -> str:
         """Check every file of a checkpoint; "" when it is whole, else the one-line reason."""
@@ -175,6 +216,9 @@ class Checkpointer:
         self._saver.wait()
         if step is not None and step == self._chosen:
             step = None
+        while step is None and self._chosen_locally:
+            if (found := self._restore_locally(abstract_state)) is not None:
+                return found
         while True:
             chosen = self._reader.require(step)
             try:
@@ -184,7 +228,7 @@ class Checkpointer:
                     raise
                 self._reader.remember_corrupt(chosen, str(error))
                 continue
-            self._saver.resumed_from = chosen
+            self._resumed(chosen)
             return state, self._reader.document(chosen)["meta"], chosen
 
     def restore_params(
@@ -226,7 +270,11 @@ class Checkpointer:
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
         """Which weights `restore_params` takes, "ema" or "raw"; raises as it does."""
-        item = pytree.weights_item(weights, self._reader.document(step)["arrays"])
+        if self._local is not None and self._chosen_locally and step == self._chosen:
+            arrays = self._local.arrays()
+        else:
+            arrays = self._reader.document(step)["arrays"]
+        item = pytree.weights_item(weights, arrays)
         return "raw" if item == "params" else "ema"
 
     def preflight(self, state: Any = None) -> None:
@@ -267,6 +315,38 @@ class Checkpointer:
         if started is not None:
             started.result()
 
+    def _open_local(self) -> LocalTier:
+        try:
+            return LocalTier(self.directory, self.config, self._events)
+        except BaseException:
+            self.close()  # it holds the lock
+            raise
+
+    def _choose_locally(self, target: Any, at_least: int) -> int | None:
+        """The newest local save of that step or later, now on every process's own disk."""
+        step = None
+        if self._local is not None and target is not None:
+            step = self._local.choose(target, at_least)
+        self._chosen_locally = step is not None
+        return step
+
+    def _restore_locally(self, abstract_state: Any) -> tuple[Any, dict[str, Any], int] | None:
+        """As `restore`, from the local save that was chosen; None where another is chosen now."""
+        assert self._local is not None and self._chosen is not None
+        try:
+            state, meta = self._local.load(abstract_state)
+        except CorruptCheckpoint as error:
+            self._events.log(f"{error}; it is not used")
+            self.choose(lambda: abstract_state)
+            return None
+        self._resumed(self._chosen)
+        return state, meta, self._chosen
+
+    def _resumed(self, step: int) -> None:
+        self._saver.resumed_from = step
+        if self._local is not None:
+            self._local.resumed(step)
+
     def _open(self) -> None:
         try:
             self.directory.make_directory()
@@ -282,3 +362,5 @@ class Checkpointer:
         crash_point("lock_taken")
         if partial := manifest.delete_partial(self.directory):
             log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
+        if not self.config.local_dir:
+            lineage.forget(self.directory)

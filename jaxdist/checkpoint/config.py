@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from jaxdist.core.settings import setting
+from jaxdist.runtime.storage import is_url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,25 @@ class CheckpointConfig:
         True, "before the first step, try a small save and restore in the checkpoint directory"
     )
 
+    local_dir: str = setting(
+        "",
+        "directory on each host's own disk for frequent saves between those of the run directory, "
+        "e.g. /nvme/jaxdist or $TMPDIR/jaxdist; empty = none",
+    )
+    local_interval_steps: int = setting(
+        0, "steps between saves to local_dir; 0 = not by steps", ge=0
+    )
+    local_interval_minutes: float = setting(
+        5.0, "minutes between saves to local_dir, in addition to those by steps; 0 = not by time",
+        ge=0,
+    )  # fmt: skip
+    neighbours: int = setting(
+        1,
+        "other hosts that keep a copy of each shard saved to local_dir: so many hosts may be lost; "
+        "0 = none",
+        ge=0,
+    )
+
     @property
     def in_background(self) -> bool:
         """Whether training goes on during a write; an interval of one step cannot be halved."""
@@ -66,9 +86,21 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """What no bound says."""
-        if re.fullmatch(r"none|\w+:[1-9][0-9]{0,8}", self.keep_best):
-            return []
-        return [
-            f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric and a "
-            "number from 1 on. Use e.g. loss:3 or accuracy:1, or none."
-        ]
+        found = []
+        if not re.fullmatch(r"none|\w+:[1-9][0-9]{0,8}", self.keep_best):
+            found.append(
+                f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric "
+                "and a number from 1 on. Use e.g. loss:3 or accuracy:1, or none."
+            )
+        if is_url(self.local_dir):
+            found.append(
+                f"checkpoint.local_dir={self.local_dir} is a URL: local saves go to each host's "
+                "own disk. Use e.g. /nvme/jaxdist; --run-dir may be a URL."
+            )
+        if self.local_dir and not self.local_interval_steps and not self.local_interval_minutes:
+            found.append(
+                f"checkpoint.local_dir={self.local_dir} is given, and local_interval_steps and "
+                "local_interval_minutes are both 0: nothing would be saved there. Set one of them, "
+                "or leave local_dir empty."
+            )
+        return found

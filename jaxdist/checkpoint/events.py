@@ -77,6 +77,26 @@ class EventLog:
             f"{outcome.blocked_s:.2f} s{waited}{halfway}"
         )
 
+    def saved_locally(self, outcome: Outcome) -> None:
+        """A local save with its copies; `bytes` are those of this process."""
+        self.event(
+            "local_save",
+            step=outcome.step,
+            blocked_s=outcome.blocked_s,
+            written_s=outcome.written_s,
+            bytes=outcome.num_bytes,
+        )
+        self.log(
+            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} a process in "
+            f"{outcome.written_s:.2f} s, copies included, training blocked "
+            f"{outcome.blocked_s:.2f} s"
+        )
+
+    def failed_locally(self, step: int, reason: str) -> None:
+        """A local save that does not count: it or a copy of it is not whole."""
+        self.event("local_save_failed", step=step, reason=reason)
+        self.log(f"LOCAL SAVE FAILED at step {step}: {reason} (the local saves before are kept)")
+
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
         """A save that did not happen, with how many more may fail."""
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)

@@ -5,18 +5,23 @@ the write began that one was an interval old, so every step during the write wou
 Hence a second save halfway in each interval: with the one before always committed when a save
 begins (`Saver` waits for it), what can be lost is two gaps between saves, and those are one
 interval.
+
+Local saves have an interval of their own. Where a save of the run directory is due none is made.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.runtime.coordination import Group
 
-Due = Literal["", "interval", "halfway"]
-"""No save is due; one that ends an interval is; one that halves it is, kept until the next."""
+Due = Literal["", "local", "halfway", "interval"]
+"""No save is due; a local one is; one that halves an interval is, kept until the next; one that
+ends an interval is. Of several the last."""
+
+_ORDER: tuple[Due, ...] = get_args(Due)
 
 _CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
 
@@ -28,7 +33,7 @@ class SaveSchedule:
         self._config = config
         self._group = group
         self._last_step: int | None = None
-        self._last_time = self._interval_began = time.monotonic()
+        self._last_time = self._interval_began = self._last_local = time.monotonic()
 
     def due(self, step: int, now: float | None = None) -> Due:
         """Which save is due after `step` finished steps.
@@ -40,34 +45,41 @@ class SaveSchedule:
         by_steps = self._by_steps(step)
         if by_steps == "interval":
             return by_steps
-        return self._by_minutes(step, now) or by_steps
+        return max(self._by_minutes(step, now), by_steps, key=_ORDER.index)
 
     def saved(self, step: int, due: Due, now: float | None = None) -> None:
         """A save of `step` has begun, for the reason `due`; "" = nobody's schedule asked for it."""
+        read = time.monotonic() if now is None else now
+        if due == "local":
+            self._last_local = read
+            return
         self._last_step = step
-        self._last_time = time.monotonic() if now is None else now
+        self._last_time = read
         if due != "halfway":
             self._interval_began = self._last_time
 
     def _by_steps(self, step: int) -> Due:
-        every = self._config.save_interval_steps
-        if not every:
-            return ""
-        if step % every == 0:
+        config = self._config
+        every, local = config.save_interval_steps, config.local_interval_steps
+        if every and step % every == 0:
             return "interval"
-        return "halfway" if self._config.async_save and step % every == every // 2 else ""
+        if every and config.async_save and step % every == every // 2:
+            return "halfway"
+        return "local" if config.local_dir and local and step % local == 0 else ""
 
     def _by_minutes(self, step: int, now: float | None) -> Due:
         interval_s = 60 * self._config.save_interval_minutes
-        if not interval_s or (self._group.num_processes > 1 and step % _CLOCK_STEPS):
+        local_s = 60 * self._config.local_interval_minutes if self._config.local_dir else 0.0
+        if not (interval_s or local_s) or (self._group.num_processes > 1 and step % _CLOCK_STEPS):
             return ""
         read = time.monotonic() if now is None else now
 
         def elapsed() -> Due:
-            if read - self._interval_began >= interval_s:
+            if interval_s and read - self._interval_began >= interval_s:
                 return "interval"
-            halved = self._config.async_save and read - self._last_time >= interval_s / 2
-            return "halfway" if halved else ""
+            if interval_s and self._config.async_save and read - self._last_time >= interval_s / 2:
+                return "halfway"
+            return "local" if local_s and read - self._last_local >= local_s else ""
 
         answer: Due = self._group.decide(elapsed)
         return answer

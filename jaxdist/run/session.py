@@ -104,6 +104,8 @@ class Session:
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.state, self.step, self.loader = self._restore()
+            if (local := self.checkpointer.survivable(self.state)) is not None:
+                log.info("%s", local.line())
             stack.callback(lambda: self.loader.close())  # a rollback opens another one
             self.monitor = stack.enter_context(
                 Monitor(
@@ -251,7 +253,8 @@ class Session:
         """Save the state; training waits only for the copy to the host.
 
         `metrics` are of an evaluation of this state, for `checkpoint.keep_best`; `due` is what the
-        schedule asks for, "" where something else does; `force` waits until it is committed.
+        schedule asks for, "" where something else does; `force` waits until it is committed, which
+        a local save never does.
         """
         with self.phase("save"):
             meta = {
@@ -316,6 +319,8 @@ class Session:
             committed = self.checkpointer.wait()
         self.watchdog.enter("end")
         self.loader.close()
+        if committed and reason == ExitReason.FINISHED:
+            self.checkpointer.discard_local()
         self.forward_events()
         checkpoint = self.run.checkpoints / str(self.step)
         self.monitor.summary(

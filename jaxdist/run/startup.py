@@ -89,7 +89,9 @@ def restore_or_init(
     """
     config = parts.config
     rolls_back = left_out is not None
-    chosen = checkpointer.choose() if rolls_back or config.resume != "never" else None
+    chosen = None
+    if rolls_back or config.resume != "never":
+        chosen = checkpointer.choose(parts.abstract_state)
     position, losses = Position(), []
     if chosen is None:
         state, step = parts.init_state(), 0

@@ -98,7 +98,7 @@ CASES = (
     Case("pp=2,dp=2,tp=2"),
     Case("pp=2,fsdp=2,tp=2", sequence=False, gather="step"),
     Case("pp=2,dp=2", zero=2, schedule="zero_bubble"),
-    Case("pp=2,dp=2,tp=2", schedule="1f1b", num_virtual_stages=2),
+    Case("pp=2,dp=2,tp=2", schedule="1f1b_lockstep", num_virtual_stages=2),
     Case("cp=4", attention="ring"),
     Case("cp=2,fsdp=2", attention="all_gather"),
     Case("dp=2,cp=2,tp=2", attention="all_to_all"),
@@ -251,6 +251,7 @@ def main() -> int:
     """Plant all faults; returns 1 where fewer than 98 % are killed, the deep audit included."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", nargs="*", default=[], help="only these meshes")
+    parser.add_argument("--cases", nargs="*", type=int, help="only these, counted from 1")
     parser.add_argument("--out", default="", help="write the table here")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -258,8 +259,10 @@ def main() -> int:
     layer_scan.UNROLL_UP_TO = 0  # one copy of the layer to plant in, and quick to trace
     total: collections.Counter = collections.Counter()
     lines, alive = [], []
-    for case in CASES:
+    for number, case in enumerate(CASES, start=1):
         if options.mesh and case.mesh not in options.mesh:
+            continue
+        if options.cases and number not in options.cases:
             continue
         start = time.monotonic()
         counts, survivors = try_case(case)

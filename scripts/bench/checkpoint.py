@@ -53,6 +53,7 @@ def main() -> None:
         state = make_state(mesh, P("fsdp"), arguments.gb)
         contenders = {
             "jaxdist": ours(root / "ours", state),
+            "jaxdist, local_dir": ours_locally(root / "local", state),
             "Orbax StandardCheckpointer": plain_orbax(root / "orbax", state),
             **torch_contenders(root, arguments.gb),
         }
@@ -108,6 +109,25 @@ def plain_orbax(directory: Path, state: Any) -> Callable[[int], tuple[float, flo
         total = time.perf_counter() - start
         shutil.rmtree(directory / str(step))
         return blocked, total
+
+    return save
+
+
+def ours_locally(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
+    """Save to `checkpoint.local_dir`; returns (seconds blocked, seconds in all)."""
+    config = CheckpointConfig(local_dir=str(directory / "disk"))
+    writer = Checkpointer(directory / "run", config, **QUIET)
+    writer.preflight(state)
+
+    def save(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        writer.save(step, state, {}, due="local")
+        blocked = time.perf_counter() - start
+        while True:
+            for event in writer.pop_events():
+                if event["event"] == "local_save":
+                    return blocked, event["written_s"]
+            time.sleep(0.005)
 
     return save
 

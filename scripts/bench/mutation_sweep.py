@@ -1,12 +1,12 @@
 """Makes small mistakes in the package at random places, and counts which of them tests notice.
 
     python scripts/bench/mutation_sweep.py [--count 300] [--only ROOM ...] [--seed 0] [--workers 2]
-        [--work FOLDER] [--results FILE.jsonl] [--again] [--slow] [--out TABLE.md]
+        [--minutes M] [--work FOLDER] [--results FILE.jsonl] [--again] [--slow] [--out TABLE.md]
 
 `random_mutants.py` says what a mistake (mutant) is and what the rooms are; mutants are drawn evenly
-over the rooms, by the seed. First every fast test of the rooms is run once without a mutant, to see
-which blocks of code it runs (`warm_tests.py`). Then each mutant is planted in a copy of the
-repository and tried in up to three rounds, until one kills it:
+over the rooms, by the seed, and the rooms take turns. First every fast test of the rooms is run
+once without a mutant, to see which blocks of code it runs (`warm_tests.py`). Then each mutant is
+planted in a copy of the repository and tried in up to three rounds, until one kills it:
 
 1. the tests that run its block, the most special ones first, for about ten seconds
 2. the other tests of the files that run its block, since a test may use what an earlier one has
@@ -18,8 +18,9 @@ killed are run once more without a mutant; what a red one killed is not counted.
 listed with their line: a missing test, or a change without effect.
 
 Records of the tests and results are kept below `--work`, a line after each mutant: a sweep that was
-stopped goes on where it was with the same command. `--again` tries survivors once more, after new
-tests. `mutants.py` plants faults that were written by hand.
+stopped goes on where it was with the same command. After `--minutes` no further mutant is tried,
+and the table is of those that were. `--again` tries survivors once more, after new tests.
+`mutants.py` plants faults that were written by hand.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -41,6 +43,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -289,15 +292,25 @@ def _rest(whole: Sequence[Record], done: set[str]) -> Round | None:
 
 
 def try_mutant(
-    mutant: Mutant, recorded: Sequence[Record], slow: bool, free: queue.Queue[Workplace]
-) -> Result:
-    """Plant it in a copy that is free, run its rounds, take it out again."""
+    mutant: Mutant,
+    recorded: Sequence[Record],
+    slow: bool,
+    free: queue.Queue[Workplace],
+    end: float = float("inf"),
+) -> Result | None:
+    """Plant it in a copy that is free, run its rounds, take it out again.
+
+    None where no copy is free before `end`, on the clock of `time.monotonic`.
+    """
     steps: list[tuple[Round, bool]] = [(one, False) for one in rounds(mutant, recorded)]
     if slow:
         closest = near(mutant.file, [one.file for one in recorded])
         closest = [f for f in closest if "mark.slow" in (ROOT / f).read_text()][:2]
         steps += [((closest, [], 60.0), True)] if closest else []
     place = free.get()
+    if time.monotonic() > end:
+        free.put(place)
+        return None
     seconds, last, killed_by = 0.0, 0, ""
     files: list[str] = []
     wanted: list[str] = []
@@ -381,6 +394,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--workers", type=int, default=2, help="mutants tried at a time")
     parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="after these no mutant is begun"
+    )
+    parser.add_argument(
         "--tests", nargs="*", default=[], help="only these test files, as test_optim (for a trial)"
     )
     work = Path(tempfile.gettempdir()) / f"jaxdist-sweep-{os.getuid()}"
@@ -404,25 +420,36 @@ def _head(options: argparse.Namespace, commit: str) -> str:
     )
 
 
+def in_turn(chosen: Iterable[Mutant]) -> list[Mutant]:
+    """The rooms' first mutants, then their second ones: those tried so far are of all rooms."""
+    rooms: dict[str, list[Mutant]] = collections.defaultdict(list)
+    for mutant in chosen:
+        rooms[mutant.room].append(mutant)
+    return [m for turn in itertools.zip_longest(*rooms.values()) for m in turn if m is not None]
+
+
 def sweep(
     options: argparse.Namespace, places: list[Workplace], known: dict[Mutant, Result], log: Path
 ) -> list[Result]:
-    """Try what is not known; results of the whole sample, without what red tests killed."""
-    chosen = sample(options.only or [*ROOMS], options.count, options.seed)
+    """Try what is not known; results of the sample so far, without what red tests killed."""
+    end = time.monotonic() + 60 * options.minutes
+    chosen = in_turn(sample(options.only or [*ROOMS], options.count, options.seed))
     recorded = records(options.work, places, options.tests)
     free: queue.Queue[Workplace] = queue.Queue()
     for place in places:
         free.put(place)
     todo = [m for m in chosen if m not in known or (options.again and not known[m].killed_by)]
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        tried = [pool.submit(try_mutant, m, recorded, options.slow, free) for m in todo]
+        tried = [pool.submit(try_mutant, m, recorded, options.slow, free, end) for m in todo]
         for done in concurrent.futures.as_completed(tried):
-            result = known[done.result().mutant] = done.result()
+            if (result := done.result()) is None:
+                continue
+            known[result.mutant] = result
             said = "killed  " if result.killed_by else "SURVIVED"
             print(said, result.mutant, f"{result.seconds:.1f} s", result.killed_by, flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-    results = [known[mutant] for mutant in chosen]
+    results = [known[mutant] for mutant in chosen if mutant in known]
     red = set(red_alone({result.killed_by for result in results}, free))
     for test in sorted(red):
         print(f"red without a mutant, so it proves nothing: {test}", file=sys.stderr)
@@ -430,7 +457,7 @@ def sweep(
 
 
 def main() -> int:
-    """Sample, run, print the table; 2 where a test that killed is red without a mutant."""
+    """Sample, run, print the table; 2 where a mutant is not tried, or killed by a red test."""
     options = _options()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True

@@ -117,7 +117,7 @@ def _added(left: Transfer, right: Transfer) -> Transfer:
 
 def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int, bool]]:
     """Equations of a program and of those inside it: how often they run, whether in a branch."""
-    for equation in program.eqns:
+    for equation in _needed(program):
         yield equation, times, in_branch
         name = equation.primitive.name
         inner_times = times * equation.params["length"] if name == "scan" else times
@@ -127,3 +127,22 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
             inner = inner[:1]  # a custom rule's own forward and backward are not run here
         for part in inner:
             yield from _walk(part, inner_times, uncertain)
+
+
+def _needed(program: Any) -> list[Any]:
+    """Equations that a program's results are made by; the compiler drops the others.
+
+    The gradient of an embedding leaves its forward behind, which nobody reads.
+    """
+    found, wanted = [], set(filter(_is_variable, program.outvars))
+    for equation in reversed(program.eqns):
+        # That a collective names an axis is an effect too; others are callbacks, which do run.
+        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+        if acts or not wanted.isdisjoint(equation.outvars):
+            found.append(equation)
+            wanted |= set(filter(_is_variable, equation.invars))
+    return found[::-1]
+
+
+def _is_variable(operand: Any) -> bool:
+    return not isinstance(operand, core.Literal)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 from typing import Any
 
@@ -81,6 +82,22 @@ def published(topic: str) -> dict[int, Any]:
     except Exception:  # nobody has published yet, or process 0 is gone
         return {}
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in sorted(entries)}
+
+
+def own_address() -> str:
+    """The name or address of this host by which the other processes of the job reach it.
+
+    Process 0's is the one that they came to; each other one's is that of the interface which leads
+    there.
+    """
+    host, _, port = str(_state().coordinator_address).rpartition(":")
+    host = host.strip("[]")
+    if process_place()[0] == 0:
+        return host
+    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # chooses the interface; nothing is sent
+        return str(probe.getsockname()[0])
 
 
 def has_stop_service() -> bool:

@@ -31,6 +31,7 @@ from types import FrameType
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.local import lineage
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import count_gpus, free_port
@@ -138,11 +139,13 @@ class Supervisor:
     def checkpoints(self) -> dict[int, int]:
         """Step and version of the manifest of each checkpoint that is not marked.
 
-        {} without one, or where the storage is away.
+        Beside them, with version 0, the local save that the last attempt went on from: local disks
+        cannot be seen from here. {} without any, or where the storage is away.
         """
         directory = locate(self.run_dir) / "checkpoints"
         try:
-            return {
+            resumed_from = lineage.read(directory).resumed_from
+            return {step: 0 for step in resumed_from[-1:] if step >= 0} | {
                 step: (directory / step / manifest.FILE_NAME).version()
                 for step in manifest.steps_in(directory)
                 if not (directory / step / manifest.CORRUPT).exists()

@@ -1,0 +1,545 @@
+"""Local saves: where copies go, what may be lost, which save a restart takes, and its files."""
+
+import dataclasses
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from refusals import missing, refused
+
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.local import lineage, tier
+from jaxdist.checkpoint.local.copies import (
+    VARIABLE,
+    Place,
+    holders,
+    place_of,
+    receivers,
+    survivable,
+    survives,
+    writers,
+)
+from jaxdist.checkpoint.local.lineage import Lineage
+from jaxdist.checkpoint.local.roll_call import newest
+from jaxdist.checkpoint.local.shelf import Save, Shelf
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.plan.local_saves import survivable_on
+from jaxdist.runtime.coordination.transfer import FileServer, connected
+from jaxdist.runtime.storage import locate
+
+# -- which losses are survived ---------------------------------------------------------------------
+
+
+def jobs(num_hosts: int):
+    """Jobs on so many hosts: place and shards of each process, and the number of neighbours."""
+    flat = [Place("", f"h{i:02}") for i in range(num_hosts)]
+    racks = [Place(f"r{i * 3 // num_hosts}", place.host) for i, place in enumerate(flat)]
+    uneven = [Place("a" if i else "b", place.host) for i, place in enumerate(flat)]
+    own = [str(i) for i in range(num_hosts)]
+    for places in (flat, racks, uneven):
+        for neighbours in range(4):
+            yield places, own, neighbours
+            yield places, [str(i // 2) for i in range(num_hosts)], neighbours  # replicas
+    yield flat, ["all"] * num_hosts, 1
+    two_each = [place for place in flat for _ in range(2)]
+    yield two_each, [str(i) for i in range(2 * num_hosts)], 1
+    yield two_each, [str(i % 2) for i in range(2 * num_hosts)], 1
+
+
+def files_of(places, shards, neighbours) -> dict[Place, set[str]]:
+    """Host -> what lies on its disk after a save, played process by process."""
+    disks = {place: set() for place in places}
+    for process in writers(places, shards):
+        disks[places[process]].add(shards[process])
+    for sender, takers in receivers(places, shards, neighbours).items():
+        for taker in takers:
+            disks[places[taker]].add(shards[sender])
+    return disks
+
+
+@pytest.mark.parametrize("num_hosts", range(1, 17))
+def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
+    """Against disks played one by one, for every subset of up to 16 hosts."""
+    lost = np.arange(2**num_hosts)
+    counts = sum((lost >> host) & 1 for host in range(num_hosts))
+    for places, shards, neighbours in jobs(num_hosts):
+        hosts = sorted(set(places), key=lambda place: place.host)
+        disks = files_of(places, shards, neighbours)
+        restored = np.ones(len(lost), bool)
+        for name in set(shards):
+            found = np.zeros(len(lost), bool)
+            for number, host in enumerate(hosts):
+                if name in disks[host]:
+                    found |= (lost >> number) & 1 == 0
+            restored &= found
+        claim = survivable(holders(places, shards, neighbours), places)
+        claimed = np.ones(len(lost), bool)
+        for together in claim.fatal:
+            mask = sum(1 << hosts.index(host) for host in together)
+            claimed &= lost & mask != mask
+        assert (claimed == restored).all()
+        assert restored[counts <= claim.any_hosts].all()
+        assert not restored[counts == claim.any_hosts + 1].all()
+        distinct = min(neighbours, num_hosts - 1)
+        assert claim.any_hosts >= distinct  # what the setting promises
+        racks = {place.rack for place in places}
+        masks = [sum(1 << i for i, at in enumerate(hosts) if at.rack == rack) for rack in racks]
+        assert claim.any_rack == (all(restored[masks]) if len(racks) > 1 else None)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 5])
+def test_the_roll_call_finds_a_save_where_its_loss_is_claimed_to_be_survived(num_hosts):
+    for places, shards, neighbours in jobs(num_hosts):
+        hosts, disks = sorted(set(places)), files_of(places, shards, neighbours)
+        held = holders(places, shards, neighbours)
+        for number in range(2**num_hosts):
+            lost = {host for i, host in enumerate(hosts) if number >> i & 1}
+            said = [
+                [name, [] if at in lost else [Save(3, 70, has) for has in disks[at]]]
+                for at, name in zip(places, shards, strict=True)
+            ]
+            found = newest(said, 0)
+            assert bool(found.sources) == survives(lost, held)
+            for process, source in enumerate(found.sources):
+                assert Save(3, 70, shards[process]) in said[source][1]
+                own = shards[process] in disks[places[process]] and places[process] not in lost
+                assert not own or source == process
+
+
+def test_copies_leave_the_rack_and_load_all_hosts_alike():
+    places = [Place(f"r{i // 4}", f"h{i:02}") for i in range(12)]
+    taken = receivers(places, list(map(str, range(12))), 2)
+    received = [taker for takers in taken.values() for taker in takers]
+    assert sorted(received) == sorted([*range(12)] * 2)
+    assert all(places[s].rack != places[t].rack for s, takers in taken.items() for t in takers)
+    claim = survivable(holders(places, list(map(str, range(12))), 2), places)
+    assert (claim.any_hosts, claim.any_rack, claim.num_hosts) == (2, True, 12)
+
+
+def test_replicas_on_other_hosts_are_copies_already():
+    places = [Place("", host) for host in "abcd"]
+    assert receivers(places, ["x"] * 4, 3) == {}
+    assert receivers(places, ["x", "y", "x", "y"], 1) == {}
+    assert receivers([Place("", "a")] * 3, ["x", "y", "z"], 2) == {}  # one host
+    assert survivable(holders(places, ["x"] * 4, 1), places).any_hosts == 3
+    same_host = [Place("", "a"), Place("", "a"), Place("", "b")]
+    assert writers(same_host, ["x", "x", "x"]) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, Place("", "n7")),
+        ({VARIABLE: "node9"}, Place("", "node9")),
+        ({VARIABLE: "row1/rack3/node9"}, Place("row1/rack3", "node9")),
+        (
+            {
+                "SLURM_TOPOLOGY_ADDR": "s0.s4.n7",
+                "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+            },
+            Place("s4", "n7"),
+        ),
+        ({"SLURM_TOPOLOGY_ADDR": "n7", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, Place("", "n7")),
+    ],
+)
+def test_a_process_is_lost_with_its_host_and_its_rack(environ, place):
+    assert place_of(environ, "n7") == place
+
+
+# -- which save is taken ---------------------------------------------------------------------------
+
+
+def test_the_newest_generation_goes_before_the_newest_step():
+    said = [["x", [[0, 90, "x"], [1, 60, "x"], [1, 70, "y"]]], ["y", [[0, 90, "y"], [1, 60, "y"]]]]
+    assert newest(said, 0)[:3] == (1, 60, [0, 1])  # of 70 the shards x are nowhere
+    assert newest(said, 61)[:3] == (0, 90, [0, 1])
+    nothing = newest(said, 91)
+    assert not nothing.sources and not nothing.reason
+    gone = newest([["x", []], ["y", [[1, 70, "y"]]]], 0)
+    assert not gone.sources and missing(gone.reason, "step 70", "1 of 2 processes") == []
+    other = newest([["z", [[1, 70, "y"]]]], 0)
+    assert not other.sources and missing(other.reason, "step 70", "layout") == []
+
+
+def test_saves_of_steps_that_were_done_again_do_not_count(tmp_path):
+    known = Lineage("a", [-1, 40, 60])
+    assert known.counts(0, 40) and not known.counts(0, 41)
+    assert known.counts(1, 60) and not known.counts(1, 61)
+    assert known.counts(2, 99) and not known.counts(3, 10)
+    directory = locate(tmp_path)
+    lineage.write(directory, known)
+    assert lineage.read(directory) == known
+    (tmp_path / lineage.FILE_NAME).write_text("{")
+    stranger = lineage.read(directory)
+    assert stranger.run != "a" and stranger.resumed_from == []
+
+
+# -- files and their way to another host -----------------------------------------------------------
+
+
+def shelf_with(path: Path, *saves: Save) -> Shelf:
+    shelf = Shelf(locate(path))
+    for save in saves:
+        shelf.write(save, [("00000.0", np.arange(9, dtype=np.uint8))], "{}")
+    return shelf
+
+
+def test_a_save_without_a_manifest_or_with_other_bytes_does_not_count(tmp_path):
+    one, two, three = (Save(0, step, "x") for step in (1, 2, 3))
+    shelf = shelf_with(tmp_path, one, two, three)
+    assert sorted(shelf.held()) == [one, two, three]
+    (tmp_path / one.path / "manifest.json").unlink()
+    (tmp_path / two.path / "00000.0").write_bytes(b"12345678")
+    assert shelf.held() == [three] and shelf.problem(three) == ""
+    (tmp_path / three.path / "00000.0").write_bytes(b"123456789")
+    assert missing(shelf.problem(three), "00000.0", "CRC-32") == []
+    shelf.clean(Lineage("a", [-1, 1]))
+    assert not (tmp_path / one.path).exists() and not shelf.held()
+
+
+def test_the_newest_two_saves_are_kept_of_all_shards(tmp_path):
+    saves = [Save(*each) for each in ((0, 9, "x"), (1, 4, "x"), (1, 4, "y"), (1, 6, "x"))]
+    shelf = shelf_with(tmp_path, *saves)
+    shelf.retain()
+    assert sorted(shelf.held()) == saves[1:]
+
+
+def test_files_come_over_the_network_to_those_who_know_the_secret(tmp_path):
+    save = Save(0, 1, "x")
+    shelf = shelf_with(tmp_path / "a", save, Save(0, 2, "x"))
+    (tmp_path / "outside").write_bytes(b"private")
+    server = FileServer(shelf.root, "secret", "127.0.0.1")
+    try:
+        other = Shelf(locate(tmp_path / "b"))
+        with connected("127.0.0.1", server.port, "secret") as client:
+            other.take(save, client.read)
+            assert other.held() == [save] and other.problem(save) == ""
+            assert other.read(save, "00000.0") == bytes(range(9))
+            for path in ("../outside", "/etc/hostname", "0/x/7/manifest.json", ""):
+                with pytest.raises(FileNotFoundError):
+                    client.read(path)
+            (tmp_path / "a" / save.path / "00000.0").write_bytes(b"123456789")
+            with pytest.raises(CorruptCheckpoint, match="other content"):
+                other.take(save, client.read)
+            assert other.held() == []
+        with (
+            connected("127.0.0.1", server.port, "guess") as stranger,
+            pytest.raises(OSError, match="no answer"),
+        ):
+            stranger.read(f"{save.path}/manifest.json")
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.recv(100)
+            raw.sendall(f"{'0' * 64} {save.path}/manifest.json\n".encode())
+            assert raw.recv(100) == b""
+    finally:
+        server.close()
+    with pytest.raises(OSError):
+        connected("127.0.0.1", server.port, "secret").__enter__()
+
+
+def test_a_connection_that_is_cut_in_a_file_leaves_no_save(tmp_path):
+    shelf = shelf_with(tmp_path / "a", Save(0, 1, "x"))
+    server = FileServer(shelf.root, "secret", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as cutter:
+
+        def relay():
+            there, _ = cutter.accept()
+            with there, socket.create_connection(("127.0.0.1", server.port)) as behind:
+                there.sendall(behind.recv(100))
+                behind.sendall(there.recv(1000))
+                there.sendall(behind.recv(75))  # the proof, the size, and a few bytes
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        other = Shelf(locate(tmp_path / "b"))
+        with (
+            connected("127.0.0.1", cutter.getsockname()[1], "secret") as client,
+            pytest.raises(OSError, match="cut"),
+        ):
+            other.take(Save(0, 1, "x"), client.read)
+        thread.join()
+    server.close()
+    assert other.held() == []
+
+
+# -- saves and restores of one process -------------------------------------------------------------
+
+
+def state_of(step: int, mesh: str = "fsdp=2") -> dict:
+    spec = MeshSpec.parse(mesh)
+    built = spec.build(jax.devices()[: spec.num_devices])
+    split, whole = NamedSharding(built, P(None, "fsdp")), NamedSharding(built, P())
+    w = np.random.default_rng(step).standard_normal((4, 8)).astype(np.float32)
+    return {
+        "params": {
+            "w": jax.device_put(w, split),
+            "b": jax.device_put(jnp.asarray(w[0], jnp.bfloat16), whole),
+        },
+        "rest": {
+            "step": jax.device_put(jnp.int32(step), whole),
+            "key": jax.device_put(jax.random.key(step), whole),
+        },
+    }
+
+
+def target_of(state: dict) -> dict:
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(like, state)
+
+
+def bits(state: dict) -> list[bytes]:
+    state = {**state, "rest": {**state["rest"], "key": jax.random.key_data(state["rest"]["key"])}}
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+@dataclasses.dataclass
+class Job:
+    """One run of one process, opened again and again."""
+
+    path: Path
+    lines: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def disk(self) -> Path:
+        return self.path / "disk"
+
+    def open(self, **settings) -> Checkpointer:
+        self.lines.clear()
+        config = CheckpointConfig(
+            **{"local_dir": str(self.disk), "local_interval_steps": 1, **settings}
+        )
+        return Checkpointer(self.path / "checkpoints", config, log=self.lines.append)
+
+    def save(self, steps, *, durable=(), **settings) -> None:
+        opened = self.open(**settings)
+        for step in steps:
+            due = "interval" if step in durable else "local"
+            opened.save(step, state_of(step), {"next": step}, due=due)
+            opened.wait()
+            opened._local and opened._local.wait()
+        opened.close()
+
+    def resume(self, mesh: str = "fsdp=2", **settings) -> tuple[int | None, Checkpointer]:
+        """The step that a start goes on from, its bits checked; the caller closes."""
+        opened = self.open(**settings)
+        target = target_of(state_of(0, mesh))
+        step = opened.choose(lambda: target)
+        if step is not None:
+            state, meta, found = opened.restore(target, step=step)
+            assert meta == {"next": found} and found <= step
+            assert bits(state) == bits(state_of(found, mesh))
+            step = found
+        return step, opened
+
+    def resumed(self, mesh: str = "fsdp=2", **settings) -> int | None:
+        step, opened = self.resume(mesh, **settings)
+        opened.close()
+        return step
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return Job(tmp_path)
+
+
+def files(job: Job) -> list[Path]:
+    return sorted(path for path in job.disk.rglob("0*.*"))
+
+
+def test_a_restart_takes_the_newer_of_the_two_tiers(job):
+    job.save([2, 4, 6, 8], durable=[4])
+    steps = {path.parent.name for path in files(job)}
+    assert steps == {"6", "8"}  # the newest two
+    assert job.resumed() == 8
+    shutil.rmtree(job.disk)
+    assert job.resumed() == 4
+    job.save([5, 6], durable=[6])
+    assert {path.parent.name for path in files(job)} == {"5"}
+    assert job.resumed() == 6
+
+
+def test_a_first_restart_needs_no_durable_checkpoint(job):
+    job.save([1, 2])
+    step, opened = job.resume()
+    assert step == 2 and opened.weights_kind(2, "auto") == "raw"
+    (restored,) = [e for e in opened.pop_events() if e["event"] == "restore"]
+    assert (restored["step"], restored["tier"]) == (2, "local")
+    opened.close()
+
+
+def test_a_damaged_local_save_is_passed_over_and_named(job):
+    job.save([2, 4, 6], durable=[2])
+    largest = max((p for p in files(job) if p.parent.name == "6"), key=os.path.getsize)
+    data = bytearray(largest.read_bytes())
+    data[3] ^= 1
+    largest.write_bytes(bytes(data))
+    step, opened = job.resume()
+    damaged = [e for e in opened.pop_events() if e["event"] == "local_save_damaged"]
+    opened.close()
+    assert step == 4 and [e["step"] for e in damaged] == [6]
+    assert any(missing(line, "step 6", largest.name, "CRC-32") == [] for line in job.lines)
+
+
+def test_wrong_bits_that_its_files_do_not_show_are_passed_over(job):
+    job.save([2, 4, 6], durable=[2])
+    shelf = Shelf(locate(next(path for path in job.disk.iterdir())))
+    newest_save = max(shelf.held())
+    names = [path.name for path in files(job) if path.parent.name == "6"]
+    kept = {name: bytearray(shelf.read(newest_save, name)) for name in names}
+    max(kept.values(), key=len)[0] ^= 1
+    document = (job.disk / shelf.root.name / newest_save.path / "document.json").read_text()
+    shelf.write(newest_save, list(kept.items()), document)
+    assert job.resumed() == 4
+    assert any(missing(line, "step 6", "other bits") == [] for line in job.lines)
+
+
+def test_another_layout_takes_the_durable_tier_and_says_so(job):
+    job.save([2, 4], durable=[2])
+    assert job.resumed("fsdp=4") == 2
+    assert any(missing(line, "step 4", "layout") == [] for line in job.lines)
+
+
+def test_steps_that_are_done_again_forget_the_local_saves_of_before(job):
+    job.save([2, 4, 6], durable=[2])
+    away = job.path / "away"
+    shutil.copytree(job.disk, away)
+    shutil.rmtree(job.disk)
+    assert job.resumed() == 2  # the host with the saves was away
+    shutil.rmtree(job.disk)
+    shutil.copytree(away, job.disk)  # and comes back
+    assert job.resumed() == 2
+    assert not files(job)
+
+
+def test_a_run_that_goes_on_without_local_saves_forgets_them(job):
+    job.save([2, 4], durable=[2])
+    assert job.resumed(local_dir="") == 2
+    assert job.resumed() == 2
+
+
+def test_a_new_run_of_the_same_name_sees_no_local_save_of_the_old_one(job):
+    job.save([2, 4])
+    shutil.rmtree(job.path / "checkpoints")
+    assert job.resumed() is None
+
+
+def test_a_save_is_skipped_while_the_one_before_is_written(job, monkeypatch):
+    written = threading.Event()
+    write = Shelf.write
+    monkeypatch.setattr(
+        Shelf, "write", lambda self, *args: (written.wait(20), write(self, *args))[1]
+    )
+    opened = job.open()
+    for step in (1, 2):
+        opened.save(step, state_of(step), {"next": step}, due="local")
+    written.set()
+    opened.close()
+    events = [(e["event"], e["step"]) for e in opened.pop_events()]
+    assert events == [("local_save_skipped", 2), ("local_save", 1)]
+    assert job.resumed() == 1
+
+
+def test_a_full_disk_fails_the_local_save_and_keeps_the_ones_before(job, monkeypatch):
+    job.save([2])
+    step, opened = job.resume()
+    assert step == 2
+    write = type(locate(job.disk)).write
+
+    def full(self, data, **how):
+        if "/4/" in self.path:
+            raise OSError(28, "No space left on device")
+        write(self, data, **how)
+
+    monkeypatch.setattr(type(locate(job.disk)), "write", full)
+    opened.save(4, state_of(4), {"next": 4}, due="local")
+    opened._local.wait()
+    (failed,) = [e for e in opened.pop_events() if e["event"] == "local_save_failed"]
+    opened.close()
+    assert failed["step"] == 4 and missing(failed["reason"], "No space left") == []
+    assert {path.parent.name for path in files(job)} == {"2"}
+
+
+def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
+    """As where a copy of it cannot be made."""
+    job.save([2])
+    step, opened = job.resume()
+
+    def refuse():
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tier, "flush_appended", refuse)
+    opened.save(4, state_of(4), {"next": 4}, due="local")
+    opened.close()
+    assert step == 2 and {path.parent.name for path in files(job)} == {"2"}
+    assert "local_save_failed" in [e["event"] for e in opened.pop_events()]
+
+
+def test_the_time_of_a_local_save_is_measured(job):
+    opened = job.open()
+    opened.save(1, state_of(1), {"next": 1}, due="local")
+    opened.close()
+    (saved,) = [e for e in opened.pop_events() if e["event"] == "local_save"]
+    num_bytes = sum(p.stat().st_size for p in job.disk.rglob("*") if p.parent.name == "1")
+    manifest = next(job.disk.rglob("manifest.json")).stat().st_size
+    assert saved["bytes"] == num_bytes - manifest
+    assert 0 < saved["blocked_s"] <= saved["written_s"]
+
+
+def test_a_finished_run_leaves_nothing_on_local_disks(job):
+    opened = job.open()
+    opened.save(1, state_of(1), {"next": 1}, due="local")
+    assert opened.survivable(state_of(1)).any_hosts == 0
+    opened.discard_local()
+    opened.close()
+    assert not list(job.disk.iterdir())
+
+
+@pytest.mark.parametrize("local_dir", ["$NO_SUCH_VARIABLE/x", "/proc/no/such"])
+def test_a_local_directory_that_cannot_be_used_is_refused(job, local_dir):
+    with refused("checkpoint.local_dir", local_dir):
+        job.open(local_dir=local_dir)
+
+
+def test_settings_that_save_nothing_locally_are_refused():
+    nothing = CheckpointConfig(local_dir="/nvme", local_interval_minutes=0).problems()
+    assert missing("\n".join(nothing), "local_interval_steps") == []
+    assert missing("\n".join(CheckpointConfig(local_dir="s3://a/b").problems()), "s3://a/b") == []
+    assert CheckpointConfig(local_dir="/nvme").problems() == []
+
+
+def test_with_corrupt_checkpoints_alone_a_local_save_is_enough(job):
+    job.save([4, 6], durable=[6])
+    for file in (job.path / "checkpoints" / "6" / "params").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert job.resumed() == 4
+    shutil.rmtree(job.disk)
+    with pytest.raises(CheckpointError):
+        job.resumed()
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "any_hosts", "fatal"),
+    [
+        ("fsdp=32", 0, 1, 4),  # a ring of four nodes: each with the next
+        ("dp=4,fsdp=8", 0, 3, 1),  # every node holds all
+        ("dp=4,fsdp=8", 1, 1, 4),  # but not of the moments
+        ("dp=2,fsdp=16", 0, 1, 2),  # two nodes hold a half, two the other
+        ("pp=4,tp=8", 0, 1, 4),
+    ],
+)
+def test_the_plan_knows_which_nodes_hold_the_same_shards(mesh, zero, any_hosts, fatal):
+    found = survivable_on(MeshSpec.parse(mesh), 4, 1, zero=zero)
+    assert (found.num_hosts, found.any_hosts, len(found.fatal)) == (4, any_hosts, fatal)
