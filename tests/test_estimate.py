@@ -34,6 +34,7 @@ from jaxdist.plan.estimate.search import Choice, search, why_not
 from jaxdist.plan.estimate.time import LIKELY, estimate_time
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
 from jaxdist.plan.hardware import GPUS, Cluster, parse_gpus
+from jaxdist.plan.scaling import smaller_batch
 from jaxdist.run.setup import assemble
 
 ROOT = Path(__file__).parent.parent
@@ -371,6 +372,26 @@ def test_what_fits_nowhere_is_said_to():
     found = search(job(model=huge).config, parse_gpus("l4:8")[0])
     assert found.best is None and found.choices
     assert not found.choices[1].fits
+
+
+DEEP = dataclasses.replace(LLAMA, d_model=2048, mlp_dim=8192, num_layers=152)
+
+
+def test_a_batch_without_accumulated_gradients_is_found_where_the_whole_fits_nowhere():
+    run, cluster = job(model=DEEP, train={"global_batch_size": 16}).config, parse_gpus("l4:8")[0]
+    assert search(run, cluster, stages=False).best is None
+    found = smaller_batch(run, cluster, run.build_model())
+    assert found is not None and found.fits and found.job.num_microbatches == 1
+    assert found.flags(run)["train.global_batch_size"] == "8"
+
+
+def test_microbatches_that_need_more_memory_are_not_the_choice():
+    """From two on their gradients are accumulated, and a row has fewer activations than that."""
+    run = job(model=DEEP, train={"global_batch_size": 2}).config
+    (choice,) = search(run, parse_gpus("l4:1")[0]).choices
+    sizes = {n: estimate_memory(choice.job.changed("train", num_microbatches=n)) for n in (1, 2)}
+    assert sizes[1].total_bytes < sizes[2].total_bytes
+    assert choice.job.num_microbatches == 1
 
 
 def test_settings_of_a_choice_are_flags_that_differ():

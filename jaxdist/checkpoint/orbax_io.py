@@ -234,7 +234,9 @@ def _handler() -> Any:
     arrays = ocp.type_handlers.ArrayHandler(
         # Replicas share the copying of a leaf only where that is worth it: every share is a program
         # of its own per device to compile, 190 s for 4 MB on 64 simulated devices.
-        min_slice_bytes_for_replica_parallel=_LEAST_SHARE_BYTES
+        min_slice_bytes_for_replica_parallel=_LEAST_SHARE_BYTES,
+        # A restore is told its shardings. The file costs a thread an item while training waits.
+        enable_write_sharding_file=False,
     )
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),

@@ -29,6 +29,7 @@ from jaxdist.plan.scaling import (
     nearest,
     right_sizes,
     size_of,
+    smaller_batch,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
 
@@ -78,6 +79,11 @@ def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
         size = in_bytes(change.choice.memory.total_bytes)
         yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
     if best is None and not changes:
+        smaller = smaller_batch(plan.base, plan.cluster, choice.job.model)
+        if smaller is not None:
+            size = in_bytes(smaller.memory.total_bytes)
+            text = f"{smaller.command(plan.base)}: a smaller batch; {size}. {_lr_scaling(plan)}"
+            yield Advice("make it fit", f"{text} adapts optim.peak_lr.")
         yield Advice("make it fit", _more_gpus(plan, config))
     elif best is not None and other:
         size = in_bytes(best.memory.total_bytes)
@@ -322,15 +328,11 @@ _WORTH_IT = 1.6  # times as fast with twice the GPUs
 
 def _batch(plan: Plan) -> Iterator[Advice]:
     job, optim, rows = plan.choice.job, plan.base.optim, plan.base.train.global_batch_size
-    linear = optim.optimizer == "sgd"
-    scaling = f"--optim.lr-scaling {'linear' if linear else 'sqrt'}:{rows}"
-    if optim.lr_scaling != "none":
-        scaling = f"optim.lr_scaling={optim.lr_scaling}"
     text = (
         f"One step is {rows} rows, {job.tokens_per_step:,} {job.model.unit}, on any number of "
         f"GPUs, so optim.peak_lr={optim.peak_lr:g} stays right. If you change "
         "train.global_batch_size, multiply the rate by its "
-        f"{'ratio' if linear else 'square root'}: {scaling} does it."
+        f"{'ratio' if optim.optimizer == 'sgd' else 'square root'}: {_lr_scaling(plan)} does it."
     )
     if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
         text += (
@@ -341,6 +343,15 @@ def _batch(plan: Plan) -> Iterator[Advice]:
     if warmup > 0.2:
         text += f" Warmup is {percent(warmup, 0)} of the run; a few percent is usual."
     yield Advice("batch and learning rate", text)
+
+
+def _lr_scaling(plan: Plan) -> str:
+    """The setting that makes the learning rate follow the batch."""
+    optim = plan.base.optim
+    if optim.lr_scaling != "none":
+        return f"optim.lr_scaling={optim.lr_scaling}"
+    rule = "linear" if optim.optimizer == "sgd" else "sqrt"
+    return f"--optim.lr-scaling {rule}:{plan.base.train.global_batch_size}"
 
 
 # --- failures -------------------------------------------------------------------------------------

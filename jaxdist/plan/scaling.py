@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from jaxdist.config import RunConfig
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.cost import Bill, Limits
+from jaxdist.plan.estimate.job import with_section
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.options import PlanConfig
@@ -40,6 +42,17 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
         return None
     _, cost = costs_of(config, best)
     return Size(cluster=cluster, choice=best, cost=cost)
+
+
+def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Choice | None:
+    """The best of a cluster with the largest batch, by halving, that fits; None where none does."""
+    rows = run.train.global_batch_size
+    while rows := rows // 2:
+        smaller = with_section(run, "train", global_batch_size=rows)
+        best = search(smaller, cluster, model, stages=False).best
+        if best is not None:
+            return best
+    return None
 
 
 def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:

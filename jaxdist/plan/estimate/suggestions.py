@@ -73,9 +73,12 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
     if config.optim.moment_dtype == "float32" and config.optim.optimizer != "adafactor":
         changed = job.changed("optim", moment_dtype="bfloat16")
         yield "--optim.moment-dtype bfloat16", "first moments take half the bytes", changed
-    rows = spec.num_replicas
-    if spec[PIPELINE] == 1 and job.num_microbatches > 1 and job.rows > 1:
-        changed = job.changed("train", global_batch_size=rows, num_microbatches=1)
-        flags = f"--train.global-batch-size {rows} --train.num-microbatches 1"
-        why = "a smaller batch, whose gradients are not accumulated; lower optim.peak_lr with it"
-        yield flags, why, changed
+    rows = 0 if spec[PIPELINE] > 1 else job.rows
+    while rows := rows // 2:
+        batch = rows * spec.num_replicas
+        changed = job.changed("train", global_batch_size=batch, num_microbatches=1)
+        if _costs(choice, changed).fits:
+            flags = f"--train.global-batch-size {batch} --train.num-microbatches 1"
+            why = "a smaller batch, whose gradients are not accumulated; lower optim.peak_lr too"
+            yield flags, why, changed
+            break
