@@ -114,7 +114,6 @@ def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards, long
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("ring", 4, 2, False),
                 ("ring", 4, 4, False),  # the window ends in a device's own part
                 ("ring", 4, 9, True),
                 # Further than the ring is long. Keys come round from the row's end.
@@ -123,7 +122,6 @@ def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards, long
                 ("ring", 4, 13, False),  # all of a part, and all of a triangle
                 ("ring", 4, 21, True),
                 ("ring", 2, 30, True),
-                ("ring_in_pairs", 4, 21, False),
             ]
         ),
     ],

@@ -30,6 +30,8 @@ CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
 """Config -> nodes of 8 H100."""
 NUM_LAYERS = 2
 WINDOW = 4096
+FAR_WINDOW = 20_000
+"""A device holds two parts of 8,192: this reaches into three before each."""
 LENGTHS = (65_536, 131_072)
 """Rows of which the longer one's memory beyond the shorter one's is activations."""
 LOSS_CHUNK = 1024
@@ -44,6 +46,8 @@ def main() -> int:
     rows = [compiled(exchange, 8) for exchange in EXCHANGES]
     rows.append(compiled("ring", 8, packing="documents"))
     rows.append(compiled("ring", 8, window=WINDOW))
+    rows.append(compiled("ring", 8, window=WINDOW, packing="documents"))
+    rows.append(compiled("ring", 8, window=FAR_WINDOW))
     sizes = [[compiled("ring", size, seq_len=seq) for seq in LENGTHS] for size in (2, 4, 8)]
     million = [compiled(exchange, 32, config="llama3_8b_1m") for exchange in EXCHANGES]
     parts = [head(rows[0].step), table(rows), memory(sizes), long(million), whole()]
@@ -142,8 +146,9 @@ def table(rows: list[Row]) -> list[str]:
         "",
         "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
         "round a ring, two backward for each part of the row: keys travel beside one, gradients",
-        "beside the other. A ring of 8 takes eight steps each way, a hybrid two. Under the window",
-        "a device's own keys take one call each way, and the keys of the part before them another.",
+        "beside the other. A ring of 8 takes eight steps each way, a hybrid two. Under a window of",
+        f"{WINDOW:,} a device's own keys take one call each way, and those of the part before one",
+        f"more; under one of {FAR_WINDOW:,} three parts send keys, and the second takes three.",
         "",
         "| exchange | attention runs on | calls | permutes | beside products | asynchronous | "
         "beside work | sent GiB | planned GiB | temporary GiB |",
