@@ -25,6 +25,7 @@ from jaxdist.models.huggingface.families import family_of, read_config, write_co
 from jaxdist.models.huggingface.tensors import pieces
 from jaxdist.models.weights import num_params
 from jaxdist.run.setup import assemble
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.__main__ import main
 
 SEQ = 16
@@ -299,7 +300,10 @@ def test_dropout_that_is_left_out_is_said(tmp_path, capsys):
     write_model(tmp_path / "in", FAMILIES["gpt2"])
     change(tmp_path / "in", resid_pdrop=0.1)
     assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
-    assert missing(capsys.readouterr().out, "resid_pdrop=0.1", "dropout is 0") == []
+    text = capsys.readouterr().out
+    assert missing(text, "resid_pdrop=0.1", "dropout is 0") == []
+    # A table of 33 tokens is filled up to 64.
+    assert f"19,200 parameters, {in_bytes(4 * (19_200 + 31 * 32))}:" in text
 
 
 def test_a_model_of_no_family_is_refused():

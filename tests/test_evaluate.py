@@ -163,6 +163,12 @@ def test_a_bounded_evaluation_counts_its_own_rows_alone(held):
     assert "perplexity" not in found
 
 
+def test_a_program_reads_all_its_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["evaluate", "none", "--nothing=1"])
+    with refused("nothing"):
+        command.main()
+
+
 def test_progress_is_told_of_the_batches_that_there_are(held, monkeypatch):
     told, count = [], -(-held.num_rows // 8)
 
