@@ -1,6 +1,7 @@
 """Where the time of a start goes: parts that add up, from the failure on."""
 
 import os
+import pathlib
 import subprocess
 import time
 
@@ -40,3 +41,11 @@ def test_a_process_counts_from_its_own_start_and_from_the_failure_before(monkeyp
     assert times.parts == {"imports": pytest.approx(age, abs=2.0)}
     monkeypatch.setenv(start_times.FAILED_AT, repr(time.monotonic() - age - 30))
     assert StartTimes.of_process().parts == {"relaunch": pytest.approx(30, abs=2.0)}
+
+
+def test_a_system_that_does_not_tell_counts_from_now(monkeypatch):
+    monkeypatch.delenv(start_times.FAILED_AT, raising=False)
+    monkeypatch.setattr(start_times, "Path", lambda path: pathlib.Path("/no" + path))
+    times = StartTimes.of_process()
+    times.mark("imports")
+    assert times.parts == {"imports": pytest.approx(0.0, abs=0.5)}

@@ -62,8 +62,12 @@ class StartTimes:
 
 
 def _process_start() -> float:
-    """When this process began, in seconds of `time.monotonic`."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    """When this process began, in seconds of `time.monotonic`; now, where no /proc tells."""
+    now = time.monotonic()
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # macOS
+        return now
     ticks = int(after_name[19])  # field 22 of all: after boot
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age
+    return now - age
