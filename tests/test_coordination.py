@@ -224,4 +224,5 @@ def test_one_file_touches_the_service_of_jax():
         for path in package.rglob("*.py")
         if any(mark in path.read_text() for mark in marks)
     }
-    assert users == {"runtime/coordination/service.py"}
+    # The compile cache asks which process this is: backend.py answers in the service's place.
+    assert users == {"runtime/coordination/service.py", "runtime/backend.py"}

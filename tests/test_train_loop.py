@@ -12,6 +12,7 @@ from jaxdist.run import session as session_module
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Between, Session
+from jaxdist.runtime import StartTimes
 
 
 class Recorder:
@@ -171,7 +172,7 @@ def test_the_first_step_is_compiled_while_the_save_path_is_tried(monkeypatch, fa
         timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
         checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),
         guard=types.SimpleNamespace(update_limit=lambda step: 0.0),
-        run=types.SimpleNamespace(is_writer=True),
+        run=types.SimpleNamespace(is_writer=True), _times=StartTimes(),
     )  # fmt: skip
     session._compile = types.MethodType(Session._compile, session)
     with pytest.raises(CheckpointError) if failure else contextlib.nullcontext():
