@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import pytest
 
+from jaxdist.runtime.storage import objects
+
 SECRET = "not-to-be-seen-anywhere"
 
 
@@ -68,6 +70,7 @@ def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
         environment.setenv("AWS_REGION", "us-east-1")
         environment.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
         environment.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        forget_clients()
         yield address
 
 
@@ -99,7 +102,14 @@ def gcs(environment: pytest.MonkeyPatch) -> Iterator[str]:
         urllib.request.urlopen(request, timeout=30).close()
         environment.setenv("GOOGLE_BASE_URL", way)
         environment.setenv("GOOGLE_BEARER_TOKEN", SECRET)
+        forget_clients()
         yield way
+
+
+def forget_clients() -> None:
+    """This process may have a client of the same bucket, for the server of an earlier module."""
+    objects._store.cache_clear()
+    objects._reach.cache_clear()
 
 
 class Message(NamedTuple):
