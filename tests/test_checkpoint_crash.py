@@ -15,6 +15,7 @@ import pytest
 from checkpoint_worker import DEFAULTS
 from commands import environment
 from refusals import missing
+from store_kills import losses
 
 from jaxdist.checkpoint.crash_points import POINTS
 
@@ -63,15 +64,6 @@ class Run:
 def value(records: list[dict], key: str, default=None):
     """The last value of a key."""
     return next((r[key] for r in reversed(records) if key in r), default)
-
-
-def losses(records: list[dict]) -> dict[int, list[str]]:
-    """Step -> loss; every repetition of a step must have given the same bits."""
-    seen: dict[int, list[str]] = {}
-    for record in records:
-        if "step" in record:
-            assert seen.setdefault(record["step"], record["loss"]) == record["loss"], record
-    return seen
 
 
 # Crash point, and from which checkpoint the start that dies there goes on (None: it dies before).

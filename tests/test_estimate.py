@@ -24,9 +24,8 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data.config import DataConfig
 from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig, build
-from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
-from jaxdist.plan.estimate import activations, cost, flops
+from jaxdist.plan.estimate import activations, flops
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.model_trace import attention_of
@@ -401,50 +400,6 @@ def test_settings_of_a_choice_are_flags_that_differ():
     assert flags["mesh"] == str(found.best.job.spec)
     same = Choice.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
     assert same.flags(base) == {"mesh": "dp=8"}
-
-
-# -- cost -----------------------------------------------------------------------------------------
-
-
-def test_a_bill_is_tokens_over_speed():
-    bill = cost.bill(tokens=3.6e9, tokens_per_s=1e6, num_gpus=8, price=2.0, lost=0.5)
-    assert bill.gpu_hours == pytest.approx(16.0)
-    assert (bill.days, bill.money) == (pytest.approx(2 / 24), pytest.approx(32.0))
-
-
-@pytest.mark.parametrize("mean_h", [2, 24, 1000])
-@pytest.mark.parametrize("saving_s", [1, 60, 600])
-def test_daly_is_the_least_expected_time(saving_s, mean_h):
-    """Expected time of an hour's work, failures exponential: Daly 2006, equation 20."""
-    mean, work_s = mean_h * 3600.0, 3600.0
-
-    def expected(interval: float) -> float:
-        return mean * (math.exp((interval + saving_s) / mean) - 1) * work_s / interval
-
-    grid = np.geomspace(1, 20 * mean, 20001)
-    best = min(grid, key=expected)
-    assert expected(cost.daly(saving_s, mean)) == pytest.approx(expected(best), rel=2e-3)
-
-
-def test_without_failures_nothing_need_be_saved():
-    one = job("fsdp=8")
-    saving = cost.saving_of(one, failures_per_day=0, storage_bytes_per_s=2e9, restart_s=300)
-    assert math.isinf(saving.interval_s) and saving.lost == 0.0
-
-
-def test_a_checkpoint_is_parameters_and_moments():
-    params = sum(w.size for w in weights_of(job().model))
-    for mesh, zero in (("dp=1", 0), ("dp=8", 1), ("fsdp=4,tp=2", 0)):
-        assert cost.checkpoint_bytes(job(mesh, zero=zero)) == pytest.approx(12 * params, rel=1e-3)
-
-
-def test_break_even_is_where_both_bills_agree():
-    one = job("fsdp=8")
-    saving = cost.saving_of(one, failures_per_day=0.1, storage_bytes_per_s=2e9, restart_s=300)
-    even = cost.break_even(saving, price_share=0.5, restart_s=300)
-    spot = cost.saving_of(one, failures_per_day=even, storage_bytes_per_s=2e9, restart_s=300)
-    money = [0.5 / (1 - spot.lost), 1.0 / (1 - saving.lost)]
-    assert money[0] == pytest.approx(money[1], rel=1e-3)
 
 
 # -- all of it ------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""A run directory that goes away under the launcher."""
+
+import errno
+import os
+import time
+
+from launched import Launched
+from refusals import missing
+
+
+def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if ATTEMPT == 0:
+            os.rename(RUN, f"{RUN}-away")
+            raise OSError("the file system went away")
+        """,
+    )
+    away = tmp_path / "run-away"
+    until = time.monotonic() + 60
+    while not away.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(2.0)
+    assert not launched.run_dir.exists()
+    away.rename(launched.run_dir)
+    code, _, err = launched.end()
+    assert code == 0
+    assert missing(err, f"{launched.run_dir} is gone", "900 s", f"{launched.run_dir} is back") == []
+    assert err.count("failed first") == 1
+
+
+def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
+    from jaxdist.tools.launch import supervisor
+
+    monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
+    subject = supervisor.Supervisor(
+        ["x"], supervisor.FixedAgent(1), tmp_path / "nowhere", supervisor.RestartPolicy()
+    )
+    assert not subject._wait_for_run_dir()
+    assert missing(capsys.readouterr().err, tmp_path / "nowhere", "giving up") == []
+
+
+def test_a_run_directory_whose_file_server_is_away_is_waited_for(tmp_path, monkeypatch):
+    from jaxdist.tools.launch import supervisor
+
+    def stale(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    looks = iter([stale, stale, lambda path: True])
+    monkeypatch.setattr(supervisor.Location, "is_directory", lambda path: next(looks)(path))
+    subject = supervisor.Supervisor(
+        ["x"], supervisor.FixedAgent(1), tmp_path, supervisor.RestartPolicy()
+    )
+    assert subject._wait_for_run_dir()
