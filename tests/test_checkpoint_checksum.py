@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import crc32
+from jaxdist.checkpoint import checksum, crc32
 from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.storage import locate
@@ -65,6 +65,22 @@ def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
     assert parts % 2**32 == checksums([whole])[0]
     scalar = jnp.asarray(3, jnp.dtype(dtype))
     assert part_checksum(np.asarray(scalar), (), ()) == checksums([scalar])[0]
+
+
+def test_slab_by_slab_the_checksum_is_the_same(monkeypatch):
+    """Of parts that are split along any dim, and of elements of one word, two and a half."""
+    mesh = MeshSpec.parse("fsdp=4,tp=2").build()
+    specs = P(), P("fsdp"), P(None, "tensor", "fsdp"), P("tensor", None, "fsdp"), P(("fsdp",))
+    for dtype, spec in itertools.product((np.float32, np.complex64, np.float16), specs):
+        host = np.random.default_rng(3).standard_normal((4, 6, 8)).astype(dtype)
+        expected = [part_checksum(x, [0] * x.ndim, x.shape) for x in (host, host[:, :1])]
+        monkeypatch.setattr(checksum, "_SLAB_WORDS", 7)
+        checksum._program_of.cache_clear()
+        whole = jax.device_put(host, NamedSharding(mesh, spec))
+        row = jax.device_put(host[:, :1], NamedSharding(mesh, P("fsdp")))
+        assert checksums([whole, row]) == expected, (dtype, spec)
+        monkeypatch.undo()
+    checksum._program_of.cache_clear()
 
 
 MANY_LEAVES = """
