@@ -53,6 +53,35 @@ def test_chunks_are_the_bits_of_the_array(server, monkeypatch, dtype):
     assert all(size <= 16 for name, size in folder.sizes().items() if ".zarray" not in name)
 
 
+def test_a_save_after_a_failed_one_leaves_its_uploads_what_they_read(server, monkeypatch):
+    """Copies lie in memory that is used again, but for uploads that still run."""
+    begun, goes_on, read = threading.Event(), threading.Event(), []
+    store = type(locate("s3://bucket/a")).write
+
+    def write(self, data, **how):
+        if "/first/" not in str(self):
+            return store(self, data, **how)
+        if str(self).endswith("/a/0"):
+            begun.wait(20)
+            raise OSError(5, "Input/output error")
+        if str(self).endswith("/b/0"):
+            begun.set()
+            goes_on.wait(20)
+        read.append(bytes(data))
+
+    monkeypatch.setattr(type(locate("s3://bucket/a")), "write", write)
+    writer = ObjectWriter()
+    ones, twos = ({name: jnp.full(8, x, jnp.float32) for name in "ab"} for x in (1, 2))
+    writer.start(locate("s3://bucket/first"), {"state": ones})
+    with pytest.raises(OSError, match="Input/output"):
+        writer.wait()
+    writer.start(locate("s3://bucket/second"), {"state": twos})
+    goes_on.set()
+    writer.wait()
+    writer.close()
+    assert np.asarray(ones["b"]).tobytes() in read and np.asarray(twos["b"]).tobytes() not in read
+
+
 def test_a_file_in_parts_and_one_in_one_request_are_alike(server, monkeypatch):
     content = bytes(range(256)) * (24 << 10)  # 6 MiB
     folder = locate("s3://bucket/parts")

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxdist.checkpoint.blocks import Index, blocks_in, dtype_of, even_chunk
 from jaxdist.checkpoint.crash_points import crash_point
+from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.runtime.storage import REQUESTS, Location
 
 CHUNK_BYTES = 16 << 20
@@ -42,6 +43,7 @@ class ObjectWriter:
     def __init__(self) -> None:
         self.fingerprints: dict[str, list[int]] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._copies = HostCopies()
         self._uploads: list[Future[None]] = []
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
@@ -60,8 +62,9 @@ class ObjectWriter:
                 metadata = zarr_metadata(array.shape, chunk, array.dtype)
                 files.append((f"{name}/{_ZARRAY}", json.dumps(metadata).encode()))
             for shard in _own_shards(array):
-                host = np.array(shard.data)  # a copy: the next step overwrites the shard
-                files += _chunks_of(name, chunk, _bounds(shard.index, array.shape), host)
+                bounds = _bounds(shard.index, array.shape)
+                host = self._copies.take((name, str(bounds)), shard.data)  # a step overwrites it
+                files += _chunks_of(name, chunk, bounds, host)
         # Only now: beside uploads the copies, which training waits for, take many times as long.
         upload = lambda file: self._upload(checkpoint / file[0], *file)
         self._uploads = [self._pool.submit(upload, file) for file in files]
@@ -71,6 +74,9 @@ class ObjectWriter:
         try:
             for upload in self._uploads:
                 upload.result()
+        except BaseException:
+            self._copies.clear()  # uploads that still run read the ones they have
+            raise
         finally:
             for upload in self._uploads:
                 upload.cancel()

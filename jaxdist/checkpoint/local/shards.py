@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.core.types import Array
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
@@ -39,7 +40,9 @@ def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
-def to_host(leaves: Sequence[pytree.Leaf], arrays: Sequence[Array]) -> list[tuple[str, np.ndarray]]:
+def to_host(
+    leaves: Sequence[pytree.Leaf], arrays: Sequence[Array], copies: HostCopies
+) -> list[tuple[str, np.ndarray]]:
     """Copies of all pieces, uint8 [bytes] each, with their files' names.
 
     `arrays` [...] of any dtype are what `pytree.plain` gives for the leaves.
@@ -51,8 +54,9 @@ def to_host(leaves: Sequence[pytree.Leaf], arrays: Sequence[Array]) -> list[tupl
     for number, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
         shards = {_bounds(s.index, array.shape): s for s in reversed(array.addressable_shards)}
         for piece, bounds in enumerate(_pieces(leaf.value.sharding, array.shape)):
-            host = np.array(shards[bounds].data, order="C")  # the next step overwrites the shard
-            found.append((name_of(number, piece), host.reshape(-1).view(np.uint8)))
+            name = name_of(number, piece)
+            host = copies.take(name, shards[bounds].data)  # the next step overwrites the shard
+            found.append((name, host.reshape(-1).view(np.uint8)))
     return found
 
 

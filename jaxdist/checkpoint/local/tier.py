@@ -33,6 +33,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
+from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.checkpoint.local import copies, lineage, shards
 from jaxdist.checkpoint.local.copies import Place
 from jaxdist.checkpoint.local.lineage import Lineage
@@ -74,6 +75,7 @@ class LocalTier:
         self._rejected: set[tuple[int, int]] = set()  # generation, step: other bits than were saved
         self._thread: threading.Thread | None = None
         self._shards: list[str] = []  # by process
+        self._copies = HostCopies()
         self._server: FileServer | None = None
         self._peers = self._open()
         self._shelf.clean(self._lineage)
@@ -139,8 +141,9 @@ class LocalTier:
         arrays = [pytree.plain(leaf) for leaf in leaves]
         described = pytree.describe(leaves)
         try:
-            pieces = shards.to_host(leaves, arrays) if self._writes() else []
+            pieces = shards.to_host(leaves, arrays, self._copies) if self._writes() else []
         except Exception as error:  # too little memory on this host
+            self._copies.clear()
             outcome.error = one_line(error)
         found = start_checksums(arrays)  # on CPU devices they would delay the copy
         complete = lambda: pytree.with_checksums(described, found())
@@ -182,7 +185,6 @@ class LocalTier:
             with self._told(outcome):
                 if self._writes() and not outcome.error:
                     outcome.num_bytes = self._shelf.write(own, pieces, document())
-            pieces.clear()  # gigabytes
             self._meet(outcome)
             with self._told(outcome):
                 for sender, save in zip(senders, taken, strict=True):
