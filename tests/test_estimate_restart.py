@@ -21,13 +21,13 @@ def test_parts_are_those_that_a_run_reports():
 
 
 def test_restores_are_bytes_over_bandwidth():
-    """840 GB at 8 GB/s; 8 processes verify 0.27 GB/s and copy 10 GB/s each."""
-    read, verify, copy = 840 / 8, 840 / 8 / 0.27, 840 / 8 / 10
-    found = restore_seconds(840e9, 8, 8e9)
-    assert found.low == pytest.approx(0.55 + verify / 2)
+    """840 GB at 20 GB/s; 8 processes verify 1.5 GB/s and copy 10 GB/s each."""
+    read, verify, copy = 840 / 20, 840 / 8 / 1.5, 840 / 8 / 10
+    found = restore_seconds(840e9, 8, 20e9)
+    assert found.low == pytest.approx(0.55 + read)
     assert found.likely == pytest.approx(1.1 + verify + copy)
     assert found.high == pytest.approx(2.2 + 2 * read + verify + copy)
-    many = restore_seconds(840e9, 64, 8e9)  # storage is the slower one
+    many = restore_seconds(840e9, 64, 20e9)  # storage is the slower one
     assert many.likely == pytest.approx(1.1 + read + copy / 8)
 
 
