@@ -59,7 +59,8 @@ def main() -> None:
         }
         measure(contenders, arguments.repeats, arguments.gb)
         restores(root / "restore", state, mesh, arguments.repeats, arguments.gb)
-        throughput(root / "throughput", arguments.blocks, arguments.rows)
+        if arguments.blocks:
+            throughput(root / "throughput", arguments.blocks, arguments.rows)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -259,7 +260,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gb", type=float, default=0.5, help="size of the state")
     parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each")
-    parser.add_argument("--blocks", type=int, default=3, help="blocks of 50 steps of each kind")
+    parser.add_argument("--blocks", type=int, default=3, help="of 50 steps of each kind (0: none)")
     parser.add_argument(
         "--rows", type=int, default=0, help="rows of a batch (0: the default job's)"
     )
