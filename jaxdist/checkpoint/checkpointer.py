@@ -24,6 +24,7 @@ from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
 
@@ -127,10 +128,11 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is being written, stop the threads, give up the lock."""
-        if self._preflight is not None:
-            concurrent.futures.wait([self._preflight])
         try:
-            self._saver.wait()
+            with waiting("finishing the save"):
+                if self._preflight is not None:
+                    concurrent.futures.wait([self._preflight])
+                self._saver.wait()
             if self._local is not None:
                 self._local.close()
         finally:

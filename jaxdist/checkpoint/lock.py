@@ -19,11 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.progress import in_time
 from jaxdist.runtime.storage import Location, Locked, LockFile, locate
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats in the lock file; after three missed ones the holder is gone."""
+
+RELEASE_S = 30.0
+"""Seconds in which the lock is given up; without it the next run waits for missed heartbeats."""
 
 _held: set[str] = set()  # POSIX locks do not exclude within one process; this does
 
@@ -101,12 +105,17 @@ class DirectoryLock:
         if self._file is None or self._beating is None:
             return
         self._stop.set()
-        self._beating.join()  # a beat after the close would go to whatever file is opened next
+        is_given_up = in_time(f"giving up the lock of {self._directory}", self._give_up, RELEASE_S)
+        _held.discard((self._directory / FILE_NAME).path)
+        if is_given_up:  # else a write that is still waited for would go to the next file opened
+            self._file.close()
+        self._file = None
+
+    def _give_up(self) -> None:
+        assert self._beating is not None
+        self._beating.join()
         self._record["state"] = "released"
         self._write()
-        _held.discard((self._directory / FILE_NAME).path)
-        self._file.close()
-        self._file = None
 
     def _refuse_living_holder(self, file: LockFile) -> None:
         """Raise if the process that the file names is alive though the storage let us in."""

@@ -302,7 +302,8 @@ class Session:
 
     def leave(self) -> int:
         """Commit a checkpoint; returns the exit code, which asks for a restart after a signal."""
-        self.save({}, force=True)
+        with waiting("saving before the end"):
+            self.save({}, force=True)
         if self.preemption.requested:
             return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [])
         again = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
@@ -311,8 +312,9 @@ class Session:
     def finish(self) -> int:
         """Evaluate and save the last state; returns the exit code."""
         evaluated = self.evaluate(self.config.eval.final_max_batches)
-        if self.step not in self.checkpointer.steps():
-            self.save(evaluated, force=True)
+        with waiting("saving the last state"):
+            if self.step not in self.checkpointer.steps():
+                self.save(evaluated, force=True)
         if self.config.eval.sample == "end" and self.step >= MIN_STEPS:
             self.sample()
         run = shlex.quote(str(self.run.path))

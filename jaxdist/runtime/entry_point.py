@@ -12,6 +12,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +21,7 @@ from typing import NoReturn
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import flush_appended, is_url, locate
 
 EXIT_OK = 0  # finished
@@ -71,6 +74,8 @@ _ADVICE = (
 )
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
 """Advice of commands that train, where nothing better is known."""
+_PROMPTLY_S = 2.0  # an upload that takes longer is told
+_WAY_OUT_S = 60.0
 _MEND = "mend what the message names, then start the same command again"
 
 
@@ -192,13 +197,15 @@ def _leave(code: int, line: str) -> NoReturn:
     _write_exit_code(code)
     if process_place()[1] == 1:
         _flush()
+        _bound_the_way_out(code)
         sys.exit(code)
     # jax's atexit hook waits for every process. That is right after a success; after a failure
     # the others are stuck in a collective, waiting for us.
     _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
         try:
-            service.leave()
+            with _waiting("waiting for the other processes to end"):
+                service.leave()
         except Exception as error:  # the work is done and saved
             print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
     else:
@@ -225,4 +232,42 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nor a closed pipe
             stream.flush()
-    flush_appended()
+    if flush_appended(_PROMPTLY_S):
+        return
+    with _waiting("uploading the last lines of this process"):
+        if not flush_appended(ending=True):
+            print("warning: the store does not answer: they are lost", file=sys.stderr, flush=True)
+
+
+def _waiting(what: str) -> contextlib.AbstractContextManager[None]:
+    from jaxdist.runtime.progress import waiting  # few commands get here, and it takes a while
+
+    return waiting(what)
+
+
+def _bound_the_way_out(code: int) -> None:
+    """From Python's end on, give threads and exit functions `_WAY_OUT_S`, then end the process.
+
+    One of them may wait for a server that is gone, or a library for a device; the work is done.
+    """
+    leaving = threading.Event()
+
+    def guard() -> None:
+        leaving.wait()
+        time.sleep(_WAY_OUT_S / 6)
+        print(f"waiting for {_still_there()} to end ...", file=sys.stderr, flush=True)
+        time.sleep(_WAY_OUT_S * 5 / 6)
+        text = f"warning: left after {_WAY_OUT_S:.0f} s without waiting for {_still_there()}"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(code)
+
+    threading.Thread(target=guard, name="way out", daemon=True).start()
+    # Not atexit, whose functions run when all threads have ended.
+    threading._register_atexit(leaving.set)  # type: ignore[attr-defined]  # as Executors do
+
+
+def _still_there() -> str:
+    """Which threads Python waits for at its end."""
+    names = [each.name for each in threading.enumerate() if not each.daemon and each.is_alive()]
+    others = [name for name in names if name != threading.main_thread().name]
+    return few(others, 4) if others else "exit functions of libraries"

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -112,6 +112,35 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def in_time(what: str, action: Callable[[], object], timeout_s: float) -> bool:
+    """Do the last of something, and go on without it after so many seconds.
+
+    What is waited for is said as `waiting` does, and what is left behind too. Raises what `action`
+    raises in time.
+
+    Returns:
+        Whether it was done. If not, it goes on beside, for as long as the process lives.
+    """
+    raised: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=act, name=what, daemon=True)
+    thread.start()
+    with waiting(what):
+        thread.join(timeout_s)
+    if thread.is_alive():
+        log.warning("%s: not done after %s, which is not waited for", what, duration(timeout_s))
+        return False
+    if raised:
+        raise raised[0]
+    return True
 
 
 def _say(line: str) -> None:

@@ -26,6 +26,7 @@ from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime import coordination
+from jaxdist.runtime.progress import waiting
 
 logger = logging.getLogger("jaxdist")
 
@@ -317,7 +318,8 @@ class Monitor:
         if self._records is None:
             return summary
         self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
-        self.run.write_summary(summary)
+        with waiting("writing summary.json"):
+            self.run.write_summary(summary)
         if self._experiments is not None:
             self._experiments.finish(summary)
         self._say_block(console.closing_rows(summary, next_commands))
@@ -330,9 +332,10 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
-        for sink in (self._prometheus, self._tensorboard, self._experiments, self._records):
-            if sink is not None:
-                sink.close()
+        with waiting("writing the last metrics"):
+            for sink in (self._prometheus, self._tensorboard, self._experiments, self._records):
+                if sink is not None:
+                    sink.close()
         self._prometheus = self._tensorboard = self._experiments = self._records = None
         self._gpu_stats.close()
         self.profiler.stop()

@@ -124,7 +124,7 @@ class Watchdog:
         """Stop watching: the process ends by itself."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5 * self._beat_s)
+            self._thread.join(timeout=5 * min(self._beat_s, _BEAT_S))
 
     # --- the thread -------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -26,7 +27,8 @@ logger = logging.getLogger("jaxdist")
 
 PART_BYTES = 1 << 20
 _FLUSH_S = 5.0
-_END_S = 60.0  # for what is left when the process ends
+_END_S = 60.0  # for what is left when a file is closed or the process ends
+_LATE_S = 1.0  # the same where the thread is still busy with what was waited for that long
 
 _OWN = uuid.uuid4().hex[:8]  # two processes may append to one file
 _growing: set[_Uploaded] = set()
@@ -35,6 +37,7 @@ _start = threading.Lock()
 _thread: threading.Thread | None = None
 _turns = threading.Condition()
 _asked = _done = 0  # turns of the thread that were asked for, and those that are over
+_late = 0  # the newest turn that somebody has waited for in vain
 _failed: list[Exception] = []  # what no upload should raise; the first one is logged
 
 
@@ -44,17 +47,28 @@ def part_of(path: str) -> tuple[str, bool]:
     return (found[1], True) if found else (path, False)
 
 
-def flush_appended(timeout_s: float = _END_S) -> None:
-    """Write what was appended to all files by now; what the store refuses is tried again later."""
-    global _asked
+def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> bool:
+    """Write what was appended to all files by now; what the store refuses is tried again later.
+
+    A store that hangs keeps nobody for longer than `timeout_s` (a minute). Where things come to
+    their `ending` one after the other, only the first waits that long for the same request.
+
+    Returns:
+        Whether the store has answered to all of it, if only by a refusal.
+    """
+    global _asked, _late
     if not _growing or _thread is None or not _thread.is_alive():  # it is not in a forked child
-        return
+        return True
+    timeout_s = _END_S if timeout_s is None else timeout_s
     with _turns:  # the thread does it: at the end of the process no other one can be started
         _asked += 1
         turn = _asked
         _turns.notify_all()
-        # A store that hangs must not keep a process from its end.
-        _turns.wait_for(lambda: _done >= turn, timeout_s)
+        patience_s = min(timeout_s, _LATE_S) if ending and _done < _late else timeout_s
+        is_done = _turns.wait_for(lambda: _done >= turn, patience_s)
+        if ending and not is_done:
+            _late = turn
+        return is_done
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
@@ -72,18 +86,37 @@ def mirror(file: Path, location: Location) -> Mirror:
 class _Uploaded(abc.ABC):
     """Something that the thread uploads; `OSError` says that it could not."""
 
+    _location: Location
+    _failure: OSError | None = None  # of the last upload
+
     def _begin(self) -> None:
         global _thread
         with _start:
             _growing.add(self)
             if _thread is None:
-                atexit.register(flush_appended)
+                atexit.register(flush_appended, ending=True)
                 _thread = threading.Thread(target=_keep_uploading, name="uploads", daemon=True)
                 _thread.start()
 
     @abc.abstractmethod
     def upload(self) -> None:
-        """Upload what is new."""
+        """Upload what is new; on the thread, which nobody needs to wait for."""
+
+    def close(self) -> None:
+        """Upload what is left, for as long as `flush_appended` waits; a second call does nothing.
+
+        Raises:
+            OSError: what is left is lost.
+        """
+        if self not in _growing:
+            return
+        is_answered = flush_appended(ending=True)
+        _growing.discard(self)
+        if not is_answered:
+            late = errno.ETIMEDOUT
+            self._failure = TimeoutError(late, os.strerror(late), str(self._location))
+        if (failure := self._failure) is not None:
+            raise failure
 
 
 class PartAppender(_Uploaded, Appender):
@@ -95,7 +128,6 @@ class PartAppender(_Uploaded, Appender):
     def __init__(self, location: Location, first: int) -> None:
         self._location, self._number = location, first
         self._part, self._written = bytearray(), -1  # -1: the part is not there yet
-        self._failure: OSError | None = None
         self._memory, self._requests = threading.Lock(), threading.Lock()
         self.upload()
         self._begin()
@@ -121,15 +153,6 @@ class PartAppender(_Uploaded, Appender):
         """0: parts end where a call of `append` ended."""
         return 0
 
-    def close(self) -> None:
-        """Upload what is left; a second call does nothing.
-
-        Raises:
-            OSError: what is `pending` is lost.
-        """
-        _growing.discard(self)
-        self.upload()
-
     def upload(self) -> None:
         """Write the part that grows, and begin the next one when it is large.
 
@@ -140,14 +163,9 @@ class PartAppender(_Uploaded, Appender):
             while self._written < len(self._part):
                 with self._memory:
                     content = bytes(self._part)
-                name = f"part-{self._number:08d}-{_OWN}"
-                try:
-                    (self._location / name).write(content)
-                except OSError as error:
-                    self._failure = error
-                    raise
+                (self._location / f"part-{self._number:08d}-{_OWN}").write(content)
                 with self._memory:
-                    self._failure, self._written = None, len(content)
+                    self._written = len(content)
                     if len(content) >= PART_BYTES:
                         del self._part[: len(content)]
                         self._number, self._written = self._number + 1, 0
@@ -190,18 +208,14 @@ class Mirror(_Uploaded):
                 self._location.write(data)
                 self._size = len(data)
 
-    def close(self) -> None:
-        """Copy what is left."""
-        _growing.discard(self)
-        self.upload()
-
 
 def _upload_all() -> None:
     for one in list(_growing):
         try:
             one.upload()
-        except OSError:  # who appends next is told
-            pass
+            one._failure = None
+        except OSError as failure:  # who appends next is told
+            one._failure = failure
         except Exception as failure:  # the thread serves the other files too
             if not _failed:
                 logger.exception("a file that grows was not uploaded; it is tried again")
