@@ -27,8 +27,9 @@ from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
-from jaxdist.data.documents import find_files, library_files, read_pieces
+from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import TextEncoder
+from jaxdist.data.files import find_files, library_files
 from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
 
 

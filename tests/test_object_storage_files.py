@@ -1,14 +1,23 @@
-"""Files that grow on an S3 server until their process ends."""
+"""Files on an S3 server: text that becomes tokens, and files that grow until their process ends."""
 
+import gzip
+import json
 import subprocess
 import sys
 import threading
 import time
 
 import object_servers
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
-from commands import environment
-from refusals import missing
+from commands import environment, run_here
+from object_runs import upload
+from refusals import missing, refused
+
+from jaxdist.data.corpus import Corpus
+from jaxdist.data.files import find_files
+from jaxdist.runtime.storage import objects
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +25,72 @@ def server():
     with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
         yield address
 
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(server, tmp_path_factory):
+    """The same files in a folder and below a URL."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = [json.dumps({"text": f"the {i}th " * (i % 5 + 1)}) + "\n" for i in range(2000)]
+    (folder / "a").mkdir()
+    (folder / "a" / "lines.jsonl").write_text("".join(lines))
+    (folder / "a" / "more.jsonl.gz").write_bytes(gzip.compress("".join(lines[::2]).encode()))
+    (folder / "notes.txt").write_text("a text\n" * 3000)
+    rows = {"text": [f"row {i}" for i in range(300)], "html": [f"{i}" * 5000 for i in range(300)]}
+    pa.parquet.write_table(pa.table(rows), folder / "rows.parquet", compression="none")
+    return str(folder), str(upload(folder, "s3://bucket/text"))
+
+
+@pytest.mark.parametrize(
+    "source", ["a", "a/lines.jsonl", "**/*.jsonl*", "[!a]otes.t?t", "rows.parquet"]
+)
+def test_text_in_a_bucket_becomes_the_tokens_of_the_same_files(text, tmp_path, source, request):
+    found = []
+    for place in text:
+        out = f"{place}-tokens/{request.node.callspec.id}"
+        assert run_here("data.__main__", f"{place}/{source}", "--out", out) == 0
+        found.append(Corpus(out))
+    assert found[0].fingerprint == found[1].fingerprint and found[0].num_tokens > 1000
+    assert found[1].folder.uri().startswith("s3://")
+
+
+def test_of_parquet_the_columns_that_are_needed_are_read(text, tmp_path, monkeypatch):
+    read, part = [], objects.ObjectLocation.part
+
+    def noting(location, start, length):
+        read.append(length)
+        return part(location, start, length)
+
+    monkeypatch.setattr(objects.ObjectLocation, "part", noting)
+    (file,) = find_files(f"{text[1]}/rows.parquet")
+    assert run_here("data.__main__", str(file), "--out", tmp_path / "tokens") == 0
+    assert 0 < sum(read) < file.num_bytes / 10
+
+
+def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
+    out = ["--out", tmp_path / "tokens"]
+    for source, fact in {
+        f"{text[1]}/none": "matches no file",
+        f"{text[1]}/*.nothing": "matches no file",
+        text[1]: "mixes kinds",
+        "s3://absent-bucket/text": "no such bucket",
+    }.items():
+        with refused(source, fact):
+            run_here("data.__main__", source, *out)
+    with refused("--out s3://bucket/text"):
+        run_here("data.__main__", f"{text[0]}/notes.txt", "--out", "s3://bucket/text")
+    with object_servers.refusing(400, "ExpiredToken") as address, monkeypatch.context() as expired:
+        expired.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=0)
+        expired.setattr(objects, "_store", lambda *place: store)
+        with refused(text[1], "expired"):
+            run_here("data.__main__", f"{text[1]}/notes.txt", *out)
+    assert not (tmp_path / "tokens").exists()
+
+
+# -- the end -------------------------------------------------------------------------------------
 
 ENDS = """
 import concurrent.futures, pathlib, sys

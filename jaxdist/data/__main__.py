@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
-from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
-from jaxdist.data.documents import find_files, read_pieces
+from jaxdist.data.corpus import Corpus, total_bytes, upload_corpus, write_corpus
+from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
+from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.tokenizer import load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.runtime.storage import Location, locate
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -33,6 +35,7 @@ Tokenise text once into memory-mapped shards that training reads at random.
     python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
     python -m jaxdist.data stdlib --out tokens --train-bpe 8192
     python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
+    python -m jaxdist.data 's3://bucket/crawl/*.parquet' --out s3://bucket/tokens
 
 Then train on it:
 
@@ -51,10 +54,10 @@ class PrepareConfig:
 
     sources: list[str] = setting(
         [],
-        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, or "stdlib"',
+        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, as paths or URLs, or "stdlib"',
         required=True,
     )
-    out: str = setting("", "folder to make; it must not exist", required=True)
+    out: str = setting("", "folder to make, by its path or URL; it must not exist", required=True)
     tokenizer: str = setting(
         "bytes",
         'a tokenizer.json, ORG/NAME[@REVISION] on the Hugging Face hub, "bytes" (256 tokens) or '
@@ -98,6 +101,9 @@ class PrepareConfig:
             ]
         return []
 
+
+_UPLOADED_TOKENS = 1 << 24
+"""Tokens of a shard that goes to an object store: it is held in memory for a moment."""
 
 PROVE_SUMMARY = """\
 List the rows of the data that entered each step of a run.
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         positional=("sources",),
     )
     try:
-        _prepare(config, Path(config.out).expanduser())
+        _prepare(config, locate(config.out))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -187,7 +193,7 @@ def _prove(argv: Sequence[str]) -> int:
     return 0
 
 
-def _prepare(config: PrepareConfig, out: Path) -> None:
+def _prepare(config: PrepareConfig, out: Location) -> None:
     """Tokenise the sources into the new folder `out`, with progress on stderr."""
     if out.exists():
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
@@ -205,7 +211,12 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
             text_field=config.text_field,
             chat_template=config.chat_template,
         )
-        write_corpus(files, out, encoder)
+        if out.is_local:
+            write_corpus(files, Path(out), encoder)
+        else:
+            made = Path(folder) / "tokens"
+            write_corpus(files, made, encoder, shard_tokens=_UPLOADED_TOKENS)
+            upload_corpus(made, out)
     corpus = Corpus(out)
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
@@ -215,7 +226,7 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
     )
 
 
-def _learn(files: list[Path], config: PrepareConfig, path: str) -> None:
+def _learn(files: list[DataFile], config: PrepareConfig, path: str) -> None:
     started, vocab_size = time.monotonic(), config.train_bpe
     share = min(1.0, config.bpe_mb * 1e6 / max(1, total_bytes(files)))
     print(
@@ -231,7 +242,7 @@ def _learn(files: list[Path], config: PrepareConfig, path: str) -> None:
     print(f"learned in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
-def _sample(files: list[Path], share: float, text_field: str) -> Iterator[str]:
+def _sample(files: list[DataFile], share: float, text_field: str) -> Iterator[str]:
     """Evenly spaced pieces of the text, each cut into lines so that little is held at once."""
     due = 0.0
     for piece in itertools.chain.from_iterable(read_pieces(path, text_field) for path in files):

@@ -25,7 +25,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,8 +34,8 @@ import numpy as np
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
-from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder
+from jaxdist.data.files import DataFile, content_digest, size_of
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import Progress
@@ -146,7 +146,7 @@ class Corpus:
 
 
 def write_corpus(
-    files: list[Path],
+    files: Sequence[DataFile],
     folder: Path,
     encoder: Encoder,
     *,
@@ -175,6 +175,16 @@ def write_corpus(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def upload_corpus(made: Path, folder: Location) -> None:
+    """Copy a corpus to a place on an object store, what makes it whole last."""
+    names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
+    with Progress("uploading", total_bytes(made.iterdir()), "B") as progress:
+        for name in [*names, "corpus.json"]:
+            content = (made / name).read_bytes()
+            (folder / name).write(content)
+            progress.advance(len(content))
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Remove what processes of this host began and did not live to remove: they were killed."""
     for partial in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
@@ -183,7 +193,7 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
+def cached_corpus(files: Sequence[DataFile], name: str, encoder: Encoder) -> Corpus:
     """The corpus of files, tokenised on first use and kept by content.
 
     `name` is the source as the user wrote it, for the log.
@@ -244,7 +254,7 @@ def _only_one(path: Path) -> Iterator[None]:
 
 def _fill(
     folder: Path,
-    files: list[Path],
+    files: Sequence[DataFile],
     encoder: Encoder,
     shard_tokens: int,
 ) -> None:
@@ -388,6 +398,6 @@ def _open(
     return np.memmap(path.path, dtype, mode="r").view(np.ndarray)
 
 
-def total_bytes(files: Iterable[Path]) -> int:
-    """Bytes of files on disk."""
-    return sum(path.stat().st_size for path in files)
+def total_bytes(files: Iterable[DataFile]) -> int:
+    """Bytes of files as they are stored."""
+    return sum(map(size_of, files))

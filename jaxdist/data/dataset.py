@@ -20,8 +20,8 @@ from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
-from jaxdist.data.documents import find_files
 from jaxdist.data.encoding import Encoder, make_encoder
+from jaxdist.data.files import find_files, size_of
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
@@ -231,9 +231,9 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
     if is_url(source) or (locate(source) / "corpus.json").exists():
         return Corpus(source)
     files = find_files(source)
-    if len(files) == 1 and files[0].stat().st_size == 0:
+    if len(files) == 1 and size_of(files[0]) == 0:
         raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
-    if len(files) == 1 and files[0].suffix in (".bin", ".npy", ".pt", ".safetensors"):
+    if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
         raise ConfigError(
             f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
             "SRC --out DIR` from text; give the folder."

@@ -1,24 +1,20 @@
-"""Files to documents: plain text, JSON lines, Parquet, folders, globs, and the standard library.
+"""Files to documents: plain text, JSON lines and Parquet.
 
 A file is streamed: long texts come in pieces, so that memory stays small whatever the file's size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import glob
-import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.data.files import DataFile, kind_of, open_file, open_ranges, read_errors, size_of
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.runtime.storage import file_system_problem
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
@@ -29,11 +25,6 @@ LINE_BYTES = 64 << 20
 _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
 """A compressed file that becomes so many times larger, counted from so many bytes on, is no text:
 prose is compressed 3 to 10 times, the most repetitive logs below 100 times."""
-
-_NOT_LIBRARY = {
-    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "lib2to3",
-    "site-packages", "test", "tests", "turtledemo",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,73 +55,15 @@ class Record:
     position: int
 
 
-def library_files() -> list[Path]:
-    """The `.py` files of this Python's standard library, without tests and installed packages.
-
-    Ordered by a digest of their names, so that the held-out end is a fair sample of the library
-    and not its modules from t to z.
-
-    Raises:
-        ConfigError: this Python has no library sources on disk.
-    """
-    import sysconfig
-
-    root = Path(sysconfig.get_path("stdlib"))
-    names = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if f not in _NOT_LIBRARY and not f.startswith("config-")]
-        inside = Path(folder).relative_to(root)
-        names += [inside / file for file in files if file.endswith(".py")]
-    if not names:
-        raise ConfigError(
-            f'data.sources has "stdlib", but {str(root)!r} holds no .py files (a zipped or '
-            "compiled Python). Give a text file or folder of your own."
-        )
-    digest = lambda name: hashlib.sha256(name.as_posix().encode()).hexdigest()
-    return [root / name for name in sorted(names, key=digest)]
-
-
-def find_files(source: str) -> list[Path]:
-    """The files that a source names, in an order that does not depend on the file system.
-
-    Raises:
-        ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
-    """
-    if problem := file_system_problem(source, "text is read"):
-        raise ConfigError([f"data source {problem}"])
-    if source == "stdlib":
-        return library_files()
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        hidden = lambda inside: any(part.startswith(".") for part in inside.parts)
-        found = [p for p in path.rglob("*") if not hidden(p.relative_to(path))]
-    else:  # glob leaves hidden files out unless the pattern names them
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
-    files = sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())
-    if not files:
-        kind = "is a folder without files" if path.is_dir() else "matches no file"
-        raise ConfigError(f"data source {source!r} {kind}. Check the path.")
-    kinds = {_kind(p) for p in files}
-    if len(kinds) > 1:
-        examples = ", ".join(next(p.name for p in files if _kind(p) == k) for k in sorted(kinds))
-        raise ConfigError(
-            f"data source {source!r} mixes kinds of files ({examples}): which of them are data "
-            f"is not clear. Name one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
-        )
-    return files
-
-
-def read_pieces(path: Path, text_field: str) -> Iterator[TextPiece]:
+def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
     """The documents of one file, in pieces.
 
     Raises:
         ConfigError: not readable, not UTF-8, a broken line or a missing field (with its line),
             damaged compression.
     """
-    kind = _kind(path)
-    with _read_errors(path):
+    kind = kind_of(path)
+    with read_errors(path):
         if kind == "parquet":
             fix = "Set data.text_field to the column that holds the text."
             for record in _parquet_rows(path, [text_field], fix, texts=True):
@@ -142,21 +75,21 @@ def read_pieces(path: Path, text_field: str) -> Iterator[TextPiece]:
                 f"{str(path)!r} is .json: one object per line or one text is not clear. Rename it "
                 "to .jsonl or .txt."
             )
-        with path.open("rb") as raw, _decompressed(path, raw) as stream:
+        with open_file(path) as raw, _decompressed(path, raw) as stream:
             if kind == "lines":
                 yield from _read_lines(path, stream, raw, text_field)
             else:
                 yield from _read_text(path, stream, raw)
 
 
-def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
+def read_records(path: DataFile, columns: list[str]) -> Iterator[Record]:
     """The records of one file: JSON lines, or Parquet of which `columns` are read.
 
     Raises:
         ConfigError: as `read_pieces`, or a file of text.
     """
-    kind = _kind(path)
-    with _read_errors(path):
+    kind = kind_of(path)
+    with read_errors(path):
         if kind == "parquet":
             fix = "data.records says which columns are needed."
             yield from _parquet_rows(path, columns, fix, texts=False)
@@ -166,7 +99,7 @@ def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
                 f"{str(path)!r} is not .jsonl or .parquet: data.records asks for records. Name "
                 "such files, or use data.records=text."
             )
-        with path.open("rb") as raw, _decompressed(path, raw) as stream:
+        with open_file(path) as raw, _decompressed(path, raw) as stream:
             for number, value in _json_lines(path, stream):
                 place = f"{path}:{number}"
                 if not isinstance(value, dict):
@@ -176,40 +109,9 @@ def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
                 yield Record(value, place, raw.tell())
 
 
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    """What may go wrong while a file is read, as one line that names it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # no error of the system, but of the decompressing library
-            raise ConfigError(
-                f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
-            ) from None
-        raise ConfigError(
-            f"{str(path)!r} cannot be read: {error.strerror or error}. Check the file and its "
-            "rights, or leave it out of the sources."
-        ) from None
-
-
-def content_digest(files: list[Path]) -> str:
-    """A digest of the files' bytes in order; names and places do not count."""
-    whole = hashlib.sha256()
-    for path in files:
-        with _read_errors(path), path.open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()
-
-
-def _kind(path: Path) -> str:
-    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
-    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}
-    return kinds.get(suffixes[-1].lower(), "text") if suffixes else "text"
-
-
-def _decompressed(path: Path, raw: BinaryIO) -> Any:
+def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
     """The bytes of a file, decompressed if its name says so; `raw.tell()` counts stored bytes."""
-    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)
     if kind is None:
         return raw
     import pyarrow as pa
@@ -220,7 +122,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> Any:
 class _Expanded(io.RawIOBase):
     """The decompressed bytes of a file, refused where they outgrow what is stored."""
 
-    def __init__(self, path: Path, stream: Any, stored: BinaryIO) -> None:
+    def __init__(self, path: DataFile, stream: Any, stored: BinaryIO) -> None:
         self._path, self._stream, self._stored, self._count = path, stream, stored, 0
 
     def readable(self) -> bool:
@@ -239,7 +141,7 @@ class _Expanded(io.RawIOBase):
         return count
 
 
-def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str:
+def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -250,7 +152,7 @@ def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str
         ) from None
 
 
-def _read_text(path: Path, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
+def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
     held, start = b"", 0
     while True:
         block = stream.read(PIECE_BYTES)
@@ -282,7 +184,7 @@ def _place_to_cut(data: bytes) -> int:
     return at
 
 
-def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[TextPiece]:
+def _read_lines(path: DataFile, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[TextPiece]:
     for number, record in _json_lines(path, stream):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -304,7 +206,7 @@ def _other_kind(record: Any) -> str:
     return ""
 
 
-def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Line number (from 1) and value of each line that is not blank."""
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:
@@ -331,14 +233,14 @@ def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:
+def _parquet_rows(path: DataFile, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:
     """Rows of some columns, which must hold text where `texts`; `fix` says what to do else."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    size = path.stat().st_size
+    size = size_of(path)
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(open_ranges(path)) as file:
             schema = file.schema_arrow
             problem = ""
             if missing := [column for column in columns if column not in schema.names]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from jaxdist.data.chat import (
     load_template,
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
+from jaxdist.data.files import DataFile, size_of
 from jaxdist.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 4 << 20
@@ -65,10 +65,10 @@ class TextEncoder:
         self.tokenizer, self._text_field = tokenizer, text_field
         self.identity = [tokenizer.fingerprint, text_field]
 
-    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+    def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
 
-        def pieces(path: Path) -> Iterator[tuple[TextPiece, int, int]]:
+        def pieces(path: DataFile) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):
                 yield piece, len(piece.text), piece.position
 
@@ -106,7 +106,7 @@ class RecordEncoder:
         kind = template.fingerprint if template is not None else "completion-1"
         self.identity = [tokenizer.fingerprint, kind]
 
-    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+    def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
         for held, position in _batches(files, self._documents, _BATCH_TOKENS):
             yield Chunk(
@@ -116,7 +116,7 @@ class RecordEncoder:
                 position,
             )
 
-    def _documents(self, path: Path) -> Iterator[tuple[Weighted, int, int]]:
+    def _documents(self, path: DataFile) -> Iterator[tuple[Weighted, int, int]]:
         columns = ["prompt", "completion"] if self.template is None else ["messages"]
         for record in read_records(path, columns):
             try:
@@ -151,7 +151,7 @@ def make_encoder(
 
 
 def _batches(
-    files: Sequence[Path], read: Callable[[Path], Iterator[tuple[T, int, int]]], limit: int
+    files: Sequence[DataFile], read: Callable[[DataFile], Iterator[tuple[T, int, int]]], limit: int
 ) -> Iterator[tuple[list[T], int]]:
     """What files hold, in lists of about the size `limit`, and bytes of the files read by then.
 
@@ -166,6 +166,6 @@ def _batches(
             if total >= limit:
                 yield held, before + position
                 held, total = [], 0
-        before += path.stat().st_size
+        before += size_of(path)
     if held:
         yield held, before
