@@ -407,3 +407,12 @@ def test_the_command_exits_with_2_on_bad_input_and_starts_no_device():
         line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.split("\n")
     }
     assert "jaxdist" in imported and not {"orbax", "flax"} & imported
+
+
+@pytest.mark.parametrize("verb", ["consolidate", "to-hf"])
+def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
+    """A path made of the URL would be a folder named s3: here."""
+    monkeypatch.chdir(tmp_path)
+    with refused("s3://bucket/out", "file systems only"):
+        main([verb, "nowhere", "s3://bucket/out"])
+    assert list(tmp_path.iterdir()) == []

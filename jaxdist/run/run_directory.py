@@ -195,12 +195,15 @@ def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
     return record
 
 
+_ASKED = 30
+"""Names of a bucket that are looked into for runs: each is two requests."""
+
+
 def _runs_near(path: Location) -> str:
     """Names runs next to what was asked for: most wrong paths are one directory off."""
     for root in (path.parent, path.parent.parent):
-        written = {
-            root / name: (root / name / "metrics.jsonl").version() for name in root.entries()
-        }
+        names = root.entries() if root.is_local else root.entries()[-_ASKED:]
+        written = {root / name: (root / name / "metrics.jsonl").version() for name in names}
         runs = sorted((run for run in written if written[run]), key=lambda run: -written[run])
         if runs:
             return "Runs there: " + ", ".join(map(str, runs[:3])) + "."

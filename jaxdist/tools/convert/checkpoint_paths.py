@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import Location, file_system_problem, locate
 
 if TYPE_CHECKING:
     from jaxdist.config import RunConfig
@@ -70,3 +70,10 @@ def new_directory(path: str) -> Location:
     if given.exists() and (not given.is_directory() or given.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
     return given
+
+
+def new_local_directory(path: str) -> Location:
+    """As `new_directory`, on a file system."""
+    if problem := file_system_problem(path, "safetensors are written"):
+        raise ConfigError(problem)
+    return new_directory(path)

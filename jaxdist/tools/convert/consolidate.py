@@ -14,7 +14,7 @@ from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Config:
 
 def run(config: Config) -> int:
     """Write the files; reads and verifies one array at a time."""
+    out = new_local_directory(config.out)
     stored = StoredArrays(checkpoint_of(config.src, config.step))
-    out = new_directory(config.out)
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
     # `params/layers/w` -> `layers.w`; other parts keep their item's name.
     theirs = [name.removeprefix("params/").replace("/", ".") for name in names]

@@ -28,7 +28,7 @@ from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, write_config
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory, settings_of
 
 _SLAB_BYTES = 16 << 20
 
@@ -63,10 +63,10 @@ def export(config: Config) -> str:
     Raises:
         ConfigError: the run is no decoder's, has no such checkpoint, or `out` exists.
     """
+    out = Path(new_local_directory(config.out))
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     settings = settings_of(config.src)
     model = decoder_of(settings.model, config.src)
-    out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     item = weights_item(config.weights, stored.entries)
     tensors = _tensors(stored, model, dtype, item)
