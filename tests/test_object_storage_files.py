@@ -15,6 +15,7 @@ from commands import environment, run_here
 from object_runs import upload
 from refusals import missing, refused
 
+from jaxdist.config import read_run
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.files import find_files
 from jaxdist.runtime.storage import objects
@@ -88,6 +89,11 @@ def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
         with refused(text[1], "expired"):
             run_here("data.__main__", f"{text[1]}/notes.txt", *out)
     assert not (tmp_path / "tokens").exists()
+
+
+def test_an_object_is_no_run_directory(text):
+    with refused("run_dir", f"{text[1]}/notes.txt", "is a file"):
+        read_run([f"--run-dir={text[1]}/notes.txt"], command="test")
 
 
 # -- the end -------------------------------------------------------------------------------------

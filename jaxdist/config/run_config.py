@@ -252,7 +252,7 @@ class RunConfig:
         urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
         if urls:
             return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
-        if self.run_dir and not is_url(self.run_dir) and Path(self.run_dir).expanduser().is_file():
+        if self.run_dir and _is_file(self.run_dir):
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
                 "Name another."
@@ -392,6 +392,13 @@ class RunConfig:
 
     def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
         return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))
+
+
+def _is_file(path: str) -> bool:
+    if not is_url(path):
+        return Path(path).expanduser().is_file()
+    place = locate(path)
+    return place.exists() and not place.is_directory()
 
 
 def _is_directory(path: str) -> bool:

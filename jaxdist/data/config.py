@@ -195,7 +195,7 @@ def _missing(name: str, source: str) -> str:
         if not problem and about_tokens(source) is None:
             problem = (
                 f"{source!r} holds no corpus.json: of object storage token folders alone are read. "
-                "Make one with `python -m jaxdist.data SRC --out DIR` and copy it there."
+                "Make one with `python -m jaxdist.data SRC --out URL`; SRC may be this one."
             )
         return problem and f"data.{name}: {problem}"
     if (
