@@ -87,6 +87,43 @@ def test_of_a_slice_the_slice_is_read_and_not_the_array():
     assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
 
 
+PART = """%part (p: f32[16,1048576], i: s32[]) -> f32[262144] {
+  %p = f32[16,1048576]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,1048576]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1048576}
+  %r = f32[1048576]{0} reshape(%s)
+  ROOT %e = f32[262144]{0} slice(%r), slice={[0:262144]}
+}"""
+
+
+def test_of_a_slice_of_a_slice_only_that_is_read():
+    found = times(
+        """  %stack = f32[16,1048576]{1,0} parameter(3)
+  %i = s32[] parameter(4)
+  %f = f32[262144]{0} fusion(%stack, %i), kind=kLoop, calls=%part""",
+        PART,
+    )
+    moved = 2 * 4 * 2**18 + 4
+    assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
+
+
+CAST = """%cast (p: f32[1048576]) -> bf16[1048576] {
+  %p = f32[1048576]{0} parameter(0)
+  ROOT %c = bf16[1048576]{0} convert(%p)
+}"""
+
+
+def test_what_a_fusion_only_casts_is_read_and_written():
+    found = times("  %f = bf16[1048576]{0} fusion(%x), kind=kLoop, calls=%cast", CAST)
+    moved = (4 + 2) * 2**20
+    assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
+
+
+def test_memory_that_nothing_is_written_to_takes_no_time():
+    allocation = '  %a2 = f32[1048576]{0} custom-call(), custom_call_target="AllocateBuffer"'
+    assert times(allocation).seconds == 0.0
+
+
 LOOP = """%body (t: (f32[1048576])) -> (f32[1048576]) {
   %t = (f32[1048576]{0}) parameter(0)
   %x = f32[1048576]{0} get-tuple-element(%t), index=0

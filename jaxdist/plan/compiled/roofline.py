@@ -44,6 +44,9 @@ _FREE = (
     *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota"),
     *("opt-barrier", "partition-id", "replica-id", "add-dependency"),
 )
+_ALLOCATION = "AllocateBuffer"
+"""The custom call that stands for memory which nothing has been written to."""
+
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_ARRAY = ("bitcast", "reshape", "convert", "copy", "transpose")
 
@@ -159,7 +162,7 @@ class _Roofline:
             elif opcode == "async-start":
                 for child in called:
                     total.repeat(self.run(child), 1)
-            elif opcode not in _FREE:
+            elif opcode not in _FREE and not _allocates(instruction):
                 total.kernel(*self._kernel(name, instruction))
         return total
 
@@ -345,6 +348,11 @@ def _kind_of_products(inputs: list[Shape]) -> str:
     return "fp4 products" if "f4" in dtypes else "fp8 products" if "f8" in dtypes else "products"
 
 
+def _allocates(instruction: HloInstruction) -> bool:
+    """Whether an instruction only names memory that a loop will fill."""
+    return f'custom_call_target="{_ALLOCATION}"' in instruction.attributes
+
+
 def _bytes(instruction: HloInstruction) -> int:
     return sum(shape.num_bytes for shape in shapes_of(instruction.type))
 
@@ -352,12 +360,14 @@ def _bytes(instruction: HloInstruction) -> int:
 def _read(
     value: HloInstruction, users: Mapping[str, list[HloInstruction]], depth: int = 0
 ) -> float:
-    """Bytes of a fusion's value that its users read."""
+    """Bytes of a fusion's value that its users read; all of one that is the fusion's result."""
     full, read = float(_bytes(value)), 0.0
-    for user in users.get(value.name, []):
+    if value.name not in users:
+        return full
+    for user in users[value.name]:
         first = user.operand_names[0] == value.name
         if user.opcode in _SLICES and first:
-            read += _bytes(user)
+            read += _read(user, users, depth + 1)  # a slice of a slice is all that is read
         elif user.opcode == "dynamic-update-slice" and first:
             continue
         elif user.opcode in _SAME_ARRAY and depth < 6 and _bytes(user):
