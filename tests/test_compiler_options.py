@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxdist.core.step import compiler_options
-from jaxdist.core.step.compiler_options import MEMORY_LIMIT, choose_options, memory_limit
+from jaxdist.core.step.compiler_options import (
+    MEMORY_LIMIT,
+    NO_ZEROS,
+    choose_options,
+    memory_limit,
+)
 from jaxdist.plan.hardware import GIB, GPUS
 from jaxdist.tools.doctor import variables
 
@@ -53,36 +58,47 @@ def refuses(monkeypatch):
     return words
 
 
+def names_of(options):
+    return [option.name for option in options]
+
+
 def test_a_gpu_gets_the_limit_of_its_memory_and_of_this_state(refuses):
-    (option,) = choose_options(layout_of("gpu", "NVIDIA H100 80GB HBM3"), state_of(11))
-    assert option == memory_limit(H100, 0.92, 11 * GIB)
-    assert option.name == MEMORY_LIMIT and option.value == 115
+    zeros, limit = choose_options(layout_of("gpu", "NVIDIA H100 80GB HBM3"), state_of(11))
+    assert limit == memory_limit(H100, 0.92, 11 * GIB)
+    assert limit.name == MEMORY_LIMIT and limit.value == 115
+    assert (zeros.name, zeros.value) == (NO_ZEROS, True)
+    assert zeros.describe().startswith(f"compiler option {NO_ZEROS}=true: ")
 
 
 def test_what_the_compiler_refuses_is_left_out_with_one_line(refuses, caplog):
     refuses[MEMORY_LIMIT] = "No such compile option"
-    assert choose_options(layout_of("gpu", "h100"), state_of(11)) == ()
+    assert names_of(choose_options(layout_of("gpu", "h100"), state_of(11))) == [NO_ZEROS]
     (record,) = caplog.records
     assert MEMORY_LIMIT in record.args
 
 
-def test_what_the_environment_says_comes_first(refuses, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--a=1 --{MEMORY_LIMIT}=80")
-    assert choose_options(layout_of("gpu", "h100"), state_of(11)) == ()
+@pytest.mark.parametrize(
+    "said, kept", [(f"--{MEMORY_LIMIT}=80", NO_ZEROS), (f"--{NO_ZEROS}=false", MEMORY_LIMIT)]
+)
+def test_what_the_environment_says_comes_first(refuses, monkeypatch, said, kept):
+    monkeypatch.setenv("XLA_FLAGS", f"--a=1 {said}")
+    assert names_of(choose_options(layout_of("gpu", "h100"), state_of(11))) == [kept]
 
 
-@pytest.mark.parametrize("platform, kind", [("cpu", "cpu"), ("gpu", "NVIDIA Unheard-Of")])
-def test_cpus_and_gpus_of_unknown_memory_get_none(refuses, platform, kind):
-    assert choose_options(layout_of(platform, kind), state_of(1)) == ()
+@pytest.mark.parametrize(
+    "platform, kind, names", [("cpu", "cpu", []), ("gpu", "NVIDIA Unheard-Of", [NO_ZEROS])]
+)
+def test_cpus_get_none_and_gpus_of_unknown_memory_no_limit(refuses, platform, kind, names):
+    assert names_of(choose_options(layout_of(platform, kind), state_of(1))) == names
 
 
 def test_a_compiler_is_asked_before_an_option_is_used():
     """XLA:CPU knows the names of the GPU's options too."""
-    asked = (("xla_gpu_no_such_option", 1), (MEMORY_LIMIT, 115))
+    asked = (("xla_gpu_no_such_option", 1), (MEMORY_LIMIT, 115), (NO_ZEROS, True))
     assert list(compiler_options._refused(jax.devices()[0], asked)) == ["xla_gpu_no_such_option"]
 
 
 def test_no_option_of_ours_is_one_that_ends_a_run():
-    flags = f"--{MEMORY_LIMIT}=115"
+    flags = f"--{MEMORY_LIMIT}=115 --{NO_ZEROS}=true"
     found = variables.check_variables({"XLA_FLAGS": flags}, num_gpus=8)
     assert {finding.severity for finding in found} == {"ok"}

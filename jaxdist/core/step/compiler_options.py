@@ -28,6 +28,9 @@ log = logging.getLogger("jaxdist")
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 """Percent of what XLA leaves a schedule: 0.8 of the GPU's memory less the program's arguments."""
 
+NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
+"""Whether memory that a loop fills slice by slice is left as it is before, or zeroed."""
+
 _OWN_SHARE = 0.8  # of the memory, in XLA's GetSchedulerMemoryLimit
 _MOST_PERCENT = 10_000  # an int32 to the compiler; more is as good as no limit
 _SCRATCH = 0.02  # of the memory: cuDNN's scratch, which the compiler counts as none
@@ -37,12 +40,12 @@ class CompilerOption(NamedTuple):
     """One option of the compiler, and why a run uses it."""
 
     name: str
-    value: int
+    value: int | bool
     why: str
 
     def describe(self) -> str:
         """One line for the start of a run."""
-        return f"compiler option {self.name}={self.value}: {self.why}"
+        return f"compiler option {self.name}={str(self.value).lower()}: {self.why}"
 
 
 def choose_options(
@@ -56,12 +59,13 @@ def choose_options(
     device = layout.mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda"):
         return ()
+    found = [CompilerOption(NO_ZEROS, True, "what layers keep for backward is not zeroed first")]
     gpu = gpu_of(device.device_kind)
-    if gpu is None:  # its whole memory is not known
-        return ()
+    if gpu is not None:  # else its whole memory is not known
+        limit = memory_limit(gpu.memory_bytes, memory_fraction(), argument_bytes(make_state()))
+        found += [limit] if limit else []
     given = given_xla_flags()
-    found = memory_limit(gpu.memory_bytes, memory_fraction(), argument_bytes(make_state()))
-    wanted = [option for option in [found] if option and option.name not in given]
+    wanted = [option for option in found if option.name not in given]
     own = layout.mesh.local_devices or [device]
     refused = _refused(own[0], tuple((option.name, option.value) for option in wanted))
     for name, reason in refused.items():
