@@ -10,6 +10,7 @@ import optax
 import pytest
 import tiny
 from refusals import missing, refused
+from test_parity import check
 from tiny import (
     LEARNING_RATE,
     Case,
@@ -32,7 +33,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import problems_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
-from jaxdist.core.step import TrainConfig, make_step, remat_policy
+from jaxdist.core.step import TrainConfig, layer_scan, make_step, remat_policy
 from jaxdist.core.types import Dims, Model
 from jaxdist.optim import OptimConfig, make_optimizer
 
@@ -459,3 +460,38 @@ def test_what_cannot_be_frozen_is_said():
     assert missing(everything, "optim.freeze=", "nothing") == []
     with refused(everything, error=ValueError):
         optim.frozen_leaves(OptimConfig(freeze=sorted(axes)), axes)
+
+
+@pytest.mark.parametrize(
+    "mesh, platform, remat, layers, unrolled",
+    [
+        ("dp=2", "gpu", "dots", 32, True),
+        ("dp=2", "gpu", "none", 12, True),
+        ("dp=2", "gpu", "full", 12, False),
+        ("dp=2", "gpu", "dots", 33, False),
+        ("fsdp=2", "gpu", "dots", 12, False),
+        ("tp=2", "gpu", "dots", 12, False),
+        ("cp=2", "gpu", "dots", 12, False),
+        ("pp=2", "gpu", "dots", 12, False),
+        ("dp=2", "cpu", "none", 12, True),
+        ("dp=2", "cpu", "dots", 12, False),
+        ("dp=2", "cpu", "none", 17, False),
+    ],
+)
+def test_layers_that_move_nothing_are_unrolled(
+    mesh, platform, remat, layers, unrolled, monkeypatch
+):
+    monkeypatch.setattr(layer_scan, "UNROLL_UP_TO", 16)
+    model = dataclasses.replace(model_of("rotary"), num_layers=layers)
+    gathers = mesh.startswith("fsdp")
+    found = layer_scan._layers_of_a_body(
+        model, layout_of(Case("rotary", mesh)), platform, remat, gathers=gathers
+    )
+    assert found == (layers if unrolled else 1)
+
+
+def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
+    """With recomputation, as on GPUs."""
+    case = Case("rotary", "dp=2", microbatches=2, remat="dots")
+    monkeypatch.setattr(layer_scan, "_layers_of_a_body", lambda model, *_, **__: model.num_layers)
+    check(run(case), reference(case.model))

@@ -16,6 +16,7 @@ from jaxdist.core.attention import keeps_attention
 from jaxdist.core.axis import spec_over
 from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
 from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
@@ -26,6 +27,9 @@ from jaxdist.optim.matrices import sides_of
 
 UNROLL_UP_TO = 16
 """Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
+
+UNROLL_ON_GPUS_UP_TO = 32
+"""The same of XLA:GPU: what backward keeps is then not copied into stacks and out of them."""
 
 
 def make_run_layers(
@@ -51,12 +55,9 @@ def make_run_layers(
     layer = make_layer(model, layout, precision, platform, gather=gather)
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     remat = resolve_remat(config, platform)
-    recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
-    # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
-    few = layout.size(PIPELINE) == 1 and model.num_layers <= UNROLL_UP_TO
-    # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
-    unroll = model.num_layers if few and platform == "cpu" and not recomputes else 1
-
+    gathers = gather and fsdp.is_sharded(specs)
+    recomputes = remat != "none" or gathers
+    unroll = _layers_of_a_body(model, layout, platform, remat, gathers=gathers)
     narrow = _make_narrow_layer(model, layout, precision, platform)
 
     def run_layers(
@@ -98,6 +99,26 @@ def make_run_layers(
         return x, tensor.add_layers(jax.tree.map(lambda *part: jnp.concatenate(part), *parts))
 
     return run_layers
+
+
+def _layers_of_a_body(
+    model: Model, layout: Layout, platform: str, remat: str, *, gathers: bool
+) -> int:
+    """Layers in the body of the loop over them: all, which is no loop, or one.
+
+    A part of them pays on no platform. A pipeline holds its layers in several loop bodies:
+    unrolled, they would take long to compile. So would collectives in every layer on GPUs, where
+    moreover a layer that keeps its input alone has next to nothing to copy.
+    """
+    if layout.size(PIPELINE) > 1:
+        return 1
+    if platform == "cpu":
+        # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
+        unrolls = model.num_layers <= UNROLL_UP_TO and remat == "none" and not gathers
+    else:
+        moves = gathers or TENSOR in layout.used or CONTEXT in layout.used
+        unrolls = model.num_layers <= UNROLL_ON_GPUS_UP_TO and remat != "full" and not moves
+    return model.num_layers if unrolls else 1
 
 
 def resolve_remat(config: TrainConfig, platform: str) -> str:
