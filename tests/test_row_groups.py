@@ -1,4 +1,4 @@
-"""Rows in two groups beside each other: the numbers of one group, and which runs have them.
+"""Rows in groups beside each other, and positions outermost: one group's numbers, and who has them.
 
 GPUs with a split tensor axis run them; here they are asked for on CPU.
 """
@@ -12,10 +12,12 @@ from test_audit import parts_of
 from test_parity import check
 from tiny import Case, layout_of, reference, run, step_of, text_batch
 
+from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import model_context
-from jaxdist.core.step.model_context import row_groups_of
+from jaxdist.core.step.model_context import products_of, row_groups_of
+from jaxdist.core.types import dot, groups_of_rows
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.audit import audit_parts
 
@@ -46,6 +48,11 @@ def test_rows_that_do_not_divide_stay_together(two_groups):
     assert jax.eval_shape(step.train, state, batch, np.inf)[1]["loss"].shape == ()
 
 
+@pytest.mark.parametrize("rows, groups", [(1, 1), (2, 2), (3, 3), (6, 3), (7, 1), (16, 4)])
+def test_groups_are_as_many_as_the_rows_allow(rows, groups):
+    assert groups_of_rows(rows, 4) == groups
+
+
 def test_dropout_of_a_row_is_the_same_in_a_group(monkeypatch):
     model = DecoderConfig(
         d_model=32, num_layers=1, num_heads=4, mlp_dim=64, vocab_size=64, dropout=0.3,
@@ -73,8 +80,8 @@ def test_the_audit_reads_groups(two_groups):
 @pytest.mark.parametrize(
     "mesh, platform, matmul, groups",
     [
-        ("fsdp=2,tp=2", "gpu", "auto", 2),
-        ("tp=4", "gpu", "auto", 2),
+        ("fsdp=2,tp=2", "gpu", "auto", 4),
+        ("tp=4", "gpu", "auto", 4),
         ("fsdp=4", "gpu", "auto", 1),
         ("fsdp=2,tp=2", "cpu", "auto", 1),
         ("fsdp=2,tp=2", "gpu", "fp8", 1),
@@ -90,3 +97,43 @@ def test_groups_are_for_collectives_of_layers_that_gpus_split(mesh, platform, ma
 def test_a_tensor_axis_that_xla_splits_has_none():
     layout = SimpleNamespace(used=layout_of(Case("rotary", "tp=2")).used, auto_tensor=True)
     assert row_groups_of(layout, PrecisionConfig(), "gpu") == 1
+
+
+@pytest.mark.parametrize(
+    "dims, shapes",
+    [
+        ("batch seq d, d ways mlp -> batch seq ways mlp", [(2, 3, 4), (4, 2, 5)]),
+        ("batch seq heads dim, heads dim d -> batch seq d", [(3, 2, 2, 4), (2, 4, 5)]),
+        ("rows d, d classes -> rows classes", [(3, 4), (4, 2)]),
+    ],
+)
+def test_a_product_by_position_is_the_product(dims, shapes):
+    x, w = (jax.random.normal(jax.random.key(len(s)), s) for s in shapes)
+    plain, pull = jax.vjp(lambda x, w: dot(dims, x, w), x, w)
+    found, turned = jax.vjp(lambda x, w: tensor.dot_by_position(dims, x, w), x, w)
+    np.testing.assert_allclose(found, plain, rtol=1e-6)
+    # Sums over tokens in another order: of at most nine float32 products.
+    for one, other in zip(pull(plain), turned(plain), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh, sequence, platform, given",
+    [
+        ("fsdp=2,tp=2", True, "gpu", True),
+        ("pp=2,tp=2", True, "gpu", True),
+        ("fsdp=2,tp=2", True, "cpu", False),
+        ("fsdp=2,tp=2", False, "gpu", False),  # positions are not scattered
+        ("fsdp=4", True, "gpu", False),
+    ],
+)
+def test_products_are_by_position_where_gpus_scatter_positions(mesh, sequence, platform, given):
+    layout = layout_of(Case("rotary", mesh, sequence=sequence))
+    assert bool(products_of(layout, platform)) == given
+
+
+def test_the_audit_reads_products_by_position(monkeypatch):
+    by_position = {"dot": tensor.dot_by_position}
+    monkeypatch.setattr(model_context, "products_of", lambda *_: by_position)
+    audit = audit_parts(parts_of("dp=2,fsdp=2,tp=2"))
+    assert audit.violations == [] and audit.num_parameters and audit.transfers

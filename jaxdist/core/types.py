@@ -239,8 +239,8 @@ class Context:
         exchange: how devices that share rows exchange keys and values, an
             `attention.context_parallel.ExchangePlan`; None = rows are whole.
         packed_rows: whether training rows hold several documents, as far as is known; for `notes`.
-        row_groups: equal parts of the rows that go through the layers side by side, so that the
-            collectives of one run beside the products of another; of rows that it divides.
+        row_groups: the most equal parts of the rows that go through the layers side by side, so
+            that the collectives of one run beside the products of another.
     """
 
     dtype: Any = jnp.float32
@@ -266,6 +266,11 @@ class Context:
     exchange: Any = None
     packed_rows: bool = False
     row_groups: int = 1
+
+
+def groups_of_rows(rows: int, most: int) -> int:
+    """Equal parts into which so many rows can be cut, as many as `most` allows."""
+    return max(groups for groups in range(1, most + 1) if rows % groups == 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -357,8 +362,9 @@ class Model:
         if self.block is None or self.embed is None:
             return self.head_loss(params, None, batch, context)
         x = self.embed(params, batch, context)
-        groups, prepare = context.row_groups, self.prepare or (lambda rows, _: rows)
-        if groups == 1 or x.shape[0] % groups:
+        groups = groups_of_rows(x.shape[0], context.row_groups)
+        prepare = self.prepare or (lambda rows, _: rows)
+        if groups == 1:
             aux = prepare(batch, context)
             x, sums = context.run_layers(self.block, params["layers"], x, aux, context)
             return add_sums(self.head_loss(params, x, batch, context), sums)

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.core import collectives
+from jaxdist.core import collectives, types
 from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload, allowed_sizes
 from jaxdist.core.types import Array, Sums
 
@@ -96,6 +96,22 @@ def add_layers(sums: Sums) -> Sums:
         else value
         for name, value in total.items()
     }
+
+
+def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
+    """`types.dot` of x [batch, seq, ...], computed as [seq, batch, ...]: the same values.
+
+    With one row the order is the same in memory, and with other dims first nothing is swapped.
+    """
+    inputs, _, out = dims.partition("->")
+    left, right = inputs.split(",")
+    if left.split()[:2] != ["batch", "seq"] or out.split()[:2] != ["batch", "seq"]:
+        return types.dot(dims, x, w, out_dtype=out_dtype)
+    swap = lambda names: " ".join(["seq", "batch", *names.split()[2:]])
+    product = types.dot(
+        f"{swap(left)},{right}->{swap(out)}", x.swapaxes(0, 1), w, out_dtype=out_dtype
+    )
+    return product.swapaxes(0, 1)
 
 
 def _split_sequence(x: Array) -> Array:

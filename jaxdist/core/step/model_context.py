@@ -16,7 +16,7 @@ from jaxdist.core import attention, losses
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
-from jaxdist.core.parallel import fsdp
+from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -33,6 +33,7 @@ from jaxdist.runtime.formatting.numbers import percent
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
+_ROW_GROUPS = 4  # of which one at either end of a layer has nothing beside its collectives
 _UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
 _BETTER = 0.8  # share of that which an exchange must stay below to be named
 
@@ -80,6 +81,7 @@ def make_context(
     hooks = {"attend": attend, **hooks}
     if platform == "gpu" and exchange is not None and _in_steps(layout, exchange):
         hooks["settle"] = settle
+    hooks |= products_of(layout, platform)
     return Context(
         dtype=dtype,
         token_loss=losses.make_token_loss(vocabulary_axis, chunk),
@@ -97,17 +99,27 @@ def make_context(
 
 
 def row_groups_of(layout: Layout, precision: PrecisionConfig, platform: str) -> int:
-    """Parts in which the rows of a microbatch go through the layers.
+    """The most parts in which the rows of a microbatch go through the layers.
 
-    Two where `tensor` splits layers on GPUs: XLA then runs one's collectives beside the other's
-    products (Wang et al. 2024, "Domino", section 3). Stages have other work beside them, a ring's
-    steps are products of their own, and with narrower products it was not tried.
+    More than one where `tensor` splits layers on GPUs: XLA then runs one's collectives beside
+    another's products (Wang et al. 2024, "Domino", section 3). Stages have other work beside them,
+    a ring's steps are products of their own, and with narrower products it was not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     others = PIPELINE in layout.used or CONTEXT in layout.used
     if platform != "gpu" or not splits or others or precision.matmul_dtype != "auto":
         return 1
-    return 2
+    return _ROW_GROUPS
+
+
+def products_of(layout: Layout, platform: str) -> dict[str, Any]:
+    """`Context.dot` where the plain one does not do: positions outermost in memory.
+
+    On GPUs, where `tensor` gathers and scatters positions: these want them there, and XLA would
+    turn whole activations around before and behind every product.
+    """
+    splits = TENSOR in layout.used and not layout.auto_tensor and layout.sequence_parallel
+    return {"dot": tensor.dot_by_position} if platform == "gpu" and splits else {}
 
 
 def _in_steps(layout: Layout, exchange: ExchangePlan) -> bool:

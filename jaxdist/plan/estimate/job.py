@@ -25,7 +25,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk, exchange_of, row_groups_of
-from jaxdist.core.types import AttentionCall, Dims, Model
+from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
@@ -167,8 +167,8 @@ class Job:
     @property
     def row_groups(self) -> int:
         """Groups of a microbatch's rows that go through the layers side by side."""
-        groups = row_groups_of(self.layout, self.config.precision, "gpu")
-        return 1 if self.micro_rows % groups else groups
+        most = row_groups_of(self.layout, self.config.precision, "gpu")
+        return groups_of_rows(self.micro_rows, most)
 
     @property
     def tokens(self) -> int:
