@@ -1,6 +1,6 @@
 """Pods of a job on a bucket: what `tests/test_kubernetes_pods.py` plays, and more.
 
-    python -m pytest -s scripts/bench/kubernetes_pods.py      # as root; about five minutes
+    python -m pytest -s scripts/bench/kubernetes_pods.py      # as root; eight minutes on busy cores
 
 Processes on networks of their own play the pods. A start after a crash watches the lock of the one
 before for 30 s here, as object stores have no locks that end with their process.
@@ -37,19 +37,19 @@ def test_one_run_lives_through_all_of_it(hosts, bucket, tmp_path, undisturbed): 
     """Equal bits after a notice, a container that starts in place, and a lost node."""
     cluster = on_bucket(hosts, bucket, tmp_path)
     cluster.start()
-    cluster.wait_for_line(0, r"step 5/")
+    cluster.wait_for_line(0, r"step 10/")
     began = time.monotonic()
     cluster.delete(1)
     cluster.settle()
     print(
         f"\nasked to leave: all saved, ended and made anew after {time.monotonic() - began:.1f} s"
     )
-    cluster.wait_for_line(0, r"local save of step 16")
+    cluster.wait_for_line(0, r"local save of step (1[6-9]|2)")
     began = time.monotonic()
     cluster.kill(0)
     cluster.restart_in_place()
     print(f"a killed container: all ended after {time.monotonic() - began:.1f} s")
-    cluster.wait_for_line(0, r"local save of step 28")
+    cluster.wait_for_line(0, r"local save of step (2[4-9]|3)")
     began = time.monotonic()
     cluster.lose(1, instead="node-7")
     cluster.settle()
@@ -70,7 +70,7 @@ def test_a_node_without_heir_is_named_until_the_job_gives_up(hosts, bucket, tmp_
     """Its pod stays pending: the other one says who is missing, and ends with a failure."""
     cluster = on_bucket(hosts, bucket, tmp_path, "--runtime.join-timeout-s=15")
     cluster.start()
-    cluster.wait_for_line(0, r"step 5/")
+    cluster.wait_for_line(0, r"step 10/")
     cluster.lose(1, instead="")
     cluster.settle()
     cluster.settle()
