@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.data import DataConfig
@@ -310,5 +311,6 @@ def table(report: dict) -> str:
 
 
 if __name__ == "__main__":
+    runtime.tune_malloc()  # as a run does
     jnp.zeros(())  # a backend that cannot start says so before anything else
     main()
