@@ -205,6 +205,13 @@ def test_long_rows_go_block_by_block_where_cudnn_cannot():
         assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
 
 
+@pytest.mark.parametrize("change", [{"platform": "gpu"}, {"platform": "cpu", "cached": True}])
+def test_rows_that_cannot_go_in_tiles_go_block_by_block_earlier(change):
+    ask = {**GPU, "head_dim": 64, "packed": False, **change}
+    for num_keys, kernel in ((1023, "xla"), (1024, "blockwise")):
+        assert choose_kernel("xla", **ask, num_keys=num_keys)[0] == kernel
+
+
 def test_rows_on_cpu_go_tile_by_tile_where_there_is_a_tile_to_skip():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": True, "num_keys": TILE + 1}
     for wanted in ("auto", "xla"):

@@ -27,9 +27,13 @@ from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 
 Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 
-BLOCKWISE_FROM = 1024
-"""Keys of a row from which XLA's attention runs block by block: it is faster by then, too, as it
-leaves out the half that the causal mask hides (`scripts/bench/results/context.md`)."""
+BLOCKWISE_FROM = 2048
+"""Keys of a row from which XLA's attention runs block by block on CPU. Tiles are faster, but hold
+scores of a whole row (`scripts/bench/results/context.md`)."""
+
+DENSE_BELOW = 1024
+"""Keys of a row below which it is dense where it cannot go in tiles. Block by block it is faster
+from there, too, as it leaves out the half that the causal mask hides."""
 
 
 def make_attend(
@@ -177,10 +181,13 @@ def choose_kernel(
     how = ""
     if in_parts:
         by_xla, how = "blockwise", "; rows that devices share go block by block"
-    elif num_keys >= BLOCKWISE_FROM and not dropout:
-        by_xla, how = "blockwise", f"; rows of {BLOCKWISE_FROM} keys and more go block by block"
-    elif platform == "cpu" and num_keys > tiled.TILE and not (dropout or cached):
-        by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
+    elif not dropout:
+        in_tiles = platform == "cpu" and not cached
+        first = BLOCKWISE_FROM if in_tiles else DENSE_BELOW
+        if num_keys >= first:
+            by_xla, how = "blockwise", f"; rows of {first} keys and more go block by block"
+        elif in_tiles and num_keys > tiled.TILE:
+            by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
     if wanted == "xla":
         return by_xla, f"asked for{how}"
     if not obstacles:

@@ -1,4 +1,4 @@
-"""Attention in tiles of queries, in plain JAX: for rows of some hundred keys on CPU.
+"""Attention in tiles of queries, in plain JAX: for rows of up to some thousand keys on CPU.
 
 Each tile multiplies the keys that one of its queries may see, and no others: those behind the tile
 (causal mask) and those before the window never enter a product. Where a tile stands is known when
