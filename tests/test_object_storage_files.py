@@ -14,10 +14,12 @@ import pytest
 from commands import environment, run_here
 from object_runs import upload
 from refusals import missing, refused
+from test_data_images import make_batches
 
 from jaxdist.config import read_run
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.files import find_files
+from jaxdist.data.images import open_cifar
 from jaxdist.runtime.storage import objects
 
 
@@ -25,6 +27,27 @@ from jaxdist.runtime.storage import objects
 def server():
     with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
         yield address
+
+
+# -- images --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "ending"), [("py", ""), ("bin", ".bin")])
+def test_images_in_a_bucket_are_those_of_the_folder(server, tmp_path, form, ending):
+    make_batches(tmp_path)
+    stored = upload(tmp_path / form, f"s3://bucket/cifar-{form}")
+    fingerprints = lambda place: [part.fingerprint for part in open_cifar(place, "half")]
+    assert fingerprints(stored) == fingerprints(tmp_path / form)
+    config = read_run(["--model", "cnn", "--data.sources", str(stored)], command="train")
+    assert config.data.sources == [str(stored)]
+    with refused("data.sources", "holds images"):
+        read_run(["--model", "decoder", "--data.sources", str(stored)], command="train")
+    (stored / f"data_batch_4{ending}").write(b"no batch")
+    with refused(f"data_batch_4{ending}'", "not a CIFAR-10 batch"):
+        open_cifar(stored, "half")
+    (stored / f"data_batch_4{ending}").delete()
+    with refused(str(stored), f"lacks data_batch_4{ending}."):
+        open_cifar(stored, "half")
 
 
 # -- text ----------------------------------------------------------------------------------------

@@ -321,7 +321,7 @@ class RunConfig:
             simulate=self.simulate,
         )
         for source in data.sources:
-            exists = source != "stdlib" and Path(source).expanduser().exists()
+            exists = source != "stdlib" and (is_url(source) or Path(source).expanduser().exists())
             if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
+from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 
@@ -192,10 +193,11 @@ class DataConfig:
 def _missing(name: str, source: str) -> str:
     if is_url(source):
         problem = url_problem(source)
-        if not problem and about_tokens(source) is None:
+        if not problem and about_tokens(source) is None and not is_cifar(source):
             problem = (
-                f"{source!r} holds no corpus.json: of object storage token folders alone are read. "
-                "Make one with `python -m jaxdist.data SRC --out URL`; SRC may be this one."
+                f"{source!r} holds neither a corpus.json nor CIFAR-10: of object storage token "
+                "folders and images are read. Make a token folder of text with `python -m "
+                "jaxdist.data SRC --out URL`; SRC may be this one."
             )
         return problem and f"data.{name}: {problem}"
     if (

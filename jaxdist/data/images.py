@@ -3,6 +3,8 @@
     cifar-10-batches-py    data_batch_1 … data_batch_5, test_batch: Python pickles
     cifar-10-batches-bin   the same with .bin: records of 1 label byte and 3·32·32 pixel bytes
 
+In a bucket too: each process reads the files once, whole, as it keeps them in memory.
+
 References:
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; both layouts are
     described on the data set's page, https://www.cs.toronto.edu/~kriz/cifar.html
@@ -11,7 +13,9 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +24,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.data.files import read_errors
+from jaxdist.runtime.storage import Location, is_url, locate, url_problem
 
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"
@@ -95,23 +101,33 @@ class Images:
 
 def is_cifar(source: str) -> bool:
     """Whether a source is a folder that holds CIFAR-10, in part at least."""
-    folder, names = Path(source).expanduser(), [*TRAIN_FILES, TEST_FILE]
-    return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
+    if not is_url(source):
+        return _holds(source, (*TRAIN_FILES, TEST_FILE))
+    return not url_problem(source) and _is_stored_cifar(source)
+
+
+@functools.lru_cache  # settings are read often; each look is a request
+def _is_stored_cifar(url: str) -> bool:
+    return _holds(url, (TRAIN_FILES[0], TEST_FILE))
+
+
+def _holds(source: str, names: tuple[str, ...]) -> bool:
+    folder = locate(source)
+    return any((folder / f"{name}{ending}").exists() for name in names for ending in ("", ".bin"))
 
 
 def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
-    """Training and test images of a CIFAR-10 folder.
+    """Training and test images of a CIFAR-10 folder, which may be a URL.
 
     Raises:
         ConfigError: files missing, of a wrong size, damaged, or pickles that hold something else.
     """
-    folder = Path(source).expanduser()
-    suffix = ".bin" if any(folder.glob("*_batch*.bin")) else ""
+    folder, names = locate(source), (*TRAIN_FILES, TEST_FILE)
+    with read_errors(str(folder)):
+        found = set(folder.entries())
+    suffix = ".bin" if any(f"{name}.bin" in found for name in names) else ""
     read = _read_binary if suffix else _read_pickle
-    missing = [
-        n + suffix for n in (*TRAIN_FILES, TEST_FILE) if not (folder / (n + suffix)).is_file()
-    ]
-    if missing:
+    if missing := [name + suffix for name in names if name + suffix not in found]:
         raise ConfigError(
             f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive again."
         )
@@ -129,11 +145,13 @@ def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
 
 
 def _read_batch(
-    path: Path, read: Callable[[Path], tuple[np.ndarray, np.ndarray]]
+    path: Location, read: Callable[[bytes], tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n], of one file."""
+    with read_errors(str(path)):
+        content = path.read()
     try:
-        pixels, labels = read(path)
+        pixels, labels = read(content)
         if pixels.shape != (len(labels), _PIXELS):
             raise ValueError(
                 f"pixels of shape {pixels.shape} for {len(labels)} labels, expected "
@@ -155,9 +173,9 @@ def _read_batch(
     return pixels, labels
 
 
-def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_binary(content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Pixels uint8 [n, 3072] and labels int32 [n] of a file of records, the label first."""
-    data = np.fromfile(path, np.uint8)
+    data = np.frombuffer(content, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ValueError(
             f"{len(data)} bytes, not a multiple of {_RECORD} (one label and 3·32·32 pixels)"
@@ -166,10 +184,9 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return records[:, 1:], records[:, 0].astype(np.int32)
 
 
-def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_pickle(content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Pixels uint8 [n, 3072] and labels int32 [n] of a pickled dict, of a good file."""
-    with path.open("rb") as file:
-        batch = _Reader(file, encoding="bytes").load()
+    batch = _Reader(io.BytesIO(content), encoding="bytes").load()
     pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
     if not isinstance(pixels, _StoredArray):
         raise ValueError("data is not an array")
