@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import sys
 import types
 
@@ -265,8 +266,10 @@ def test_an_interval_ends_only_where_there_is_something_to_tell():
     assert watch.end_interval(4, {})["host_s"] == 0.25
     assert not watch.ends(8)
     for alone in (StragglerDetector(1, 4), StragglerDetector(2, 0)):
+        size = len(pickle.dumps(alone))
         alone.add(1.0, 0.25, 0.5)
         assert not alone.ends(4)
+        assert len(pickle.dumps(alone)) == size  # a run of many steps must not keep them all
 
 
 def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatch):

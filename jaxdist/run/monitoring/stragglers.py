@@ -70,20 +70,20 @@ class StragglerDetector:
     """
 
     def __init__(self, num_processes: int, interval_steps: int):
-        self._num_processes, self._interval_steps = num_processes, interval_steps
+        self._num_processes = num_processes
+        self._interval_steps = interval_steps if num_processes > 1 else 0
         self._steps: list[tuple[float, float, float]] = []
         self._published: list[dict[str, Any]] = []
         self._newest = self._compared = 0  # step at which the interval ended
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
         """Count one step: its seconds, and those of it spent waiting for data and for devices."""
-        self._steps.append((step_time_s, data_wait_s, device_wait_s))
+        if self._interval_steps:  # else nothing would ever take them away
+            self._steps.append((step_time_s, data_wait_s, device_wait_s))
 
     def ends(self, step: int) -> bool:
         """Whether an interval ends with `step`."""
-        if self._num_processes == 1 or not self._interval_steps or not self._steps:
-            return False
-        return step % self._interval_steps == 0
+        return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
         """Publish this process's numbers of the interval that ends with `step`; returns them.
