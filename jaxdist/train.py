@@ -125,7 +125,7 @@ def start_devices(
         runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
-    runtime.tune_malloc()
+    runtime.limit_arenas()
     runtime.reserve_memory()
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     # How a process joins is its own affair; all else must be the same, or steps would not be.

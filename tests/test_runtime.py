@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -131,67 +130,6 @@ def test_simulate_makes_cpu_devices_and_refuses_a_running_backend():
 def test_simulate_needs_a_device():
     with refused("--simulate 0"):
         runtime.simulate(0)
-
-
-LARGE_PRODUCT = """
-import resource
-import jax, jax.numpy as jnp
-runtime.simulate(1)
-kept = runtime.tune_malloc()
-x = jnp.ones((5120, 32))
-step = jax.jit(lambda x: jnp.max(jnp.sin(x @ x.T))).lower(x).compile()
-pages = step.memory_analysis().temp_size_in_bytes // resource.getpagesize()
-for _ in range(15):  # other blocks settle in between
-    step(x).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step(x).block_until_ready()
-print(kept, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pages)
-"""
-
-
-@pytest.mark.parametrize("given", [{}, {"MALLOC_ARENA_TEST": "8"}])
-def test_a_step_on_cpus_reuses_its_pages_unless_the_environment_says_otherwise(given):
-    """Ten steps, in page faults for each page of their temporaries of 105 MB."""
-    kept, faults = run(LARGE_PRODUCT, **given).stdout.split()
-    assert kept == str(not given)
-    assert float(faults) < 4 if kept == "True" else float(faults) > 8
-
-
-ARENAS = """
-import ctypes, threading
-import jax
-jax.config.update("jax_platforms", os.environ["PLATFORM"])
-os.path.exists = os.environ["DEVICE"].__eq__
-runtime.tune_malloc()
-barrier = threading.Barrier(12)
-hold = lambda: [[bytes(5000) for _ in range(100)], barrier.wait()]
-threads = [threading.Thread(target=hold) for _ in range(12)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-libc = ctypes.CDLL("libc.so.6")
-libc.fopen.restype = ctypes.c_void_p
-stream = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
-libc.malloc_info(0, stream)
-libc.fclose(stream)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
-@pytest.mark.parametrize(
-    ("platforms", "device", "given", "arenas"),
-    [
-        ("cpu", "/dev/nvidiactl", {}, 1),
-        ("", "", {}, 1),
-        ("", "/dev/nvidiactl", {}, 2),
-        ("cuda", "", {"MALLOC_ARENA_MAX": "9"}, 9),
-    ],
-)
-def test_threads_share_arenas_unless_the_environment_says_otherwise(
-    platforms, device, given, arenas
-):
-    page = run(ARENAS, PLATFORM=platforms, DEVICE=device, **given).stdout
-    assert page.count("<heap nr=") == arenas
 
 
 def test_a_process_alone_joins_without_connecting():

@@ -1,7 +1,7 @@
 """What a program needs before its first array: its place in the job, its log, its way to stop.
 
 A command is run by `run_command` and makes a `Preemption` first; then it chooses its devices
-(`simulate`, `tune_malloc`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`)
+(`simulate`, `limit_arenas`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`)
 and its log (`setup_logging`).
 
 Importing the room imports neither jax nor any device library, so that a launcher, which never
@@ -10,10 +10,10 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 
 from jaxdist.runtime.backend import (
     be_careful,
+    limit_arenas,
     reserve_memory,
     setup_compilation_cache,
     simulate,
-    tune_malloc,
 )
 from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.distributed import JoinedJob, join

@@ -89,46 +89,21 @@ def memory_fraction() -> float:
         return DEFAULT_MEMORY_FRACTION
 
 
-_ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1
-"""Parameters of glibc's `mallopt`."""
+def limit_arenas() -> None:
+    """Let glibc keep what is freed in two arenas, where the environment says nothing.
 
-_ON_CPUS = {
-    _ARENA_MAX: 1,  # any other arena holds blocks of up to 64 MB only
-    _MMAP_MAX: 0,  # no block has pages of its own, which would go when it is freed
-    _TRIM_THRESHOLD: -1,  # nor do those behind the last block go
-}
-_ON_GPUS = {_ARENA_MAX: 2}
-
-
-def tune_malloc() -> bool:
-    """Choose what glibc does with freed memory, unless the environment does; whether we chose.
-
-    Must be called before a device is started: its threads take arenas.
-
-    On CPUs this process keeps every page that it ever had. XLA:CPU allocates all temporaries of a
-    step anew and frees them behind it. Glibc takes such blocks from the kernel each time, which
-    clears them page by page: a sixth of a step's processor time (`scripts/bench/results/cpu.md`).
-
-    On GPUs there are two arenas. Glibc's own choice is eight for each core, which keep what the
-    threads of saves have freed: tens of megabytes in an hour (`scripts/bench/results/soak.md`).
+    Its own choice is eight for each core: threads of saves come and go, and what they freed adds up
+    to tens of megabytes in an hour. Must be called before threads are started; other C libraries
+    ignore it.
     """
-    is_given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    is_given |= any(name.startswith("MALLOC_") for name in os.environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
-    if is_given or mallopt is None:
-        return False
-    chosen = _ON_CPUS if _is_cpu() else _ON_GPUS
-    return all([mallopt(parameter, value) == 1 for parameter, value in chosen.items()])
+    given = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    if not given:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
-def _is_cpu() -> bool:
-    """Whether jax will start CPU devices only: it is told to, or there is no GPU's driver."""
-    import jax
-
-    config: Any = jax.config
-    if config.jax_platforms:
-        return bool(config.jax_platforms == "cpu")
-    return not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg"))
+_M_ARENA_MAX = -8
+"""The parameter's number in glibc's `malloc.h`."""
 
 
 def given_xla_flags() -> frozenset[str]:

@@ -23,7 +23,6 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # read when jax is imported
 
-from jaxdist import runtime
 
 TOKENS = 2048
 SHAPES = {
@@ -81,7 +80,6 @@ def pytorch(inputs: int, outputs: int) -> dict[str, Callable[[], Any]]:
 def serve(library: str) -> None:
     """Answer each line `[product, pass]` with GFLOP/s."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    runtime.keep_freed_memory()
     make = pytorch if library == "pytorch" else xla(is_transposed=library != "xla")
     products = {name: make(*shape) for name, shape in SHAPES.items()}
     for line in sys.stdin:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.data import DataConfig
@@ -311,6 +310,5 @@ def table(report: dict) -> str:
 
 
 if __name__ == "__main__":
-    runtime.tune_malloc()  # as a run does
     jnp.zeros(())  # a backend that cannot start says so before anything else
     main()

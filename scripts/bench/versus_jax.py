@@ -1,7 +1,6 @@
 """Contenders of `versus.py` in JAX: `versus_jax.py ours JOB.json` or `versus_jax.py bare JOB.json`.
 
 `ours` is the compiled step of a run, as `step.py` builds it; `bare` is the hand-written `bare.py`.
-Both run in a process that keeps freed memory, as that of a run does.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ import numpy as np
 import step
 from versus_pipe import serve
 
-from jaxdist import runtime
 from jaxdist.run.setup import assemble
 
 
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
     """Build the contender that the command names."""
-    runtime.tune_malloc()
     dims = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
     shape = bare.Shape(*(job[name] for name in dims), job["seq_len"])
     options = argparse.Namespace(documents=0, moments="float32", matmul_dtype="auto")
