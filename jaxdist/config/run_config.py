@@ -23,7 +23,7 @@ from jaxdist.core.settings import ConfigError, problems_of, setting
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
-from jaxdist.data.config import DataConfig
+from jaxdist.data.config import DataConfig, about_tokens
 from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
@@ -321,13 +321,14 @@ class RunConfig:
             simulate=self.simulate,
         )
         for source in data.sources:
-            exists = source != "stdlib" and (is_url(source) or Path(source).expanduser().exists())
+            # What does not exist is told already.
+            exists = about_tokens(source) or Path(source).expanduser().exists()
             if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
-            if reads == "images" and (source == "stdlib" or (exists and not is_cifar(source))):
+            if reads == "images" and (source == "stdlib" or exists) and not is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
                     "images. Name the folder that holds data_batch_1, or use --model decoder."
