@@ -157,11 +157,13 @@ def stores_page(stores: list[str]) -> str:
     from jaxdist.checkpoint.crash_points import POINTS
 
     servers = {"s3": object_servers.s3, "gs": object_servers.gcs}
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     lines = [
         "# Kills at named points of a run whose checkpoints lie on an object store",
         "",
         f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, jax "
-        f"{importlib.metadata.version('jax')}, {datetime.date.today()}; `python "
+        f"{importlib.metadata.version('jax')}, commit {commit}, {datetime.date.today()}; `python "
         f"scripts/bench/checkpoint_kills.py --store {' '.join(stores)}`. Servers over HTTP: moto "
         f"{importlib.metadata.version('moto')} for s3, fake-gcs-server behind a translator of "
         "uploads for gs. Each start went on from the newest whole checkpoint that the kill before "
