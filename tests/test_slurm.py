@@ -60,6 +60,8 @@ def test_script_asks_for_what_the_flags_say():
     ("container", "text"),
     [
         ("image.sif", "apptainer exec --nv image.sif python -m jaxdist.train"),
+        ("image/", "ch-run --write --set-env"),
+        ("image/", '--cd "$PWD" image/ -- python -m jaxdist.train'),
         ("nvcr.io#nvidia/jax:26.01", "--container-image='nvcr.io#nvidia/jax:26.01'"),
         ("", f"\n    {shlex.quote(sys.executable)} -m jaxdist.train"),
     ],
@@ -72,6 +74,8 @@ def test_a_container_sees_the_run_directory_and_what_is_mounted():
     fields = dict(run_dir="/big/run", mount=("/data", "/a b:/inside"))
     text = batch_script(plan(container="image.sif", **fields))
     assert "--bind /data --bind '/a b:/inside' --bind /big/run image.sif" in text
+    text = batch_script(plan(container="image/", **fields))
+    assert "\"$PWD\" --bind /data --bind '/a b:/inside' --bind /big/run --cd" in text
     text = batch_script(plan(container="nvcr.io/jax:1", **fields))
     assert "\"$PWD:$PWD\",/data:/data,'/a b:/inside',/big/run:/big/run" in text
 
@@ -330,7 +334,7 @@ def test_a_bad_range_of_nodes_says_what_is_allowed(text, facts):
         main(["--nodes", text, "--time", "60"])
 
 
-@pytest.mark.parametrize("container", ["", "image.sif", "nvcr.io/jax:1"])
+@pytest.mark.parametrize("container", ["", "image.sif", "image/", "nvcr.io/jax:1"])
 def test_script_is_valid_shell(container):
     text = batch_script(plan(container=container, arguments=["--name", "it's"]))
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)

@@ -45,6 +45,14 @@ def submit(cluster, name: str) -> str:
     return cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
 
 
+def wait_for_checkpoint(cluster, job_id: str, run: Path) -> None:
+    until = time.monotonic() + 120
+    while not (run / "checkpoints/40").exists():
+        has_ended = cluster.job(job_id)["JobState"] in real_slurm.ENDED
+        assert not has_ended and time.monotonic() < until, cluster.output(job_id)
+        time.sleep(0.1)
+
+
 def losses(run: Path) -> dict[int, str]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {r["step"]: float(r["loss"]).hex() for r in records if r["kind"] == "train"}
@@ -71,15 +79,34 @@ def test_two_nodes_join_and_the_job_is_done(whole):
 def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster, whole):
     job_id = submit(cluster, "parted")
     run = cluster.root / f"jobs/runs/parted-{job_id}"
-    until = time.monotonic() + 120
-    while not (run / "checkpoints/40").exists():
-        assert time.monotonic() < until, cluster.output(job_id)
-        time.sleep(0.1)
+    wait_for_checkpoint(cluster, job_id, run)
     # What --signal=B:USR1@... does ahead of the limit, which itself is minutes away.
     cluster.run("scancel", "--signal=USR1", "--batch", job_id)
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
     assert losses(run) == whole[2]
+
+
+@pytest.mark.slow
+def test_a_job_in_a_container_is_queued_again_and_done(cluster):
+    """The image is one of `UNPACKED=DIR scripts/container/build.sh`, which `.ci/run` names."""
+    image = os.environ.get("JAXDIST_TEST_IMAGE")
+    if not image:
+        pytest.skip("needs JAXDIST_TEST_IMAGE=DIR/, and Charliecloud's ch-run")
+    mounts = [f"--mount={path}" for path in os.environ.get("JAXDIST_TEST_MOUNTS", "").split()]
+    script = cluster.root / "jobs/contained.sbatch"
+    flags = ["--name=contained", "--nodes=2", "--time=10", f"--container={image}", *mounts]
+    assert main([*flags, f"--script={script}", "--", *TRAINING]) == 0
+    job_id = cluster.submit(script, JAX_PLATFORMS="cpu", HOME=str(cluster.root / "jobs"))
+    run = cluster.root / f"jobs/runs/contained-{job_id}"
+    wait_for_checkpoint(cluster, job_id, run)
+    cluster.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
+    out = cluster.output(job_id)
+    assert "exit code 75" in out and "attempt 1 ended: exit code 0, srun 0" in out
+    assert sorted(losses(run)) == list(range(1, 121))
+    assert json.loads((run / "environment.json").read_text())["command"].startswith("/opt/python/")
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@
 # nowhere else. BASE=IMAGE takes another. Options go to `buildah bud`, such as
 # --volume /etc/pip.conf:/etc/pip.conf:ro where packages come through a mirror, and
 # --build-arg EXTRAS=s3 for an image without CUDA. SMOKE=short trains four steps alone.
+#
+# UNPACKED=DIR also writes the image's files there, for Charliecloud's ch-run (as root, or all of this
+# under `buildah unshare`).
 set -euo pipefail
 
 image=${1:?"usage: [BASE=debian] $0 IMAGE [BUILD-OPTION...]"}
@@ -57,3 +60,12 @@ container=$(buildah from "$image")
 trap 'buildah rm "$container" >/dev/null' EXIT
 buildah run ${SMOKE:+--env SMOKE="$SMOKE"} "${mounts[@]}" \
     --volume "$root/scripts/container:/smoke:ro" "$container" -- /bin/bash /smoke/smoke.sh
+
+if [ -n "${UNPACKED:-}" ]; then
+    mkdir -p "$UNPACKED"
+    cp --archive --reflink=auto "$(buildah mount "$container")/." "$UNPACKED"
+    buildah umount "$container" >/dev/null
+    mkdir -p "$UNPACKED/ch" # what ch-run --set-env reads: the image's own variables
+    buildah inspect --type image --format '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' "$image" \
+        >"$UNPACKED/ch/environment"
+fi

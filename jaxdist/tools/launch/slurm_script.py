@@ -95,7 +95,11 @@ class SlurmConfig:
     module: tuple[str, ...] = setting((), "environment module to load, as in `module load NAME`")
     setup: tuple[str, ...] = setting((), "shell command to run before training")
     sbatch: tuple[str, ...] = setting((), "another #SBATCH option")
-    container: str = setting("", "container image: FILE.sif runs with apptainer, others with pyxis")
+    container: str = setting(
+        "",
+        "container image: FILE.sif runs with apptainer, a directory DIR/ with ch-run, "
+        "others with pyxis",
+    )
     mount: tuple[str, ...] = setting(
         (), "path to mount in the container, beside the working and the run directory"
     )
@@ -240,9 +244,14 @@ def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> s
     if nodes.least:
         number = "nodes" if nodes.legal else "SLURM_JOB_NUM_NODES"
         srun += f' --nodes="${number}" --ntasks-per-node={config.tasks_per_node}'
+    binds = "".join(f" --bind {shlex.quote(path)}" for path in _mounts(config, tasks))
     if config.container.endswith(".sif"):
-        binds = "".join(f" --bind {shlex.quote(path)}" for path in _mounts(config, tasks))
         program = f"apptainer exec --nv{binds} {container} {program}"
+    elif config.container.endswith("/"):
+        # Not from a file: the ch-run that serves it ends at the signals that are for the training.
+        # --write, because places to mount on are made in the image.
+        places = f'--bind "$HOME" --bind "$PWD"{binds} --cd "$PWD"'
+        program = f"ch-run --write --set-env {places} {container} -- {program}"
     elif config.container:
         pairs = [path if ":" in path else f"{path}:{path}" for path in _mounts(config, tasks)]
         mounts = "".join("," + shlex.quote(pair) for pair in pairs)
@@ -314,6 +323,9 @@ export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt
 # Processes of this attempt know each other by it; those of another job cannot join them.
 export JAXDIST_JOB_TOKEN=$(od -An -N16 -tx8 /dev/urandom | tr -d ' \n')
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it
+{% if config.container.endswith("/") %}
+export USER=${USER:-$(id -un)}    # ch-run asks for it
+{% endif %}
 
 {% if not (config.container or config.program) %}
 {{ config.interpreter | quote }} -c 'import jaxdist' || {
