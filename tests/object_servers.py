@@ -32,8 +32,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(command: list[str], address: str) -> Iterator[None]:
-    """Run a server until the block ends; it answers when the block begins."""
+def serving(command: list[str], address: str) -> Iterator[subprocess.Popen]:
+    """Run a server until the block ends; it answers when the block begins; its process."""
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(300):
@@ -48,7 +48,7 @@ def serving(command: list[str], address: str) -> Iterator[None]:
                 break
         else:
             pytest.fail(f"it does not answer: {command}")
-        yield
+        yield server
     finally:
         server.kill()
         server.wait()
@@ -57,13 +57,20 @@ def serving(command: list[str], address: str) -> Iterator[None]:
 @contextlib.contextmanager
 def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
     """An S3 server with a bucket, which the environment's credentials are for; its address."""
+    with s3_process(environment) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def s3_process(environment: pytest.MonkeyPatch) -> Iterator[tuple[str, subprocess.Popen]]:
+    """As `s3`; the address and the process of the server."""
     for module in ("obstore", "moto", "flask", "flask_cors"):
         pytest.importorskip(module, reason="needs the dev extra (obstore, moto, flask)")
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with serving(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], address
-    ):
+    ) as server:
         request = urllib.request.Request(f"{address}/bucket", method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
         environment.setenv("AWS_ENDPOINT_URL", address)
@@ -71,7 +78,7 @@ def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
         environment.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
         environment.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         forget_clients()
-        yield address
+        yield address, server
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -13,8 +14,10 @@ from monitored import Clock, events, header, start, train
 from refusals import missing
 
 from jaxdist.run.metrics_log import device_seconds, read_records
+from jaxdist.run.monitoring import monitor as monitor_room
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.console import plain, step_line
+from jaxdist.run.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -215,6 +218,16 @@ def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
         monitor.summary("nonfinite_loss")
         raise RuntimeError("stop")
     assert json.loads(monitor.run.summary.text())["exit_reason"] == "nonfinite_loss"
+
+
+def test_a_summary_that_the_storage_does_not_take_ends_the_run(tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(monitor_room, "SUMMARY_S", 0.1)
+    monkeypatch.setattr(RunDirectory, "write_summary", lambda *_: hangs.wait(60))
+    with start(tmp_path) as monitor, pytest.raises(TimeoutError) as late:
+        monitor.summary("finished")
+    hangs.set()
+    assert late.value.filename == str(monitor.run.summary)
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, caplog):

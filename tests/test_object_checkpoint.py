@@ -1,13 +1,23 @@
 """How a checkpoint goes to an object store: what training waits for, and requests side by side."""
 
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import object_servers
 import pytest
+from refusals import missing
 
-from jaxdist.checkpoint import crc32, manifest, object_io
+from jaxdist.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    crc32,
+    lock,
+    manifest,
+    object_io,
+    save,
+)
 from jaxdist.checkpoint.object_io import ObjectWriter, open_array
 from jaxdist.runtime.storage import locate, objects
 
@@ -112,3 +122,34 @@ def test_files_are_verified_side_by_side(server, monkeypatch):
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         (problem,) = manifest.content_problems(folder, files, names)
     assert problem.startswith("3 ")
+
+
+def test_a_store_that_hangs_after_a_commit_keeps_no_run(server, monkeypatch, caplog):
+    """What retention would delete stays; the next run deletes it."""
+    hangs, over = threading.Event(), threading.Event()
+
+    def answer(request, ask):
+        if hangs.is_set():
+            over.wait(60)
+        return ask(request)
+
+    def log(line):
+        if "2 saved" in line:
+            hangs.set()
+
+    monkeypatch.setattr(save, "RETENTION_S", 0.5)
+    monkeypatch.setattr(lock, "RELEASE_S", 0.5)
+    with object_servers.passing_on(server, answer) as way:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", way)
+        object_servers.forget_clients()
+        config = CheckpointConfig(max_to_keep=1, preflight=False)
+        checkpointer = Checkpointer(locate("s3://bucket/hangs"), config, log=log)
+        begun = time.monotonic()
+        for step in (1, 2):
+            checkpointer.save(step, {"w": jnp.zeros(4)}, {}, force=True)
+        assert hangs.is_set() and checkpointer.wait()
+        checkpointer.close()
+        assert time.monotonic() - begun < 20
+        over.set()
+    object_servers.forget_clients()
+    assert missing(caplog.text, "deleting old checkpoints of s3://bucket/hangs: not done") == []

@@ -34,10 +34,14 @@ from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.progress import in_time
 from jaxdist.runtime.storage import Location, flush_appended
 
 MAX_FAILURES = 3
 """Failed saves in a row after which a run stops: what it computes could not be kept."""
+
+RETENTION_S = 60.0
+"""Seconds that a save waits for old checkpoints to be deleted on a store; it goes on beside."""
 
 
 class Saver:
@@ -318,6 +322,14 @@ class Saver:
             self._events.log(f"leftovers of a failed save stay behind: {one_line(error)}")
 
     def _retain(self) -> None:
+        if self._directory.is_local:
+            self._delete_old()
+            return
+        # A store that hangs must not keep a run whose last checkpoint is committed.
+        what = f"deleting old checkpoints of {self._directory}"
+        in_time(what, self._delete_old, RETENTION_S, announce=False)
+
+    def _delete_old(self) -> None:
         try:
             not_kept = steps_to_delete(self.complete(), self._config)
         except OSError as error:

@@ -114,11 +114,13 @@ def waiting(what: str) -> Iterator[None]:
         over.set()
 
 
-def in_time(what: str, action: Callable[[], object], timeout_s: float) -> bool:
+def in_time(
+    what: str, action: Callable[[], object], timeout_s: float, *, announce: bool = True
+) -> bool:
     """Do the last of something, and go on without it after so many seconds.
 
-    What is waited for is said as `waiting` does, and what is left behind too. Raises what `action`
-    raises in time.
+    What is left behind is said, and what is waited for as `waiting` does, unless `announce` is
+    false. Raises what `action` raises in time.
 
     Returns:
         Whether it was done. If not, it goes on beside, for as long as the process lives.
@@ -133,7 +135,7 @@ def in_time(what: str, action: Callable[[], object], timeout_s: float) -> bool:
 
     thread = threading.Thread(target=act, name=what, daemon=True)
     thread.start()
-    with waiting(what):
+    with waiting(what) if announce else contextlib.nullcontext():
         thread.join(timeout_s)
     if thread.is_alive():
         log.warning("%s: not done after %s, which is not waited for", what, duration(timeout_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tomllib
@@ -26,9 +27,12 @@ from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime import coordination
-from jaxdist.runtime.progress import waiting
+from jaxdist.runtime.progress import in_time, waiting
 
 logger = logging.getLogger("jaxdist")
+
+SUMMARY_S = 60.0
+"""Seconds in which summary.json is written; without it the run has failed, and is started again."""
 
 
 class Monitor:
@@ -298,6 +302,9 @@ class Monitor:
         """Write summary.json, with more `fields`, and print the closing block; returns the summary.
 
         `next_commands` are what to run next, one command each.
+
+        Raises:
+            OSError: summary.json could not be written, or not within `SUMMARY_S`.
         """
         exit_reason = ExitReason(exit_reason)
         wall_s = self._clock() - self._begin
@@ -318,8 +325,10 @@ class Monitor:
         if self._records is None:
             return summary
         self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
-        with waiting("writing summary.json"):
-            self.run.write_summary(summary)
+        write = lambda: self.run.write_summary(summary)
+        if not in_time("writing summary.json", write, SUMMARY_S):
+            late = errno.ETIMEDOUT
+            raise TimeoutError(late, os.strerror(late), str(self.run.summary))
         if self._experiments is not None:
             self._experiments.finish(summary)
         self._say_block(console.closing_rows(summary, next_commands))
