@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,26 @@ def propagating(monkeypatch):
     does not propagate when a test begins, which would then hear each record twice.
     """
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+LONGEST = [
+    *("mesh_matrix", "notebooks", "train_debug"),
+    *("launch_elastic_train", "launch_faults", "kubernetes_pods"),
+]
+"""Files of few slow tests. Those that count on the time of processes come second: `.ci/run` builds
+and installs beside the first."""
+
+
+def pytest_collection_modifyitems(items):
+    """With `--no-loadscope-reorder`: the longest files first, then those with the most tests.
+
+    Workers take whole files (`--dist loadfile`). One of a single test that takes two minutes must
+    not be the last, when the other workers have nothing left to do.
+    """
+    name = lambda item: item.path.stem.removeprefix("test_")
+    tests = Counter(map(name, items))
+    ranks = {each: place for place, each in enumerate(LONGEST)}
+    items.sort(key=lambda item: (ranks.get(name(item), len(ranks)), -tests[name(item)]))
 
 
 HANDLERS = {
