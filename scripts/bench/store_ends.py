@@ -46,7 +46,7 @@ TRAIN = [
 ]
 MOMENTS = {
     "last step": rf"step +{STEPS}/{STEPS}\b",
-    "committed": rf"\b{STEPS} saved: ",
+    "commit": rf"\b{STEPS} saved: ",
     "closing block": r"^ended\b",
 }
 """Lines of process 0."""
@@ -72,7 +72,7 @@ class Case:
 
     def codes(self) -> tuple[int]:
         """Exit codes that are right: without its last save or summary.json a run has failed."""
-        return (1,) if self.moment in ("last step", "committed") else (0,)
+        return (1,) if self.moment in ("last step", "commit") else (0,)
 
     def limit_s(self) -> int:
         """Seconds from the last step to the last exit that are documented."""
