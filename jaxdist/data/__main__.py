@@ -82,7 +82,7 @@ class PrepareConfig:
         "learned",
     )
     chat_template: str = setting(
-        "auto", "auto = the tokenizer's own, else plain; plain; or a Jinja file"
+        "auto", "auto = the tokenizer's own, else plain; plain; or a Jinja file, by its path or URL"
     )
     eos_token: str = setting(
         "", "token put after each document; empty = the tokenizer's own end of text, if it has one"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +27,7 @@ import numpy as np
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
+from jaxdist.runtime.storage import Location, locate
 
 ROLES = ("system", "user", "assistant")
 """Roles that are read. Tools and functions are refused: no format for them is common to models."""
@@ -282,20 +282,16 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
             f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
             "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
-    folder = Path(tokenizer.name).parent
+    folder = locate(tokenizer.name).parent
     variables = token_texts(tokenizer.settings)
-    path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
-    if path.is_file():
+    path = folder / "chat_template.jinja" if name == "auto" else locate(name)
+    content = tokenizer.files.get(path.name) if name == "auto" else _content(path)
+    if content is not None:
         try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{str(path)!r} is no text of a template ({error}).") from None
         return JinjaTemplate(text, str(path), tokenizer, variables)
-    if name != "auto":
-        raise ConfigError(
-            f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
-            "Jinja template. Check the path."
-        )
     source = tokenizer.settings.get("chat_template")
     if isinstance(source, list):  # several by name
         entries = [entry for entry in source if isinstance(entry, dict)]
@@ -304,6 +300,17 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
+
+
+def _content(path: Location) -> bytes:
+    """What a template's file holds."""
+    try:
+        return path.read()
+    except OSError as error:
+        raise ConfigError(
+            f"data.chat_template={str(path)!r} cannot be read ({error.strerror}): it is auto, "
+            "plain, or the path or URL of a Jinja template. Check the path."
+        ) from None
 
 
 def _common(a: str, b: str) -> int:

@@ -65,7 +65,7 @@ class DataConfig:
         "how conversations are written down: auto = the tokenizer's own template "
         "(chat_template.jinja or tokenizer_config.json next to tokenizer.json), plain where it has "
         "none; plain = <|role|>, a new line, the text, answers closed by the end token; or the "
-        "path of a Jinja template",
+        "path or URL of a Jinja template",
     )
     packing: Literal["auto", "stream", "documents", "best_fit"] = setting(
         "auto",
@@ -166,10 +166,12 @@ class DataConfig:
                 "other. Use best_fit or documents."
             )
         template = self.chat_template
-        if template not in ("auto", "plain") and not Path(template).expanduser().is_file():
+        if problem := url_problem(template):
+            found.append(f"data.chat_template={problem}")
+        elif template not in ("auto", "plain") and not _is_file(template):
             found.append(
-                f"data.chat_template={template!r} is not a file: it is auto, plain, or the path of "
-                "a Jinja template. Check the path."
+                f"data.chat_template={template!r} is not a file: it is auto, plain, or the path or "
+                "URL of a Jinja template. Check the path."
             )
         return found
 
@@ -211,6 +213,11 @@ def _missing(name: str, source: str) -> str:
         f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
         "glob or module:function. Check the path (relative paths start at the current directory)."
     )
+
+
+def _is_file(path: str) -> bool:
+    place = locate(path)
+    return place.exists() and not place.is_directory()
 
 
 def _holds_weights(source: str) -> bool:
