@@ -30,6 +30,8 @@ def history(folder) -> list:
         (folder / name).write(name * 3)
     (folder / "a").write(b"new")
     said += [folder.entries(), folder.files(), (folder / "b").entries(), folder.sizes()]
+    of_tags = [(folder / name).tags() for name in ("b", "a", "none")]
+    said += [{name: size for name, (size, _) in tags.items()} for tags in of_tags]
     said += [(folder / name).exists() for name in ("a", "b", "b/c", "c", "b/c/2/x")]
     said += [(folder / name).is_directory() for name in ("a", "b", "c")]
     said += [(folder / "ab").size(), (folder / "ab").read(), (folder / "b" / "1").part(1, 4)]

@@ -18,7 +18,7 @@ import numpy as np
 import object_servers
 import pytest
 from commands import ROOT, TINY, environment, run_here
-from data_cases import write_source
+from data_cases import cache, write_source  # noqa: F401
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
 from object_runs import history, kill_and_resume, take_a_lock_twice, upload
@@ -300,9 +300,9 @@ def test_records_on_an_object_store_are_learned_as_those_on_a_disk(folder, tmp_p
         np.testing.assert_array_equal(stored.rows(every)[name], values)
 
 
-def test_what_is_no_token_folder_or_a_cut_one_is_refused(folder, tmp_path):
+def test_too_little_text_and_a_cut_token_folder_are_refused(folder, tmp_path):
     (folder / "text.txt").write("text")
-    with refused(folder, "data.sources", "corpus.json"):
+    with refused(folder, "data.sources", "seq_len=16"):
         open_datasets(DataConfig(sources=[str(folder)]), seq_len=16)
     with refused(folder, "data.tokenizer"):
         open_datasets(DataConfig(tokenizer=f"{folder}/tokenizer.json"), seq_len=16)
@@ -460,6 +460,8 @@ def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_p
     tokenizer = load_tokenizer(str(files / "model" / "tokenizer.json"))
     source = write_source(tmp_path, "jsonl", texts)
     write_corpus([source], files / "tokens", make_encoder(tokenizer))
+    (files / "held").mkdir()
+    write_source(files / "held", "jsonl", texts[:100])
     lines = ["[train]", "steps = 2", "seq_len = 16", "global_batch_size = 8"]
     (files / "run.toml").write_text("\n".join(lines))
     losses, ledgers = {}, {}
@@ -467,15 +469,15 @@ def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_p
         run_dir = f"{place}/run"
         flags = [f"--config={place}/run.toml", f"--data.sources={place}/tokens"]
         flags += [f"--init-from={place}/model", f"--run-dir={run_dir}", "--mesh=fsdp=4,tp=2"]
-        flags += ["--eval.interval_steps=0", "--monitoring.tensorboard=false"]
+        flags += [f"--data.eval-sources={place}/held/*.jsonl", "--monitoring.tensorboard=false"]
         assert run_here("train", *flags) == 0
         records = read_records(f"{run_dir}/metrics.jsonl")
-        losses[place] = [r["loss"] for r in records if r["kind"] == "train"]
+        losses[place] = [r["loss"] for r in records if r["kind"] in ("train", "eval")]
         ledgers[place] = [r["data_ledger"] for r in records if r["kind"] == "train"]
         settings = tomllib.loads((locate(run_dir) / "config.toml").text())
         assert settings["data"]["tokenizer"] == f"{place}/model/tokenizer.json"
     first, second = losses.values()
-    assert len(first) == 2 and [*map(float.hex, first)] == [*map(float.hex, second)]
+    assert len(first) == 3 and [*map(float.hex, first)] == [*map(float.hex, second)]
     first, second = ledgers.values()
     assert len(set(first)) == 2 and first == second
     assert run_here("generate", "s3://bucket/made/run", "--prompt=the", "--max-new-tokens=4") == 0

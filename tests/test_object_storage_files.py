@@ -1,5 +1,6 @@
 """Files on an S3 server: text that becomes tokens, and files that grow until their process ends."""
 
+import dataclasses
 import gzip
 import json
 import subprocess
@@ -11,16 +12,21 @@ import object_servers
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import environment, run_here
+from commands import TINY, environment, run_here
+from data_cases import cache  # noqa: F401
+from hf_models import CHATML, write_tokenizer
 from object_runs import upload
 from refusals import missing, refused
 from test_data_images import make_batches
 
 from jaxdist.config import read_run
-from jaxdist.data.corpus import Corpus
-from jaxdist.data.files import find_files
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.corpus import Corpus, cache_folder, cached_corpus
+from jaxdist.data.encoding import TextEncoder
+from jaxdist.data.files import find_files, source_digest
 from jaxdist.data.images import open_cifar
-from jaxdist.runtime.storage import objects
+from jaxdist.data.tokenizer import ByteTokenizer
+from jaxdist.runtime.storage import locate, objects
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,19 @@ def text(server, tmp_path_factory):
     return str(folder), str(upload(folder, "s3://bucket/text"))
 
 
+@pytest.fixture
+def content_read(monkeypatch):
+    """Bytes of each range that was read."""
+    found, part = [], objects.ObjectLocation.part
+
+    def noting(location, start, length):
+        found.append(length)
+        return part(location, start, length)
+
+    monkeypatch.setattr(objects.ObjectLocation, "part", noting)
+    return found
+
+
 @pytest.mark.parametrize(
     "source", ["a", "a/lines.jsonl", "**/*.jsonl*", "[!a]otes.t?t", "rows.parquet"]
 )
@@ -80,17 +99,10 @@ def test_text_in_a_bucket_becomes_the_tokens_of_the_same_files(text, tmp_path, s
     assert found[1].folder.uri().startswith("s3://")
 
 
-def test_of_parquet_the_columns_that_are_needed_are_read(text, tmp_path, monkeypatch):
-    read, part = [], objects.ObjectLocation.part
-
-    def noting(location, start, length):
-        read.append(length)
-        return part(location, start, length)
-
-    monkeypatch.setattr(objects.ObjectLocation, "part", noting)
+def test_of_parquet_the_columns_that_are_needed_are_read(text, tmp_path, content_read):
     (file,) = find_files(f"{text[1]}/rows.parquet")
     assert run_here("data.__main__", str(file), "--out", tmp_path / "tokens") == 0
-    assert 0 < sum(read) < file.num_bytes / 10
+    assert 0 < sum(content_read) < file.num_bytes / 10
 
 
 def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
@@ -112,6 +124,120 @@ def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
         with refused(text[1], "expired"):
             run_here("data.__main__", f"{text[1]}/notes.txt", *out)
     assert not (tmp_path / "tokens").exists()
+
+
+# -- a run on text ---------------------------------------------------------------------------------
+
+
+def rows_of(*sources: str, **settings):
+    """The rows to train on."""
+    config = DataConfig(sources=list(sources), **settings)
+    return open_datasets(config, seq_len=16)[0]
+
+
+@pytest.mark.parametrize("source", ["notes.txt", "a", "**/*.jsonl*", "rows.parquet"])
+def test_a_run_on_text_in_a_bucket_has_the_rows_of_the_same_files(text, source):
+    local, stored = (rows_of(f"{place}/{source}", packing="documents") for place in text)
+    assert stored.num_rows > 100
+    assert (stored.fingerprint, stored.num_rows) == (local.fingerprint, local.num_rows)
+    config = read_run([f"--data.sources={text[1]}/{source}"], command="train")
+    assert config.data.sources == [f"{text[1]}/{source}"]
+
+
+def test_text_in_a_bucket_is_read_when_it_is_new_and_not_again(server, content_read):
+    place = locate("s3://bucket/changing")
+    (place / "a.txt").write("one text\n" * 100)
+    (place / "b.txt").write("two text\n" * 100)
+    first = rows_of(str(place)).fingerprint
+    assert sum(content_read) == 2 * 900
+    content_read.clear()
+    assert rows_of(str(place)).fingerprint == rows_of(f"{place}/*.txt").fingerprint == first
+    assert not content_read
+    (place / "b.txt").write("six text\n" * 100)  # of the same size
+    assert rows_of(str(place)).fingerprint != first
+    assert sum(content_read) == 2 * 900
+
+
+def test_objects_that_a_store_gives_no_tag_are_told_by_their_bytes(text):
+    (stored,), (local,) = (find_files(f"{place}/notes.txt") for place in reversed(text))
+    untagged = dataclasses.replace(stored, tag="")
+    assert stored.tag and source_digest([stored]) != source_digest([local])
+    assert source_digest([untagged]) == source_digest([local])
+
+
+@pytest.mark.parametrize(("written", "is_refused"), [("a.txt", True), ("later.txt", False)])
+def test_text_that_changes_while_it_is_read_becomes_no_tokens(server, written, is_refused):
+    place = locate(f"s3://bucket/unsteady/{written}-is-written")
+    (place / "a.txt").write("one text\n" * 100)
+
+    class Meanwhile(ByteTokenizer):
+        def encode_batch(self, texts):
+            (place / written).write("six text\n" * 100)
+            return super().encode_batch(texts)
+
+    files, encoder = find_files(str(place)), TextEncoder(Meanwhile(), "text")
+    made = lambda: cached_corpus(files, str(place), encoder).num_documents
+    if not is_refused:
+        assert made() == 1
+        return
+    with refused(place / "a.txt", "changed"):
+        made()
+    assert not list(cache_folder().rglob("corpus.json"))
+
+
+@pytest.mark.parametrize(
+    ("source", "facts"),
+    [
+        ("s3://bucket/text/none", ["data.sources", "s3://bucket/text/none"]),
+        ("s3://bucket/text/*.nothing", ["s3://bucket/text/*.nothing", "matches no file"]),
+        ("s3://bucket/text", ["mixes kinds"]),
+        ("s3://absent-bucket/*.txt", ["data.sources", "no such bucket"]),
+    ],
+)
+def test_text_that_is_not_there_ends_a_run_before_it_starts(text, source, facts):
+    with refused(*facts):
+        rows_of(source)
+    with refused(*facts):
+        run_here("train", *TINY, f"--data.sources={source}", "--steps=1")
+
+
+def test_text_is_read_whole_over_a_bad_connection(text, server, monkeypatch):
+    with object_servers.troubled(server, every=3) as (address, done):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=5)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        stored = rows_of(f"{text[1]}/**/*.jsonl*")
+    assert stored.fingerprint == rows_of(f"{text[0]}/**/*.jsonl*").fingerprint
+    assert "cut" in done
+
+
+def test_images_and_text_are_told_apart_by_url(text):
+    with refused("data.sources", "not a CIFAR-10 folder"):
+        read_run(["--model", "cnn", f"--data.sources={text[1]}/notes.txt"], command="train")
+
+
+def test_a_chat_template_in_a_bucket_is_used(server, tmp_path):
+    """Next to the tokenizer, or by its own URL."""
+    chat = {"messages": [{"role": r, "content": "of a text"} for r in ("user", "assistant")]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 50)
+    write_tokenizer(tmp_path, ["of a text"], template=CHATML)
+    place = upload(tmp_path, "s3://bucket/chat")
+    settings = {"records": "chat", "packing": "best_fit"}
+    found = {
+        where: rows_of(
+            f"{where}/chats.jsonl", tokenizer=f"{where}/tokenizer.json", **settings
+        ).fingerprint
+        for where in (tmp_path, place)
+    }
+    assert len(set(found.values())) == 1
+    (place / "chat_template.jinja").delete()
+    again = {"tokenizer": f"{place}/tokenizer.json", **settings}
+    plain = rows_of(f"{place}/chats.jsonl", **again).fingerprint
+    (place / "mine.jinja").write(CHATML)
+    named = rows_of(f"{place}/chats.jsonl", chat_template=f"{place}/mine.jinja", **again)
+    assert plain != named.fingerprint == found[place]
+    with refused("data.chat_template", f"{place}/none.jinja"):
+        rows_of(f"{place}/chats.jsonl", chat_template=f"{place}/none.jinja", **again)
 
 
 def test_an_object_is_no_run_directory(text):

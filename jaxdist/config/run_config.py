@@ -23,7 +23,7 @@ from jaxdist.core.settings import ConfigError, problems_of, setting
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
-from jaxdist.data.config import DataConfig, about_tokens
+from jaxdist.data.config import DataConfig, source_exists
 from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
@@ -322,7 +322,7 @@ class RunConfig:
         )
         for source in data.sources:
             # What does not exist is told already.
-            exists = about_tokens(source) or Path(source).expanduser().exists()
+            exists = not url_problem(source) and source_exists(source)
             if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "

@@ -212,10 +212,12 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
             chat_template=config.chat_template,
         )
         if out.is_local:
-            write_corpus(files, Path(out), encoder)
+            write_corpus(files, Path(out), encoder, sources=config.sources)
         else:
             made = Path(folder) / "tokens"
-            write_corpus(files, made, encoder, shard_tokens=_UPLOADED_TOKENS)
+            write_corpus(
+                files, made, encoder, shard_tokens=_UPLOADED_TOKENS, sources=config.sources
+            )
             upload_corpus(made, out)
     corpus = Corpus(out)
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
-from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 
@@ -29,9 +28,9 @@ class DataConfig:
     sources: list[str] = setting(
         ["stdlib"],
         'what to train on: "stdlib" (source text of this machine\'s Python standard library), or '
-        "paths and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder made "
-        "by `jaxdist data` (its path or URL), a CIFAR-10 folder, or module:function for rows of "
-        "your own (see jaxdist/data/custom.py)",
+        "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder "
+        "made by `jaxdist data`, a CIFAR-10 folder, or module:function for rows of your own (see "
+        "jaxdist/data/custom.py)",
     )
     mixture_weights: list[float] = setting(
         [],
@@ -195,19 +194,10 @@ class DataConfig:
 def _missing(name: str, source: str) -> str:
     if is_url(source):
         problem = url_problem(source)
-        if not problem and about_tokens(source) is None and not is_cifar(source):
-            problem = (
-                f"{source!r} holds neither a corpus.json nor CIFAR-10: of object storage token "
-                "folders and images are read. Make a token folder of text with `python -m "
-                "jaxdist.data SRC --out URL`; SRC may be this one."
-            )
+        if not problem and not source_exists(source):
+            problem = f"{source!r}: nothing in the bucket has this name. Check the path."
         return problem and f"data.{name}: {problem}"
-    if (
-        source == "stdlib"
-        or glob.has_magic(source)
-        or is_custom(source)
-        or Path(source).expanduser().exists()
-    ):
+    if source == "stdlib" or is_custom(source) or source_exists(source):
         return ""
     return (
         f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
@@ -220,6 +210,20 @@ def _is_file(path: str) -> bool:
     return place.exists() and not place.is_directory()
 
 
+def source_exists(source: str) -> bool:
+    """Whether a path or URL names something; of a glob it is not known before it is opened."""
+    if glob.has_magic(source):
+        return True
+    return locate(source).exists() if is_url(source) else Path(source).expanduser().exists()
+
+
+def is_token_folder(source: str) -> bool:
+    """Whether a source holds tokens made by `jaxdist data`, and not text."""
+    if is_url(source) and glob.has_magic(source):
+        return False
+    return (locate(source) / "corpus.json").exists()
+
+
 def _holds_weights(source: str) -> bool:
     """Whether a source is a token folder of records."""
     return "weights" in (about_tokens(source) or {})
@@ -227,7 +231,7 @@ def _holds_weights(source: str) -> bool:
 
 def about_tokens(source: str) -> dict[str, Any] | None:
     """What a token folder says of itself (see `corpus`); None where a source is none."""
-    if is_url(source) and url_problem(source):
+    if is_url(source) and (glob.has_magic(source) or url_problem(source)):
         return None
     try:
         return _stored_about(source) if is_url(source) else _about(source)

@@ -35,9 +35,10 @@ import numpy as np
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.encoding import Encoder
-from jaxdist.data.files import DataFile, content_digest, size_of
+from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import REQUESTS, Location, locate
 
@@ -151,13 +152,15 @@ def write_corpus(
     encoder: Encoder,
     *,
     shard_tokens: int = SHARD_TOKENS,
+    sources: Sequence[str] = (),
 ) -> None:
     """Tokenise files into a new folder, which appears whole or not at all.
 
-    A corpus that another process has put there meanwhile stays as it is.
+    A corpus that another process has put there meanwhile stays as it is. `sources` named the files:
+    those that are objects of a store are listed again at the end.
 
     Raises:
-        ConfigError: a file is bad (see `Encoder.chunks`).
+        ConfigError: a file is bad (see `Encoder.chunks`), or an object changed meanwhile.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
@@ -166,6 +169,11 @@ def write_corpus(
     partial.mkdir()
     try:
         _fill(partial, files, encoder, shard_tokens)
+        if changed := changed_objects(files, sources):
+            raise ConfigError(
+                f"{few(changed, 3)} changed while being read, so that tokens may be of either "
+                "content. Start the command again when nobody writes there."
+            )
         try:
             partial.rename(folder)
         except OSError:
@@ -193,13 +201,13 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def cached_corpus(files: Sequence[DataFile], name: str, encoder: Encoder) -> Corpus:
-    """The corpus of files, tokenised on first use and kept by content.
+def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:
+    """The corpus of files, tokenised on first use and kept by what they hold (`source_digest`).
 
-    `name` is the source as the user wrote it, for the log.
+    `source` is what named them, as the user wrote it.
     """
     key = hashlib.sha256(
-        json.dumps([FORMAT, content_digest(files), *encoder.identity]).encode()
+        json.dumps([FORMAT, source_digest(files), *encoder.identity]).encode()
     ).hexdigest()[:24]
     root = cache_folder()
     folder = root / key
@@ -207,9 +215,9 @@ def cached_corpus(files: Sequence[DataFile], name: str, encoder: Encoder) -> Cor
         if not (folder / "corpus.json").exists():
             log.info(
                 "tokenising %s: %d files, %s, tokenizer %s, kept in %s",
-                name, len(files), in_bytes(total_bytes(files)), encoder.tokenizer.name, folder,
+                source, len(files), in_bytes(total_bytes(files)), encoder.tokenizer.name, folder,
             )  # fmt: skip
-            write_corpus(files, folder, encoder)
+            write_corpus(files, folder, encoder, sources=[source])
     return Corpus(folder)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from jaxdist.core.settings import ConfigError, problems_of
-from jaxdist.data.config import DataConfig
+from jaxdist.data.config import DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.encoding import Encoder, make_encoder
@@ -28,7 +28,6 @@ from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
-from jaxdist.runtime.storage import is_url, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -228,7 +227,7 @@ def _packing(
 
 
 def _open_corpus(source: str, encoder: Encoder) -> Corpus:
-    if is_url(source) or (locate(source) / "corpus.json").exists():
+    if is_token_folder(source):
         return Corpus(source)
     files = find_files(source)
     if len(files) == 1 and size_of(files[0]) == 0:

@@ -1,7 +1,7 @@
 """Files of data: which ones a source names, on a file system or a store, and reading them.
 
 An object of a store is read by ranges: text and lines from front to back, of Parquet the columns
-that are needed.
+that are needed. Whether it has changed its tag tells, without a read.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import errno
 import glob
 import hashlib
 import io
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -29,10 +30,16 @@ _NOT_LIBRARY = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """An object of a store, of so many bytes when it was found; `str` gives its URL."""
+    """An object of a store; `str` gives its URL.
+
+    Attributes:
+        num_bytes: its size when it was found.
+        tag: the store's ETag of its content when it was found; "" = the store gives none.
+    """
 
     location: Location
     num_bytes: int
+    tag: str = ""
 
     @property
     def name(self) -> str:
@@ -114,13 +121,12 @@ def _stored_files(url: str) -> list[DataFile]:
     pattern = url[len(fixed.rpartition("/")[0]) + 1 :] if fixed != url else ""
     with read_errors(url):
         place = locate(fixed.rpartition("/")[0] if pattern else url)
-        sizes = place.sizes()
-        names = sorted(name for name in sizes if not re.search(r"(^|/)\.", name))
+        found = place.tags()
+        names = sorted(name for name in found if not re.search(r"(^|/)\.", name))
         if pattern:
-            names = list(filter(re.compile(_regex_of(pattern)).fullmatch, names))
-        elif not names and place.exists():
-            return [StoredFile(place, place.size())]
-    return [StoredFile(place / name, sizes[name]) for name in names]
+            fits = re.compile(_regex_of(pattern)).fullmatch
+            names = [name for name in names if name and fits(name)]
+    return [StoredFile(place / name if name else place, *found[name]) for name in names]
 
 
 def _regex_of(pattern: str) -> str:
@@ -191,10 +197,34 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
             raise ConfigError(
                 f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
             ) from None
+        # A store's refusal says by itself what to do.
+        fix = " Check the file and its rights, or leave it out of the sources."
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error.strerror or error}. Check the file and its "
-            "rights, or leave it out of the sources."
+            f"{str(path)!r} cannot be read: {error.strerror or error}."
+            f"{'' if is_url(str(path)) else fix}"
         ) from None
+
+
+def source_digest(files: Sequence[DataFile]) -> str:
+    """A digest that is another one where the files hold something else.
+
+    Objects of a store are told by URL, size and ETag, which a list of them gives. Files of a disk,
+    and objects without an ETag, are read.
+    """
+    tags = [(str(f), f.num_bytes, f.tag) for f in files if isinstance(f, StoredFile) and f.tag]
+    if len(tags) < len(files):
+        return content_digest(files)
+    return hashlib.sha256(json.dumps(tags).encode()).hexdigest()
+
+
+def changed_objects(files: Iterable[DataFile], sources: Iterable[str]) -> list[str]:
+    """Which objects among the files are not any more what they were; `sources` named them.
+
+    Raises:
+        ConfigError: a source has no files any more, or cannot be read.
+    """
+    found = {file for source in sources if is_url(source) for file in find_files(source)}
+    return [str(file) for file in files if isinstance(file, StoredFile) and file not in found]
 
 
 def content_digest(files: Iterable[DataFile]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import io
 import pickle
@@ -103,7 +104,9 @@ def is_cifar(source: str) -> bool:
     """Whether a source is a folder that holds CIFAR-10, in part at least."""
     if not is_url(source):
         return _holds(source, (*TRAIN_FILES, TEST_FILE))
-    return not url_problem(source) and _is_stored_cifar(source)
+    if glob.has_magic(source) or url_problem(source):
+        return False
+    return _is_stored_cifar(source)
 
 
 @functools.lru_cache  # settings are read often; each look is a request

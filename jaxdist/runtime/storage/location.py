@@ -84,6 +84,16 @@ class Location(os.PathLike[str]):
         """Bytes of every file below, by its path relative to this directory."""
         return {name: (self / name).size() for name in self.files()}
 
+    def tags(self) -> dict[str, tuple[int, str]]:
+        """Bytes and tag of every file below; the one of this name itself has the path "".
+
+        A tag is another one when the file was written with another content; "" where the storage
+        keeps none, as file systems do.
+        """
+        if self.exists() and not self.is_directory():
+            return {"": (self.size(), "")}
+        return {name: (size, "") for name, size in self.sizes().items()}
+
     def exists(self) -> bool:
         """Whether anything has this name. A file server that is away raises, it does not say no."""
         try:

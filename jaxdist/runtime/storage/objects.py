@@ -185,6 +185,19 @@ class ObjectLocation(Location):
             found[name] = found.get(name, 0) + meta["size"]
         return found
 
+    def tags(self) -> dict[str, tuple[int, str]]:
+        """Bytes and ETag of every file below, or of the object of this name, with the path ""."""
+        found: dict[str, tuple[int, str]] = {}
+        for meta in self._below():
+            name, is_part = part_of(meta["path"].removeprefix(self._key).lstrip("/"))
+            size = found[name][0] if name in found else 0
+            found[name] = (size + meta["size"], "" if is_part else meta["e_tag"] or "")
+        if not found:
+            with contextlib.suppress(FileNotFoundError):
+                meta = self._head()
+                found[""] = (meta["size"], meta["e_tag"] or "")
+        return found
+
     def exists(self) -> bool:
         """Whether there is an object, or any below."""
         try:
