@@ -365,8 +365,8 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "code", "facts"),
     [
-        (400, "ExpiredToken", ["expired", "get new ones"]),
-        (403, "AccessDenied", ["denied", "403 AccessDenied"]),
+        (400, "ExpiredToken", ["expired", "AWS_SESSION_TOKEN"]),
+        (403, "AccessDenied", ["denied", "403 AccessDenied", "AWS_ACCESS_KEY_ID"]),
     ],
 )
 def test_credentials_that_expire_are_said_at_the_start_and_in_a_run(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import functools
 import os
@@ -34,7 +35,16 @@ REQUESTS = 16
 
 # Google takes an object of any size in one request, and no invisible parts can be left there.
 _ONE_REQUEST_BYTES = {"s3": 64 << 20, "gs": sys.maxsize}
-_CONNECT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "10min"}
+_RENEWED = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_BEARER_TOKEN",
+}
+_CONNECT = {"allow_http": True, "connect_timeout": "5s"}
+_SILENCE_S = 30  # without a byte from the server a request is given up, and made again
+_SILENT_TRIES_S = 60  # until none is made again: a server that is gone keeps nobody for longer
+_BUSY_TRIES_S = 180  # the same where the server answers that it is busy (5xx): it is there
+# The server is silent while it receives, so that a large upload must be given time for that.
+_QUICK_BYTES, _SLOWEST_BYTES_PER_S = 1 << 20, 128 << 10
 _DENIED = (401, 403)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
 
@@ -86,16 +96,28 @@ def _reach(scheme: str, bucket: str) -> None:
 
 
 @functools.cache
-def _store(scheme: str, bucket: str) -> Any:
-    return _make_store(scheme, bucket, max_retries=10)
+def _store(scheme: str, bucket: str, silence_s: int) -> Any:
+    return _make_store(scheme, bucket, max_retries=10, silence_s=silence_s)
 
 
-def _make_store(scheme: str, bucket: str, *, max_retries: int) -> Any:
+def _make_store(scheme: str, bucket: str, *, max_retries: int, silence_s: int = _SILENCE_S) -> Any:
     from obstore import store
 
+    whole_s = max(600, 2 * silence_s)
+    limits = {"read_timeout": f"{silence_s}s", "timeout": f"{whole_s}s"}
+    tries_s = datetime.timedelta(seconds=_SILENT_TRIES_S)
     return getattr(store, _STORES[scheme])(
-        bucket, client_options=_CONNECT, retry_config={"max_retries": max_retries}
+        bucket,
+        client_options={**_CONNECT, **limits},
+        retry_config={"max_retries": max_retries, "retry_timeout": tries_s},
     )
+
+
+def _silence_of_upload(num_bytes: int) -> int:
+    """Seconds until an upload of so many bytes is given up; a few values, each of them a client."""
+    if num_bytes <= _QUICK_BYTES:
+        return _SILENCE_S
+    return _SILENCE_S + (1 << (num_bytes - 1).bit_length()) // _SLOWEST_BYTES_PER_S
 
 
 @contextlib.contextmanager
@@ -132,16 +154,23 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     if code == "NoSuchBucket":
         return OSError(errno.ENXIO, "there is no such bucket", url)
     if code in _EXPIRED:
-        return OSError(errno.EACCES, f"the credentials have expired ({said}): get new ones", url)
+        what = f"the credentials have expired ({said}): put new ones into {_RENEWED[scheme]}"
+        return OSError(errno.EACCES, what, url)
     if status in _DENIED or isinstance(error, PermissionError):
-        return OSError(errno.EACCES, f"access is denied ({said})", url)
+        what = f"access is denied ({said}): {_RENEWED[scheme]} may be wrong, expired or without "
+        return OSError(errno.EACCES, f"{what}a right to this", url)
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     if "response body" in text:
         return ConnectionResetError(errno.ECONNRESET, "the answer was cut short", url)
     if not status:
         return OSError(errno.EHOSTUNREACH, "the object store cannot be reached", url)
-    return OSError(errno.EIO, f"the object store refuses ({said})", url)
+    kind = _Busy if status >= 500 or status == 429 else OSError
+    return kind(errno.EIO, f"the object store refuses ({said})", url)
+
+
+class _Busy(OSError):
+    """The server answered that it cannot answer now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,9 +293,10 @@ class ObjectLocation(Location):
         import obstore
 
         content = data.encode() if isinstance(data, str) else data
-        in_parts = len(content) > _ONE_REQUEST_BYTES[self._place[0]]
-        with self._told():
-            obstore.put(self._bucket, self._key, content, use_multipart=in_parts)
+        scheme, bucket, key = self._place
+        most = _ONE_REQUEST_BYTES[scheme]
+        store = _store(scheme, bucket, _silence_of_upload(min(len(content), most)))
+        self._ask(lambda: obstore.put(store, key, content, use_multipart=len(content) > most))
 
     def create(self) -> bool:
         """Make the object, empty; False where there is one already."""
@@ -295,8 +325,8 @@ class ObjectLocation(Location):
         """Delete the object; nothing without one."""
         import obstore
 
-        with contextlib.suppress(FileNotFoundError), self._told():
-            obstore.delete(self._bucket, self._key)
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(lambda: obstore.delete(self._bucket, self._key))
 
     def delete_tree(self) -> None:
         """Delete all that lies below, and the object of this name."""
@@ -304,8 +334,7 @@ class ObjectLocation(Location):
 
         while paths := [meta["path"] for meta in self._below()]:
             try:
-                with self._told():
-                    obstore.delete(self._bucket, paths)
+                self._ask(functools.partial(obstore.delete, self._bucket, paths))
                 break
             except FileNotFoundError:
                 # Google refuses to delete what is gone, by another process or by a try whose answer
@@ -323,25 +352,28 @@ class ObjectLocation(Location):
 
     @property
     def _bucket(self) -> Any:
-        return _store(*self._place[:2])
+        return _store(*self._place[:2], _SILENCE_S)
 
     @property
     def _key(self) -> str:
         return self._place[2]
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        """A request that changes nothing, again where its answer was cut short.
+        """A request that may be made twice, and is where the store is busy or cuts its answer.
 
-        `obstore` repeats by itself what was refused or not answered at all.
+        `obstore` repeats by itself, for a minute, what was refused or not answered at all.
         """
-        for pause_s in (0.1, 0.4, 1.6, 6.4):
+        begun, pauses_s = time.monotonic(), [6.4, 1.6, 0.4, 0.1]
+        while True:
             try:
                 with self._told():
                     return request()
-            except ConnectionResetError:
-                time.sleep(pause_s)
-        with self._told():
-            return request()
+            except (_Busy, ConnectionResetError) as error:
+                tried_s = time.monotonic() - begun
+                most_s = _BUSY_TRIES_S if isinstance(error, _Busy) else _SILENT_TRIES_S
+                if not pauses_s or tried_s > most_s:
+                    raise
+                time.sleep(pauses_s.pop())
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
         return _told(self.path)
@@ -349,7 +381,14 @@ class ObjectLocation(Location):
     def _head(self) -> Any:
         import obstore
 
-        return self._ask(lambda: obstore.head(self._bucket, self._key))
+        try:
+            return self._ask(lambda: obstore.head(self._bucket, self._key))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EIO):
+                self.is_directory()  # the answer to a list says why, that to HEAD has no text
+            raise
 
     def _get(self, key: str) -> tuple[bytes, Any]:
         import obstore
