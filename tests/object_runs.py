@@ -92,8 +92,8 @@ SETTINGS = {
     "checkpoint": {"save_interval_steps": 2, "max_to_keep": 1},
 }
 
-def train(path, **settings):
-    return jaxdist.train({**SETTINGS, **settings}, steps=4, run_dir=path, progress=False)
+def train(path, steps=4, **program):
+    return jaxdist.train(SETTINGS, steps=steps, run_dir=path, progress=False, **program)
 
 if __name__ == "__main__":
     jaxdist.train({**SETTINGS, "simulate": 8}, steps=4, run_dir=sys.argv[1], progress=False,

@@ -245,6 +245,23 @@ def slow(address: str, seconds: float) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def expiring(address: str) -> Iterator[tuple[str, list[float]]]:
+    """A way to a server for credentials that expire: its address, and `[writes until then]`."""
+    left, one_at_a_time = [float("inf")], threading.Lock()
+
+    def answer(request: Message, ask) -> Message:
+        with one_at_a_time:
+            left[0] -= request.start[0] == "PUT"
+        if left[0] >= 0:
+            return ask(request)
+        told = f"<Error><Code>ExpiredToken</Code><Sent>{request.headers}</Sent></Error>"
+        return Message((400,), {}, b"" if request.start[0] == "HEAD" else told.encode())
+
+    with passing_on(address, answer) as way:
+        yield way, left
+
+
+@contextlib.contextmanager
 def refusing(status: int, code: str) -> Iterator[str]:
     """A server that refuses every request, and repeats it as some do; its address."""
 

@@ -19,14 +19,20 @@ from pathlib import Path
 from typing import Literal
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
-from jaxdist.data.corpus import Corpus, total_bytes, upload_corpus, write_corpus
+from jaxdist.data.corpus import (
+    Corpus,
+    is_cut_upload,
+    total_bytes,
+    upload_corpus,
+    write_corpus,
+)
 from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.tokenizer import load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import Location, is_url, locate
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -45,7 +51,8 @@ List the rows that entered steps of a run, checked by its data ledger:
 
     python -m jaxdist.data prove RUN 100:200
 
-The folder appears whole or not at all: an interrupted run leaves nothing behind."""
+The folder appears whole or not at all: an interrupted run leaves nothing behind on a disk, and in a
+bucket nothing that is read. The same command replaces it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
+        fix = "" if is_url(config.out) else " Name another folder with --out."
         raise ConfigError(
-            f"--out {config.out} cannot be written: {error.strerror or error}. Name another folder "
-            "with --out."
+            f"--out {config.out} cannot be written: {error.strerror or error}.{fix}"
         ) from error
     return 0
 
@@ -195,7 +202,7 @@ def _prove(argv: Sequence[str]) -> int:
 
 def _prepare(config: PrepareConfig, out: Location) -> None:
     """Tokenise the sources into the new folder `out`, with progress on stderr."""
-    if out.exists():
+    if out.exists() and not is_cut_upload(out):
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
     files = [path for source in config.sources for path in find_files(source)]
     size = total_bytes(files)

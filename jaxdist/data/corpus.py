@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -36,7 +37,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
-from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import Progress
@@ -185,12 +186,22 @@ def write_corpus(
 
 def upload_corpus(made: Path, folder: Location) -> None:
     """Copy a corpus to a place on an object store, what makes it whole last."""
+    if is_cut_upload(folder):
+        folder.delete_tree()
     names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
     with Progress("uploading", total_bytes(made.iterdir()), "B") as progress:
         for name in [*names, "corpus.json"]:
             content = (made / name).read_bytes()
             (folder / name).write(content)
             progress.advance(len(content))
+
+
+def is_cut_upload(folder: Location) -> bool:
+    """Whether all that lies there is part of an upload that did not come to its end."""
+    names = {} if folder.is_local else folder.sizes()
+    is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
+    rest = {name for name in names if not is_part(name)}
+    return len(rest) < len(names) and rest <= {*TOKENIZER_FILES}
 
 
 def _remove_abandoned(folder: Path) -> None:

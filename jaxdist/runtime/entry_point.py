@@ -60,6 +60,12 @@ _ADVICE = (
         "again; committed checkpoints are intact",
     ),
     (
+        ("credentials have expired",),
+        "put new credentials into the variables that the message names, then start the same "
+        "command again: committed checkpoints are intact. Those of a role, of the machine or of a "
+        "pod, renew themselves",
+    ),
+    (
         _CONSEQUENCE,
         "another process died or became unreachable first: its own log has the cause",
     ),

@@ -10,6 +10,8 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
 
+_UNFINISHED = "unfinished.txt"
+
 if TYPE_CHECKING:
     from jaxdist.config import RunConfig
 
@@ -70,6 +72,25 @@ def new_directory(path: str) -> Location:
     if given.exists() and (not given.is_directory() or given.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
     return given
+
+
+def new_run_directory(path: str) -> Location:
+    """As `new_directory`; what a command that was cut off began there is deleted."""
+    given = locate(path).absolute()
+    if (given / _UNFINISHED).exists() and not (given / "config.toml").exists():
+        given.delete_tree()
+    return new_directory(path)
+
+
+def begin_run(directory: Location) -> None:
+    """Make a run directory that does not count until `finish_run`."""
+    (directory / "checkpoints").make_directory()
+    (directory / _UNFINISHED).write("jaxdist.convert was cut off here: its next start deletes this")
+
+
+def finish_run(directory: Location) -> None:
+    """Say that everything is there."""
+    (directory / _UNFINISHED).delete()
 
 
 def new_local_directory(path: str) -> Location:

@@ -28,7 +28,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
-from jaxdist.tools.convert.checkpoint_paths import new_directory
+from jaxdist.tools.convert.checkpoint_paths import begin_run, finish_run, new_run_directory
 
 _CHUNK_BYTES = 16 << 20
 
@@ -48,13 +48,13 @@ class Config:
 
 def run(config: Config) -> int:
     """Convert; prints what it made and what to run next."""
-    out, is_hub = new_directory(config.out), hub.is_hub_name(config.src)
+    out, is_hub = new_run_directory(config.out), hub.is_hub_name(config.src)
     given = hub.with_commit(config.src) if is_hub else config.src
     source = folder_of(given, weights=True)
     weights = open_weights(source)
     run_name = hub.short_name(given) if is_hub else source.absolute().name
     theirs, model = read_json(source), weights.model
-    (out / "checkpoints").make_directory()
+    begin_run(out)
     tensors = weights.tensors.values()
     total = sum(tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
     writer = CheckpointWriter(out / "checkpoints" / "0", total)
@@ -63,6 +63,7 @@ def run(config: Config) -> int:
     settings = _settings(run_name, model, source, out)
     writer.finish({"mesh": "", "config": settings, "source": given if is_hub else str(source)})
     (out / "config.toml").write(settings)
+    finish_run(out)
     count = num_params(build(model, seq_len=1))
     files = tokenizer_files(source)
     talks = "chat_template.jinja" in files or b'"chat_template"' in files.get(

@@ -18,7 +18,13 @@ from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
+from jaxdist.tools.convert.checkpoint_paths import (
+    begin_run,
+    checkpoint_of,
+    finish_run,
+    new_run_directory,
+    settings_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,7 @@ def run(config: Config) -> int:
     """Rewrite one checkpoint into a run directory of its own."""
     spec = MeshSpec.parse(config.mesh)
     checkpoint = checkpoint_of(config.src, config.step)
-    destination = new_directory(config.dst)
+    destination = new_run_directory(config.dst)
     stored = StoredArrays(checkpoint)
     settings, shard_shapes = _target(config, spec, stored)
     items = (
@@ -58,7 +64,7 @@ def run(config: Config) -> int:
         return even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
 
     start = time.perf_counter()
-    (destination / "checkpoints").make_directory()
+    begin_run(destination)
     writer = rewrite(
         stored,
         destination / "checkpoints" / checkpoint.name,
@@ -68,6 +74,7 @@ def run(config: Config) -> int:
         meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
     )
     (destination / "config.toml").write(settings)
+    finish_run(destination)
     seconds = time.perf_counter() - start
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "

@@ -1,0 +1,190 @@
+"""A store that hangs, is busy, or whose credentials expire in the middle of a command or a run."""
+
+import errno
+import threading
+import time
+
+import object_servers
+import pytest
+from commands import run_here
+from data_cases import cache  # noqa: F401
+from object_runs import RUN
+from object_servers import SECRET, Message
+from refusals import missing
+
+from jaxdist.checkpoint import lock, manifest
+from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.core.settings import ConfigError
+from jaxdist.data.corpus import Corpus
+from jaxdist.runtime import entry_point
+from jaxdist.runtime.storage import flush_appended, locate, objects
+
+EXPIRED = ["expired", "AWS_SESSION_TOKEN"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
+        yield address
+
+
+@pytest.fixture
+def limits(server, monkeypatch):
+    """Time limits of clients that are made from now on."""
+
+    def set_limits(address: str, **seconds: int) -> None:
+        for name, value in seconds.items():
+            monkeypatch.setattr(objects, name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        objects._store.cache_clear()
+
+    yield set_limits
+    objects._store.cache_clear()
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["read", "part", "files", "write", "delete"])
+def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limits, name):
+    """Here of two seconds: one silent try, and a second one before they are over."""
+    over, arguments = threading.Event(), {"part": (0, 5), "write": ("text",)}
+    place = locate("s3://bucket/hangs")
+
+    def answer(request: Message, ask) -> Message:
+        over.wait(30)
+        return ask(request)
+
+    with object_servers.passing_on(server, answer) as address:
+        limits(address, _SILENCE_S=1, _SILENT_TRIES_S=2)
+        begun = time.monotonic()
+        with pytest.raises(OSError) as away:
+            getattr(place, name)(*arguments.get(name, ()))
+        took_s = time.monotonic() - begun
+        over.set()
+    assert away.value.errno == errno.EHOSTUNREACH
+    tries = 1 if name == "delete" else 2  # the library does not repeat a silent POST
+    assert 0.95 * tries < took_s < 6, took_s
+
+
+def test_an_upload_is_given_time_for_its_size(server, limits):
+    """A server that answers when it has all of it is silent until then."""
+    content, place = bytes(4 << 20), locate("s3://bucket/uploads")
+    with object_servers.slow(server, seconds=3.0) as address:
+        limits(address, _SILENCE_S=1, _SILENT_TRIES_S=1, _SLOWEST_BYTES_PER_S=1 << 20)
+        with pytest.raises(OSError):
+            (place / "small").write(content[: 1 << 20])
+        (place / "large").write(content)
+    limits(server, _SILENCE_S=30)
+    assert (place / "large").size() == len(content)
+
+
+def test_large_uploads_of_like_sizes_share_a_client():
+    seconds = [objects._silence_of_upload(size) for size in (0, 1 << 20, 9 << 20, 16 << 20)]
+    assert seconds == [30, 30, 158, 158]  # 16 MiB at 128 KiB/s take 128 s
+
+
+@pytest.mark.parametrize("name", ["read", "write", "delete"])
+def test_a_busy_store_is_asked_again_beyond_the_librarys_tries(server, monkeypatch, name):
+    place, asked = locate(f"s3://bucket/busy-{name}"), []
+    place.write("text")
+
+    def answer(request: Message, ask) -> Message:
+        asked.append(request.start[0])
+        if len(asked) < 3:
+            return Message((503,), {}, b"<Error><Code>SlowDown</Code></Error>")
+        return ask(request)
+
+    with object_servers.passing_on(server, answer) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=0)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        getattr(place, name)(*{"write": ("text",)}.get(name, ()))
+    assert len(asked) == 3
+
+
+# -- credentials that expire -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def expiring(server, limits):
+    with object_servers.expiring(server) as (address, left):
+        limits(address)
+        yield left
+
+
+@pytest.fixture(scope="module")
+def train():
+    program = {"__name__": "in this process"}
+    exec(RUN, program)
+    return program["train"]
+
+
+@pytest.fixture(scope="module")
+def trained(server, train):
+    train("s3://bucket/trained")
+    flush_appended()
+    return "s3://bucket/trained"
+
+
+def told(command) -> str:
+    """The one line that a command of which credentials expire ends with."""
+    with pytest.raises((OSError, ConfigError)) as end:
+        command()
+    assert not isinstance(end.value, OSError) or end.value.filename.startswith("s3://")
+    return str(end.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.3, 0.9])
+@pytest.mark.parametrize("name", ["reshard", "data"])
+def test_credentials_that_expire_in_a_command_end_it_and_it_can_be_started_again(
+    trained, expiring, name, share
+):
+    folder = locate(f"s3://bucket/expired/{name}-{share}")
+    (locate("s3://bucket/words") / "a.txt").write("some words\n" * 1000)
+    command = {
+        "reshard": ("tools.convert.__main__", "reshard", trained, "--mesh=dp=2,fsdp=4"),
+        "data": ("data.__main__", "s3://bucket/words/*.txt", "--out"),
+    }[name]
+    start = lambda out: run_here(*command, out)
+    expiring[0] = many = 10_000
+    assert start(folder / "whole") == 0
+    expiring[0] = int(share * (many - expiring[0]))
+    said = told(lambda: start(folder / "cut"))
+    assert missing(said, *EXPIRED) == [] and SECRET not in said and "AKIATEST" not in said
+    expiring[0] = float("inf")  # new ones have come
+    assert (share < 0.5) or (folder / "cut").entries(), "nothing was written before"
+    assert not manifest.steps_in(folder / "cut" / "checkpoints")
+    assert not (folder / "cut" / "corpus.json").exists()
+    assert start(folder / "cut") == 0
+    assert (folder / "cut").files() == (folder / "whole").files()
+    if name == "reshard":
+        assert run_here("tools.convert.__main__", "diff", trained, folder / "cut") == 0
+    else:
+        assert Corpus(folder / "cut").fingerprint == Corpus(folder / "whole").fingerprint
+
+
+@pytest.mark.slow
+def test_a_run_whose_credentials_expire_ends_and_goes_on_with_new_ones(
+    expiring, train, monkeypatch
+):
+    # Its lock, which it could not give up, is that of a process that lives.
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 1.0)
+
+    def expire(record):
+        if record["kind"] == "train" and record["step"] == 3:
+            expiring[0] = 0
+
+    url = "s3://bucket/expires"
+    with pytest.raises(CheckpointError) as end:
+        train(url, steps=20, callbacks=expire)
+    assert missing(str(end.value), *EXPIRED) == [] and SECRET not in str(end.value)
+    assert "new credentials" in entry_point.advice_for(str(end.value))
+    expiring[0] = float("inf")
+    checkpoints = locate(url) / "checkpoints"
+    whole = manifest.steps_in(checkpoints)
+    assert whole and not any(manifest.damage(checkpoints / step) for step in whole)
+    resumed = train(url, steps=6)
+    assert resumed.exit_reason == "finished" and len(resumed.losses) == 6
+    assert '"event": "restore"' in (locate(url) / "metrics.jsonl").text()
