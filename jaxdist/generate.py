@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime import run_command
+from jaxdist.runtime.storage import file_system_problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,11 +70,17 @@ class GenerateConfig(TextSettings):
                 f"prompt and prompt_file={self.prompt_file!r} are both given: one of them holds "
                 "the prompts. Leave one out."
             )
-        if self.prompt_file and not Path(self.prompt_file).is_file():
+        if self.prompt_file and (
+            problem := file_system_problem(self.prompt_file, "prompts are read")
+        ):
+            problems.append(f"prompt_file={problem}")
+        elif self.prompt_file and not Path(self.prompt_file).is_file():
             problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
         if self.system and not self.chat:
             problems.append("system without chat: text has no system message. Add --chat.")
-        if self.out and Path(self.out).exists():
+        if self.out and (problem := file_system_problem(self.out, "answers are written")):
+            problems.append(f"out={problem}")
+        elif self.out and Path(self.out).exists():
             problems.append(f"out={self.out!r} exists and is never overwritten. Name another.")
         if self.out and self.is_interactive:
             problems.append("out without prompts: a talk is not kept. Give --prompt-file.")

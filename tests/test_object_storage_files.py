@@ -245,6 +245,12 @@ def test_an_object_is_no_run_directory(text):
         read_run([f"--run-dir={text[1]}/notes.txt"], command="test")
 
 
+def test_prompts_and_answers_are_files_of_a_disk(server):
+    flags = ["--prompt-file=s3://bucket/asks.txt", "--out=s3://bucket/answers.jsonl"]
+    with refused("prompt_file", "asks.txt", "out", "answers.jsonl", num_problems=2):
+        run_here("generate", "s3://bucket/trained", *flags)
+
+
 # -- the end -------------------------------------------------------------------------------------
 
 ENDS = """
