@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.attention.blockwise import Pull, Rule, declare_alike, wide_dtype
+from jaxdist.core.attention.blockwise import Rule, declare_alike, wide_dtype
 from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
@@ -80,27 +80,37 @@ def _forward(
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of the inputs, from that of the output [batch, length, heads, head_dim]."""
+    """Gradients of the inputs, from that of the output [batch, length, heads, head_dim].
+
+    Scores are [batch, kv_heads, group, keys, queries] here: gradients of keys and values are then
+    plain products of them, and only that of queries turns them around.
+    """
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
-    delta = Pull.of(_by_head(out, kv_heads), lse, _by_head(cotangent, kv_heads)).delta
-    q, do = _by_head(query, kv_heads), _by_head(cotangent, kv_heads)
+    by_head = lambda x: _by_head(x, kv_heads)
+    wide = lse.dtype
+    delta = jnp.sum(out.astype(wide) * cotangent.astype(wide), -1, keepdims=True)
+    delta = by_head(delta)[..., 0]
+    q, do = by_head(query), by_head(cotangent)
     k, v = _by_head(key), _by_head(value)
-    product = partial(jnp.einsum, preferred_element_type=lse.dtype)
+    product = partial(jnp.einsum, preferred_element_type=wide)
     tiles = _tiles(length, rule)
     dq, dk, dv = [], [], []
     for tile in tiles:
         mine = lambda x, tile=tile: x[:, :, :, tile.queries]
-        scores = _scores(q, k, tile, rule)
+        seen = lambda x, tile=tile: x[:, :, tile.keys]
+        scores = product("bgkd,bgrqd->bgrkq", seen(k), mine(q)) * _scale(query)
+        scores = soft_cap(scores, rule.softcap)
         # Where, before any product: what is hidden may be infinite.
-        exact = jnp.exp(scores - mine(lse)[..., None])
-        probs = jnp.where(_allowed(tile, segments, rule), exact, 0.0)
-        dprobs = product("bgrqd,bgkd->bgrqk", mine(do), v[:, :, tile.keys])
-        dscores = probs * (dprobs - mine(delta)[..., None]) * slope_at(scores, rule.softcap)
+        exact = jnp.exp(scores - mine(lse)[..., None, :])
+        allowed = jnp.swapaxes(_allowed(tile, segments, rule), -1, -2)
+        probs = jnp.where(allowed, exact, 0.0)
+        dprobs = product("bgkd,bgrqd->bgrkq", seen(v), mine(do))
+        dscores = probs * (dprobs - mine(delta)[..., None, :]) * slope_at(scores, rule.softcap)
         dscores = (dscores * _scale(query)).astype(query.dtype)
-        dq.append(product("bgrqk,bgkd->bgrqd", dscores, k[:, :, tile.keys]))
-        dk.append(product("bgrqk,bgrqd->bgkd", dscores, mine(q)))
-        dv.append(product("bgrqk,bgrqd->bgkd", probs.astype(do.dtype), mine(do)))
+        dq.append(product("bgrkq,bgkd->bgrqd", dscores, seen(k)))
+        dk.append(product("bgrkq,bgrqd->bgkd", dscores, mine(q)))
+        dv.append(product("bgrkq,bgrqd->bgkd", probs.astype(do.dtype), mine(do)))
     of_queries = jnp.concatenate(dq, 3)
     of_keys, of_values = (_sum_over_tiles(parts, tiles, length) for parts in (dk, dv))
     pairs = zip((of_queries, of_keys, of_values), (query, key, value), strict=True)
