@@ -208,6 +208,22 @@ def rotary_angles(
     return (cos, sin) if length == 1.0 else (cos * length, sin * length)
 
 
+def computed_once(tables: Any) -> Any:
+    """The same arrays [..., size, width], for XLA:CPU to compute before it reads them.
+
+    It would fuse what they are made of into every reader, and compute a cosine for each element of
+    every head of every layer. It does not look into a loop: each goes through one in halves, but
+    for those of an odd width.
+    """
+
+    def halves(x: Array) -> Array:
+        """[..., width] in two turns of a loop."""
+        parts = jnp.stack(jnp.split(x, 2, -1))
+        return jnp.concatenate(list(lax.map(lax.optimization_barrier, parts)), -1)
+
+    return jax.tree.map(lambda x: x if x.shape[-1] % 2 else halves(x), tables)
+
+
 def rope_stretch(
     scaling: Mapping[str, Any], head_dim: int, theta: float
 ) -> tuple[Callable[[Array], Array], float]:

@@ -26,7 +26,8 @@ def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, 
         "index": context.split(context.places(seq)[None])[0],
     }
     if config.positions == "rotary":
-        aux |= _angles(config, positions_of(batch, context))
+        angles = _angles(config, positions_of(batch, context))
+        aux |= layers.computed_once(angles) if context.platform == "cpu" else angles
     return aux
 
 
