@@ -23,20 +23,28 @@ from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array, Sums
 
 
+def _sum_over_tokens(x: Array, dlogits: Array) -> Array:
+    """The kernel's gradient, float32 [d_model, vocab], from x [tokens, d_model] and the logits'."""
+    return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
+
+
 class Vocabulary(NamedTuple):
-    """How the vocabulary of a head is laid out.
+    """How the vocabulary of a head is laid out, and how its kernel's gradient is summed.
 
     Attributes:
         size: real entries; columns from `size` on are padding and get no probability.
         axis: mesh axis that splits the columns, or None.
         chunk: tokens whose logits exist at once; 0 = all.
         softcap: bound that logits approach; 0 = none.
+        weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> [d_model, vocab],
+            float32.
     """
 
     size: int
     axis: str | None = None
     chunk: int = 0
     softcap: float = 0.0
+    weight_gradient: Callable[[Array, Array], Array] = _sum_over_tokens
 
 
 def token_cross_entropy(
@@ -61,10 +69,15 @@ def token_cross_entropy(
     return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct}
 
 
-def make_token_loss(axis: str | None = None, chunk: int = 0) -> Callable[..., Sums]:
+def make_token_loss(
+    axis: str | None = None,
+    chunk: int = 0,
+    weight_gradient: Callable[[Array, Array], Array] = _sum_over_tokens,
+) -> Callable[..., Sums]:
     """`Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
-    At most `chunk` tokens have logits at once; 0 = all.
+    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` gives float32 [d_model,
+    vocab], as `Vocabulary` has it.
     """
 
     def token_loss(
@@ -76,7 +89,7 @@ def make_token_loss(axis: str | None = None, chunk: int = 0) -> Callable[..., Su
         softcap: float = 0.0,
     ) -> Sums:
         """As `token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        vocabulary = Vocabulary(vocab_size, axis, chunk, softcap)
+        vocabulary = Vocabulary(vocab_size, axis, chunk, softcap, weight_gradient)
         return token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     return token_loss
@@ -149,7 +162,7 @@ def _forward(
         dlogits = (probs - hit.astype(jnp.float32)) * part_weights[:, None] * slope
         low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
-        dkernel = jnp.einsum("td,tv->dv", part_x, low, preferred_element_type=jnp.float32)
+        dkernel = vocabulary.weight_gradient(part_x, low)
         total = (carry[0] + loss, carry[1] + correct, carry[2] + dkernel)
         return total, dx.astype(grad_dtype)
 

@@ -16,6 +16,7 @@ from jaxdist.core import attention, losses
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
+from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -84,7 +85,11 @@ def make_context(
     hooks |= products_of(layout, platform)
     return Context(
         dtype=dtype,
-        token_loss=losses.make_token_loss(vocabulary_axis, chunk),
+        token_loss=losses.make_token_loss(
+            vocabulary_axis,
+            chunk,
+            **({"weight_gradient": cpu.weight_gradient} if platform == "cpu" else {}),
+        ),
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,
@@ -113,11 +118,14 @@ def row_groups_of(layout: Layout, precision: PrecisionConfig, platform: str) -> 
 
 
 def products_of(layout: Layout, platform: str) -> dict[str, Any]:
-    """`Context.dot` where the plain one does not do: positions outermost in memory.
+    """`Context.dot` where the plain one does not do.
 
-    On GPUs, where `tensor` gathers and scatters positions: these want them there, and XLA would
-    turn whole activations around before and behind every product.
+    On GPUs where `tensor` gathers and scatters positions, these stand outermost in memory: XLA
+    would turn whole activations around before and behind every product. On CPU gradients of weights
+    are summed the faster way; stages put these off, and tell them from others by their form.
     """
+    if platform == "cpu" and PIPELINE not in layout.used:
+        return {"dot": cpu.dot}
     splits = TENSOR in layout.used and not layout.auto_tensor and layout.sequence_parallel
     return {"dot": tensor.dot_by_position} if platform == "gpu" and splits else {}
 
