@@ -30,7 +30,7 @@ def job_of(case: Case, **changes) -> Job:
             global_batch_size=ROWS,
             seq_len=SEQ,
             num_microbatches=case.microbatches,
-            remat="none",
+            remat=case.remat,
         ),
         precision=PrecisionConfig(compute_dtype="float32"),
     )
@@ -51,6 +51,16 @@ def moved(case: Case, **changes) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimated_traffic_equals_the_compiled_programs(case):
+    text = lowered(case).compile().as_text()
+    read = traffic(text, layout_of(case).mesh.shape)
+    assert moved(case) == {key: amount for key, (_, amount) in read.items()}
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize("remat", ["dots", "names:attention", "names:attention_out", "full"])
+def test_estimated_traffic_knows_what_backward_moves_again(remat, sequence):
+    """Attention's output is kept summed over `tensor`: then it is not summed again."""
+    case = Case("rotary", "fsdp=2,tp=2", sequence=sequence, microbatches=2, remat=remat)
     text = lowered(case).compile().as_text()
     read = traffic(text, layout_of(case).mesh.shape)
     assert moved(case) == {key: amount for key, (_, amount) in read.items()}

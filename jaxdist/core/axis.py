@@ -71,6 +71,7 @@ class ActivationSizes:
         num_forwards: how often a microbatch goes forward through a layer; 2 where a pipeline's
             backward repeats it.
         recomputes: whether backward recomputes what a layer does not keep.
+        reduces_again: whether that is also attention's output, summed over `tensor`.
         sequence_parallel: whether sequences are split between blocks.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
@@ -90,6 +91,7 @@ class ActivationSizes:
     num_microbatches: int
     num_forwards: int
     recomputes: bool
+    reduces_again: bool
     sequence_parallel: bool
     query_bytes: float = 0.0
     key_value_bytes: float = 0.0

@@ -235,11 +235,14 @@ class Block(nnx.Module):
         """Residual stream [batch, seq_shard, d_model] -> the same, and no sums of its own."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
-            branch = self._normed("attention_out_norm", context.leave(branch))
+            # Named behind `leave`, what is kept is this device's share, and is not reduced again.
+            branch = checkpoint_name(context.leave(branch), "attention_out")
+            branch = self._normed("attention_out_norm", branch)
             x = x + self._drop(branch, _ATTENTION_SITE, aux, context)
         with jax.named_scope("mlp"):
             branch = self.mlp(context.enter(self._normed("mlp_norm", x)), context)
-            branch = self._normed("mlp_out_norm", context.leave(branch))
+            branch = checkpoint_name(context.leave(branch), "mlp_out")
+            branch = self._normed("mlp_out_norm", branch)
             return x + self._drop(branch, _MLP_SITE, aux, context), {}
 
     def decode(
@@ -340,7 +343,7 @@ class Attention(nnx.Module):
         out = context.dot(dims, mixed, self.out[...])
         if "out" in self.config.bias:
             out = out + _once(self.out_bias[...].astype(mixed.dtype), context)
-        return checkpoint_name(out, "attention_out")
+        return out
 
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
@@ -393,7 +396,7 @@ class Mlp(nnx.Module):
         out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, down_kernel)
         if "mlp" in self.config.bias:
             out = out + _once(self.down_bias[...].astype(x.dtype), context)
-        return checkpoint_name(out, "mlp_out")
+        return out
 
 
 class Head(nnx.Module):

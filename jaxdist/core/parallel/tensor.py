@@ -43,8 +43,8 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
     per_layer = 2 * sizes.num_forwards + 2
     # Products' inputs are gathered again; of the outputs only the attention's is read again.
     gathers, reductions = (
-        sizes.num_microbatches * ((per_layer + again * sizes.recomputes) * sizes.num_layers + ends)
-        for again in (2, 1)
+        sizes.num_microbatches * ((per_layer + again) * sizes.num_layers + ends)
+        for again in (2 * sizes.recomputes, sizes.reduces_again)
     )
     scalars = Traffic("all-reduce", "loss", 3.0 * 4 * sizes.num_tokens, sizes.num_microbatches)
     if not sizes.sequence_parallel:

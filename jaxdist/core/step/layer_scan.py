@@ -282,7 +282,9 @@ def _asked(remat: str) -> Callable[..., bool]:
         return policies.save_from_both_policies(
             policies.checkpoint_dots_with_no_batch_dims,
             policies.save_from_both_policies(
-                policies.save_only_these_names(block_scaled.PRODUCT), keeps_attention
+                # Sums over `tensor`, where it splits a product: kept instead of its partial sums.
+                policies.save_only_these_names(block_scaled.PRODUCT, "attention_out", "mlp_out"),
+                keeps_attention,
             ),
         )
     if remat == "full":

@@ -52,10 +52,9 @@ def kept_per_layer(job: Job) -> float:
     names = {
         "qkv": tokens * (widths.queries + 2 * widths.keys),
         "attention": tokens * widths.queries * _attention_outputs(job),
-        # The partial sums before they are reduced: whole rows, however tensor splits the stream.
-        "attention_out": tokens * widths.stream,
+        "attention_out": carry * widths.stream,
         "mlp_hidden": tokens * widths.hidden,
-        "mlp_out": tokens * widths.stream,
+        "mlp_out": carry * widths.stream,
     }
     elements = carry * widths.stream  # every layer's input
     if job.remat.startswith("names:"):
@@ -89,15 +88,12 @@ def saved_by_fp8(job: Job) -> float:
 def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 
-    A reduce-scatter or gather over the sequence wants it as the first dim: with more than one row
-    the compiler turns the whole stack around at once. So it does with kept queries, keys and values
-    whose heads are exchanged for positions.
+    The compiler turns the whole stack around at once of kept queries, keys and values whose heads
+    are exchanged for positions.
     """
-    turned = job.sequence_parallel and job.micro_rows > 1 and job.remat in ("dots", "none")
-    elements = job.tokens * job.stream_width if turned else 0
-    if turns_heads(job):
-        elements += job.tokens * (Widths.of(job).queries + 2 * Widths.of(job).keys)
-    return job.compute_bytes * elements
+    if not turns_heads(job):
+        return 0
+    return job.compute_bytes * job.tokens * (Widths.of(job).queries + 2 * Widths.of(job).keys)
 
 
 def turns_heads(job: Job) -> bool:

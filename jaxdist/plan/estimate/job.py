@@ -267,7 +267,16 @@ class Job:
     @property
     def keeps_attention(self) -> bool:
         """Whether the output of attention is kept for the backward pass."""
-        return self.remat in ("none", "dots") or "attention" in self.remat.split(":")[-1].split(",")
+        return self._keeps("attention")
+
+    @property
+    def keeps_attention_out(self) -> bool:
+        """Whether its product with the output matrix, summed over `tensor`, is kept too."""
+        return self._keeps("attention_out")
+
+    def _keeps(self, name: str) -> bool:
+        """Whether what models mark with that name, and `dots` keeps, is kept."""
+        return self.remat in ("none", "dots") or name in self.remat.split(":")[-1].split(",")
 
     @functools.cached_property
     def attention(self) -> str:

@@ -163,6 +163,7 @@ def _activations(job: Job) -> Iterator[Moved]:
         num_tokens=job.tokens,
         num_layers=job.layers_per_stage,
         num_microbatches=job.num_microbatches,
+        reduces_again=not job.keeps_attention_out,
         num_forwards=_passes(job) - 1,
         recomputes=job.remat != "none",
         sequence_parallel=job.sequence_parallel,
