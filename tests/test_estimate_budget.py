@@ -219,8 +219,9 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
     monkeypatch.setattr(room.Budget, "of", too_little)
     monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
+    same = ["--train.remat", policies[-1]]  # with less memory, auto would choose another
     with refused("compiled step", in_bytes(needed), "--force"):
-        train.main([*SMALL, "--run-dir", str(tmp_path / "refused")])
+        train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
     forced = ["--force", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0
 

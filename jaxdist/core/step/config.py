@@ -28,7 +28,8 @@ class TrainConfig:
         "auto",
         "what backward recomputes: none, dots (keep products), full (keep only block inputs), "
         "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
-        "auto = none on CPU, on GPUs the fastest of none, dots and full that fits by the estimate",
+        "auto = none on CPU, on GPUs the fastest that fits by the estimate: none, dots, full, or "
+        "names of attention",
     )
     loss_chunk_tokens: int = setting(
         0,

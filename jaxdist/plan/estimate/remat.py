@@ -15,7 +15,14 @@ from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.hardware import GIB
 from jaxdist.runtime.formatting.numbers import in_bytes
 
-POLICIES = ("none", "dots", "full")
+POLICIES = (
+    "none",
+    "dots",
+    "names:qkv,attention,attention_out",  # of a decoder's products the largest alone is repeated
+    "names:attention,attention_out",
+    "names:attention",
+    "full",
+)
 """What auto chooses from, from the one that keeps most to the one that keeps least."""
 
 TOLERANCE = 0.05
@@ -44,13 +51,18 @@ class RematChoice:
         why = "the fastest that fits" if self.fits(chosen) else "none fits, this needs least"
         costs = ", ".join(
             f"{name} {1e3 * self.seconds[name]:.0f} ms {in_bytes(self.bytes[name])}"
-            for name in POLICIES
+            for name in self.seconds
         )
         return f"remat {chosen}: {why} {in_bytes(self.limit_bytes)} by the estimate ({costs})"
 
     def fits(self, policy: str) -> bool:
         """Whether a policy fits even where the estimate is too low by its own error."""
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
+
+
+def policies_of(job: Job) -> list[str]:
+    """Those of `POLICIES` that the run's model knows: the names are a decoder's."""
+    return [name for name in POLICIES if job.is_decoder or not name.startswith("names:")]
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
@@ -60,17 +72,17 @@ def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
     """
     if job.config.train.remat != "auto":
         return None
-    jobs = {policy: job.changed("train", remat=policy) for policy in POLICIES}
+    jobs = {policy: job.changed("train", remat=policy) for policy in policies_of(job)}
     choice = RematChoice(
         job=job,
         seconds={policy: estimate_time(one).seconds for policy, one in jobs.items()},
         bytes={policy: estimate_memory(one).total_bytes for policy, one in jobs.items()},
         limit_bytes=math.floor(limit_bytes / GIB) * GIB,
     )
-    fitting = [policy for policy in POLICIES if choice.fits(policy)]
+    fitting = [policy for policy in jobs if choice.fits(policy)]
     best = (
         min(fitting, key=choice.seconds.__getitem__)
         if fitting
-        else min(POLICIES, key=choice.bytes.__getitem__)
+        else min(jobs, key=choice.bytes.__getitem__)
     )
     return dataclasses.replace(choice, job=jobs[best])

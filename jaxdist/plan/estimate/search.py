@@ -28,6 +28,7 @@ from jaxdist.core.settings.schema import flag_of
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
+from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes, percent, relative_speed
@@ -244,7 +245,7 @@ def _variants(job: Job) -> Iterator[Job]:
     zeros = _zeros(job.config.mesh.zero, job.spec)
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
-        for remat in _remats(job.config.train.remat):
+        for remat in _remats(job):
             for pipeline in _pipelines(job):
                 changed = on_mesh.changed("train", remat=remat).changed("pipeline", **pipeline)
                 if not _mesh_problems(changed.config, job.spec, job.model):
@@ -289,8 +290,8 @@ def _zeros(given: int, spec: MeshSpec) -> list[int]:
     return sorted({0, 1, given})
 
 
-def _remats(given: str) -> list[str]:
-    found = ["none", "dots", "full"]
+def _remats(job: Job) -> list[str]:
+    given, found = job.config.train.remat, policies_of(job)
     return found if given in (*found, "auto") else [given, *found]
 
 

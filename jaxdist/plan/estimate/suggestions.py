@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.search import Choice
 
 _SMALL_CHUNK = 256
@@ -53,7 +54,7 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
             flag = f"--train.num-microbatches {count}"
             yield flag, "fewer rows at once, the same batch", changed
             break
-    order = ["none", "dots", "full"]
+    order = policies_of(job)
     place = order.index(job.remat) if job.remat in order else 0
     for remat in order[place + 1 :]:
         changed = job.changed("train", remat=remat)
