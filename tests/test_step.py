@@ -484,14 +484,24 @@ def test_layers_that_move_nothing_are_unrolled(
     monkeypatch.setattr(layer_scan, "UNROLL_UP_TO", 16)
     model = dataclasses.replace(model_of("rotary"), num_layers=layers)
     gathers = mesh.startswith("fsdp")
-    found = layer_scan._layers_of_a_body(
+    found = layer_scan.layers_of_a_body(
         model, layout_of(Case("rotary", mesh)), platform, remat, gathers=gathers
     )
     assert found == (layers if unrolled else 1)
 
 
+def test_zero_2_runs_its_layers_in_a_loop_on_gpus():
+    """Unrolled, it would take more memory than ZeRO-1."""
+    layouts = [layout_of(Case("rotary", "dp=2", zero=zero)) for zero in (1, 2)]
+    bodies = [
+        layer_scan.layers_of_a_body(model_of("rotary"), one, "gpu", "dots", gathers=False)
+        for one in layouts
+    ]
+    assert bodies == [model_of("rotary").num_layers, 1]
+
+
 def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
     """With recomputation, as on GPUs."""
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
-    monkeypatch.setattr(layer_scan, "_layers_of_a_body", lambda model, *_, **__: model.num_layers)
+    monkeypatch.setattr(layer_scan, "layers_of_a_body", lambda model, *_, **__: model.num_layers)
     check(run(case), reference(case.model))

@@ -48,7 +48,7 @@ LONG = "--train.seq_len 8192 --train.remat dots --train.num_microbatches 8"
 
 # name, GPUs, config, flags; the mesh is the config's where no flag names one.
 CASES = f"""
-gpt2_124m       h100:8   gpt2_124m
+gpt2_124m       h100:8   gpt2_124m --train.remat none
 1.7b_4096       h200:1   llama3_8b {MEDIUM}
 8b_4096         h100:8   llama3_8b --train.seq_len 4096 --train.remat dots
 8b_8192         h100:8   llama3_8b {LONG}

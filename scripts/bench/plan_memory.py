@@ -165,8 +165,7 @@ def table(numbers: dict[str, Any]) -> str:
             "temporary + attention workspace of the real XLA:GPU compiler, without a GPU "
             f"({', '.join(f'{k} {v}' for k, v in versions.items())}). GiB.",
             "",
-            "70B and 405B with tp and no pp were compiled before rows went through layers in "
-            "groups.",
+            "405B with tp and no pp was compiled before rows went through layers in groups.",
             "",
             f"{len(size)} programs: {sum(e <= 0.05 for e in size)} within 5 %, "
             f"{sum(e <= 0.10 for e in size)} within 10 %; median of |error| "

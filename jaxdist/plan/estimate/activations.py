@@ -59,16 +59,23 @@ def kept_per_layer(job: Job) -> float:
     elements = carry * widths.stream  # every layer's input
     if job.remat.startswith("names:"):
         elements += sum(names[name] for name in job.remat.removeprefix("names:").split(","))
-    elif job.remat == "dots":
+    elif job.remat == "dots" or (job.remat == "none" and job.unrolls):
         elements += names["qkv"] + names["attention"] + names["attention_out"]
         # Without a norm after it the MLP's output only feeds the residual, and is not read again.
         elements += names["mlp_out"] * any("mlp_out_norm" in w.name for w in job.layers)
         elements += tokens * widths.up
+        if job.remat == "none":
+            # Of one straight line the compiler itself recomputes rotations, RMS norms and the
+            # gate's nonlinearity from these; of GPT-2 it keeps layer norms and GELU's tanh.
+            layer_norms = sum(w.name.endswith("norm.bias") for w in job.layers)
+            elements += names["mlp_hidden"] * (2 if widths.up == widths.hidden else 1)
+            elements += layer_norms * carry * widths.stream
     elif job.remat == "none":
         return _kept_without_recomputation(job)
     # With the output of a fused kernel stays the log-sum-exp of its scores.
     fused = job.keeps_attention and job.attention != "xla"
-    return job.compute_bytes * elements + fused * WIDE * heads(job) * tokens
+    scores = _kept_scores(job) if job.remat == "none" else 0
+    return job.compute_bytes * elements + fused * WIDE * heads(job) * tokens + scores
 
 
 def saved_by_fp8(job: Job) -> float:
@@ -194,8 +201,12 @@ def _kept_without_recomputation(job: Job) -> int:
     norms = sum(w.name.endswith("scale") and w.dims[-1] == "d_model" for w in job.layers)
     wide = 3 * norms * stream * widths.stream
     kept = job.compute_bytes * tokens * products + WIDE * wide
-    # Probabilities, as scores and as multiplied.
-    return kept + score_bytes(job) * (WIDE + job.compute_bytes) // WIDE
+    return kept + _kept_scores(job)
+
+
+def _kept_scores(job: Job) -> int:
+    """Probabilities, as scores and as multiplied, where no fused kernel avoids them."""
+    return score_bytes(job) * (WIDE + job.compute_bytes) // WIDE
 
 
 def _attention_outputs(job: Job) -> int:

@@ -25,6 +25,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk, exchange_of, row_groups_of
+from jaxdist.core.step.layer_scan import layers_of_a_body
 from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
@@ -246,6 +247,17 @@ class Job:
     def remat(self) -> str:
         """What backward recomputes; "auto" counts as dots until `remat.choose_remat` chose."""
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
+
+    @functools.cached_property
+    def unrolls(self) -> bool:
+        """Whether the layers are one straight line of our program, and no loop.
+
+        Counted as a loop where products are in fewer bits, whose straight line was not looked at.
+        """
+        if not self.engine.stacks_layers or self.config.precision.matmul_dtype != "auto":
+            return False
+        gathers = any(self.is_gathered(weight) for weight in self.layers)
+        return layers_of_a_body(self.model, self.layout, "gpu", self.remat, gathers=gathers) > 1
 
     @functools.cached_property
     def exchange(self) -> ExchangePlan | None:

@@ -160,10 +160,16 @@ def _phases(job: Job) -> dict[str, Parts]:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     waiting = cleared if activations.turns_heads(job) else {}
+    # In a straight line, by the totals of compiled programs: weights are cast ahead, also turned
+    # around for backward, and two layers' work is alive at once.
+    ahead, beside = {}, {}
+    if job.unrolls:
+        ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "whole")}
+        beside = {"the next layer's activations": activations.working(job)}
     return {
-        "loss": {**accumulated, **kept, **relaid, **cleared, **head},
+        "loss": {**accumulated, **kept, **relaid, **cleared, **head, **ahead},
         "layout change": {**before, **waiting, "transposed activations": _transposed(job)},
-        "layer backward": {**before, **layer_grads, **_layer(job)},
+        "layer backward": {**before, **layer_grads, **_layer(job), **beside},
         "embedding backward": {
             **accumulated,
             **layer_grads,
