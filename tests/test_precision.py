@@ -21,6 +21,21 @@ def test_auto_follows_the_platform(asked, platform, dtype):
     assert PrecisionConfig(compute_dtype=asked).resolve(platform) == jnp.dtype(dtype)
 
 
+@pytest.mark.parametrize(
+    ("asked", "compute", "dtype"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("auto", "float16", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_gradients_are_summed_as_they_leave_products_unless_asked_otherwise(asked, compute, dtype):
+    """Not in float16, whose range is narrow."""
+    assert PrecisionConfig(reduce_dtype=asked).resolve_reduce(compute) == jnp.dtype(dtype)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_only_float16_has_a_loss_scale(dtype):
     assert initial_loss_scale(dtype) == {}

@@ -143,15 +143,16 @@ def test_data_parallelism_is_one_collective_per_step(microbatches):
     assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
 
 
-def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_float32():
+@pytest.mark.parametrize("asked, reduced", [("auto", "bf16"), ("float32", "f32")])
+def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_as_asked(asked, reduced):
+    """As they leave their product, unless asked otherwise."""
     # As traced: XLA:CPU widens every bfloat16 collective to float32, GPUs do not.
-    text = lowered(
-        Case("rotary", "fsdp=2"), precision=PrecisionConfig(compute_dtype="bfloat16")
-    ).as_text()
+    precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=asked)
+    text = lowered(Case("rotary", "fsdp=2"), precision=precision).as_text()
     gathered = re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]*(\w+)>', text)
     assert set(gathered) == {"bf16"}
     scattered = re.findall(r'"stablehlo.reduce_scatter"(?:.|\n)*?-> tensor<[\dx]*(\w+)>', text)
-    assert set(scattered) == {"f32"}
+    assert set(scattered) == {reduced}
 
 
 def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):

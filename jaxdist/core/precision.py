@@ -36,8 +36,10 @@ class PrecisionConfig:
         "compute_dtype; fp8 = 8 bits, on Ada, Hopper or later GPUs; mxfp8 and nvfp4 = 8 and 4 bits "
         "with a scale for each block, on Blackwell or later; all emulated on CPU",
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype in which gradients of fsdp-sharded weights are summed"
+    reduce_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 for those "
+        "that leave their product in it, float32 for all others",
     )
 
     def problems(self) -> list[str]:
@@ -55,6 +57,14 @@ class PrecisionConfig:
         if self.compute_dtype != "auto":
             return jnp.dtype(self.compute_dtype)
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
+
+    def resolve_reduce(self, compute_dtype: Any) -> Any:
+        """The dtype of sums of gradients as they leave products in `compute_dtype`."""
+        if self.reduce_dtype != "auto":
+            return jnp.dtype(self.reduce_dtype)
+        # The range of float16 is too narrow for sums.
+        narrow = jnp.dtype(compute_dtype) == jnp.bfloat16
+        return jnp.dtype("bfloat16" if narrow else "float32")
 
 
 def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:

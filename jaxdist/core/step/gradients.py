@@ -110,7 +110,7 @@ def _make_pipeline(
         layer=make_layer(model, layout, precision, platform, gather=stages.gather == "action"),
         policy=None if remat == "none" else remat_policy(remat, {}),
         gather=stages.gather,
-        reduce_dtype=jnp.dtype(precision.reduce_dtype),
+        reduce_dtype=precision.resolve_reduce(jnp.float32),  # of sums over microbatches
     )
 
 

@@ -145,7 +145,7 @@ def make_layer(
     if not gather:
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
     dtype = precision.resolve(platform)
-    reduce_dtype = jnp.dtype(precision.reduce_dtype)
+    reduce_dtype = precision.resolve_reduce(dtype)
     narrow = precision.matmul_dtype
     chooses = narrow in matmul.FORMATS and layout.size(PIPELINE) > 1
 
@@ -192,7 +192,8 @@ def _make_narrow_layer(
         is_leaf=lambda x: isinstance(x, P),
     )
     multiplies = jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
-    dtype, reduce_dtype = precision.resolve(platform), jnp.dtype(precision.reduce_dtype)
+    dtype = precision.resolve(platform)
+    reduce_dtype = precision.resolve_reduce(dtype)
 
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.core import attention, losses
@@ -319,7 +318,7 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
         outer = {name: tree for name, tree in params.items() if name != "layers"}
         outer_specs = {name: specs[name] for name in outer}
         whole = fsdp.gather(
-            outer, outer_specs, dtype=dtype, reduce_dtype=jnp.dtype(precision.reduce_dtype)
+            outer, outer_specs, dtype=dtype, reduce_dtype=precision.resolve_reduce(dtype)
         )
         outer_axes = {name: model.axes[name] for name in outer}
         return {**params, **jax.tree.map(kept, outer_axes, outer, whole)}

@@ -103,7 +103,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
         parts: of the run.
         fields: of the rows that it trains on; None = those of a built-in reader.
     """
-    reduce_dtype = jnp.dtype(parts.config.precision.reduce_dtype)
+    reduce_dtype = parts.config.precision.resolve_reduce(parts.compute_dtype)
     # The arguments of training, so that its call finds the step traced already.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
     return audit_program(

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window
@@ -76,7 +74,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
-    c, r = job.compute_bytes, jnp.dtype(job.config.precision.reduce_dtype).itemsize
+    c, r = job.compute_bytes, job.config.precision.resolve_reduce(job.dtype).itemsize
     # Stages gather what they round afterwards; vectors are not gathered at all.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
     yield ("all-gather", shard, "weights", c * in_layer, (depth - fp8) * passes)
@@ -163,9 +161,9 @@ def _activations(job: Job) -> Iterator[Moved]:
         num_tokens=job.tokens,
         num_layers=job.layers_per_stage,
         num_microbatches=job.num_microbatches,
-        reduces_again=not job.keeps_attention_out,
         num_forwards=_passes(job) - 1,
         recomputes=job.remat != "none",
+        reduces_again=not job.keeps_attention_out,
         sequence_parallel=job.sequence_parallel,
         **_attention(job),
     )
