@@ -93,6 +93,12 @@ def test_unrolled_layers_copy_nothing_into_stacks():
     assert per_layer[1] - per_layer[0] == pytest.approx(3 * kept_per_layer(loop))
 
 
+def test_zero_2_runs_its_layers_in_a_loop():
+    """Unrolled, it would take more memory than ZeRO-1."""
+    unrolls = [job("dp=2", zero=zero, model=SMALL).unrolls for zero in (0, 1, 2)]
+    assert unrolls == [True, True, False]
+
+
 def test_a_model_without_the_names_is_not_offered_them():
     model = CnnConfig()
     assert policies_of(job(model=model)) == ["none", "dots", "full"]

@@ -490,16 +490,6 @@ def test_layers_that_move_nothing_are_unrolled(
     assert found == (layers if unrolled else 1)
 
 
-def test_zero_2_runs_its_layers_in_a_loop_on_gpus():
-    """Unrolled, it would take more memory than ZeRO-1."""
-    layouts = [layout_of(Case("rotary", "dp=2", zero=zero)) for zero in (1, 2)]
-    bodies = [
-        layer_scan.layers_of_a_body(model_of("rotary"), one, "gpu", "dots", gathers=False)
-        for one in layouts
-    ]
-    assert bodies == [model_of("rotary").num_layers, 1]
-
-
 def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
     """With recomputation, as on GPUs."""
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
