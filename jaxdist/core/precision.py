@@ -38,8 +38,8 @@ class PrecisionConfig:
     )
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 for those "
-        "that leave their product in it, float32 for all others",
+        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 where the "
+        "compute dtype is, else float32; sums over microbatches are float32 always",
     )
 
     def problems(self) -> list[str]:
@@ -59,7 +59,7 @@ class PrecisionConfig:
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
     def resolve_reduce(self, compute_dtype: Any) -> Any:
-        """The dtype of sums of gradients as they leave products in `compute_dtype`."""
+        """The dtype of sums of gradients as they leave layers that compute in `compute_dtype`."""
         if self.reduce_dtype != "auto":
             return jnp.dtype(self.reduce_dtype)
         # The range of float16 is too narrow for sums.
