@@ -22,9 +22,8 @@ from jaxdist.core.types import Array
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """`types.dot`: the same product [*dims named after the arrow], of x and w as it takes them.
 
-    The gradient of w is summed in another order.
-    Other dtypes than float32, and other orders of dims than "rows inner, inner outer -> rows
-    outer", are left to it altogether.
+    The gradient of w is summed in another order. Other dtypes than float32, and other orders of
+    dims than "rows inner, inner outer -> rows outer", are left to it altogether.
     """
     if _num_inner(dims) == 0 or x.dtype != jnp.float32 or (out_dtype or x.dtype) != x.dtype:
         return types.dot(dims, x, w, out_dtype=out_dtype)

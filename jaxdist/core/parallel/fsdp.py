@@ -1,8 +1,9 @@
 """The fsdp axis: parameters sharded, gathered where they are used, gradients scattered back.
 
 Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
-`reduce_dtype` (float32 by default, so that no bits are lost in the sum). A layer's whole weights
-live only while that layer computes: no remat policy keeps them (`keep_all_but_weights`).
+`reduce_dtype` (by default bfloat16 where layers compute in it, in which it leaves its product;
+`scripts/bench/results/reduce_dtype.md`). A layer's whole weights live only while that layer
+computes: no remat policy keeps them (`keep_all_but_weights`).
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
