@@ -78,8 +78,8 @@ def test_a_text_ends_where_the_models_own_files_say(model_folder, tmp_path):
 
 def test_a_chat_stops_where_its_template_ends_an_answer(model_folder, tmp_path):
     end, done = ids(model_folder, "<|endoftext|>", "<|im_end|>")
-    tokenizer = copy_with(model_folder, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer = copy_with(model_folder, tmp_path)  # reads what lies beside it
     assert tokenizer.stop_ids == {end}
     assert load_template("auto", tokenizer).stop_ids == {end, done}
     assert load_template("plain", tokenizer).stop_ids == {end}
