@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.convert.__main__ import VERBS, main
+from jaxdist.tools.convert.checkpoint_paths import making_run, new_run_directory
 
 QUIET = {"log": lambda line: None}
 
@@ -416,3 +418,45 @@ def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
     with refused("s3://bucket/out", "file systems only"):
         main([verb, "nowhere", "s3://bucket/out"])
     assert list(tmp_path.iterdir()) == []
+
+
+def begun(folder: Path) -> Path:
+    """What a command that was killed leaves: a marker, and part of a checkpoint."""
+    with pytest.raises(KeyboardInterrupt), making_run(locate(folder)):
+        (folder / "checkpoints" / "0").mkdir()
+        (folder / "checkpoints" / "0" / "part").write_text("half")
+        raise KeyboardInterrupt
+    return folder
+
+
+def test_what_was_cut_off_is_replaced(tmp_path):
+    out = begun(tmp_path / "out")
+    with making_run(new_run_directory(str(out))):
+        assert not (out / "checkpoints" / "0").exists()
+    assert not (out / "unfinished.txt").exists()
+
+
+def test_files_of_others_beside_a_marker_are_kept(tmp_path):
+    out = begun(tmp_path / "out")
+    (out / "mine.txt").write_text("kept")
+    with refused("not empty"):
+        new_run_directory(str(out))
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "unfinished.txt").write_text("a list of my own")
+    with refused("not empty"):
+        new_run_directory(str(notes))
+    assert (out / "mine.txt").exists() and (notes / "unfinished.txt").exists()
+
+
+def test_a_second_command_leaves_the_first_its_files(tmp_path):
+    out = locate(tmp_path / "out")
+    with making_run(new_run_directory(str(out))):
+        (out / "checkpoints" / "0").make_directory()
+        with refused(str(os.getpid())), making_run(new_run_directory(str(out))):
+            pytest.fail("two commands write into one directory")
+        assert (out / "checkpoints" / "0").exists()
+        (out / "config.toml").write("")
+    with refused("just made"), making_run(out):  # checked before the first one ended
+        pytest.fail("a whole run is replaced")
+    assert (out / "checkpoints" / "0").exists() and not (out / "unfinished.txt").exists()

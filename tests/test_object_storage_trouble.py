@@ -139,8 +139,9 @@ def told(command) -> str:
 @pytest.mark.parametrize("share", [0.3, 0.9])
 @pytest.mark.parametrize("name", ["reshard", "data"])
 def test_credentials_that_expire_in_a_command_end_it_and_it_can_be_started_again(
-    trained, expiring, name, share
+    trained, expiring, name, share, monkeypatch
 ):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 1.0)  # both starts are this process, which lives
     folder = locate(f"s3://bucket/expired/{name}-{share}")
     (locate("s3://bucket/words") / "a.txt").write("some words\n" * 1000)
     command = {

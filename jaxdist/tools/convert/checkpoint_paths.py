@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.lock import FILE_NAME as LOCK_NAME
+from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
 
-_UNFINISHED = "unfinished.txt"
-
 if TYPE_CHECKING:
     from jaxdist.config import RunConfig
+
+log = logging.getLogger("jaxdist")
+
+_MARKER = "unfinished.txt"
+_CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had begun\n"
 
 
 def checkpoint_of(path: str, step: int) -> Location:
@@ -75,22 +82,43 @@ def new_directory(path: str) -> Location:
 
 
 def new_run_directory(path: str) -> Location:
-    """As `new_directory`; what a command that was cut off began there is deleted."""
+    """As `new_directory`, or with nothing but what a command that was cut off began there."""
     given = locate(path).absolute()
-    if (given / _UNFINISHED).exists() and not (given / "config.toml").exists():
-        given.delete_tree()
-    return new_directory(path)
+    return given if _is_unfinished(given) else new_directory(path)
 
 
-def begin_run(directory: Location) -> None:
-    """Make a run directory that does not count until `finish_run`."""
+@contextlib.contextmanager
+def making_run(directory: Location) -> Iterator[None]:
+    """Hold a directory of `new_run_directory` while a run is written into it.
+
+    It does not count as one before the end. What was begun there and cut off is deleted.
+
+    Raises:
+        ConfigError: another process writes there, or has just done so.
+    """
     (directory / "checkpoints").make_directory()
-    (directory / _UNFINISHED).write("jaxdist.convert was cut off here: its next start deletes this")
+    marker = directory / _MARKER
+    marker.write(_CUT_OFF)
+    lock = DirectoryLock(directory / "checkpoints", log.info)
+    lock.acquire()
+    try:
+        if (directory / "config.toml").exists():
+            marker.delete()
+            raise ConfigError(f"another process has just made {directory}. Name another directory.")
+        for name in (directory / "checkpoints").entries():
+            if name != LOCK_NAME:
+                (directory / "checkpoints" / name).delete_tree()
+        yield
+        marker.delete()
+    finally:
+        lock.release()
 
 
-def finish_run(directory: Location) -> None:
-    """Say that everything is there."""
-    (directory / _UNFINISHED).delete()
+def _is_unfinished(directory: Location) -> bool:
+    """Whether all that is there was begun by `making_run` and not ended."""
+    marker = directory / _MARKER
+    only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
+    return only_ours and marker.text() == _CUT_OFF
 
 
 def new_local_directory(path: str) -> Location:

@@ -28,7 +28,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
-from jaxdist.tools.convert.checkpoint_paths import begin_run, finish_run, new_run_directory
+from jaxdist.tools.convert.checkpoint_paths import making_run, new_run_directory
 
 _CHUNK_BYTES = 16 << 20
 
@@ -54,16 +54,15 @@ def run(config: Config) -> int:
     weights = open_weights(source)
     run_name = hub.short_name(given) if is_hub else source.absolute().name
     theirs, model = read_json(source), weights.model
-    begin_run(out)
     tensors = weights.tensors.values()
     total = sum(tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
-    writer = CheckpointWriter(out / "checkpoints" / "0", total)
-    for name, parts in weights.pieces.items():
-        _write(writer, name, parts, weights)
-    settings = _settings(run_name, model, source, out)
-    writer.finish({"mesh": "", "config": settings, "source": given if is_hub else str(source)})
-    (out / "config.toml").write(settings)
-    finish_run(out)
+    with making_run(out):
+        writer = CheckpointWriter(out / "checkpoints" / "0", total)
+        for name, parts in weights.pieces.items():
+            _write(writer, name, parts, weights)
+        settings = _settings(run_name, model, source, out)
+        writer.finish({"mesh": "", "config": settings, "source": given if is_hub else str(source)})
+        (out / "config.toml").write(settings)
     count = num_params(build(model, seq_len=1))
     files = tokenizer_files(source)
     talks = "chat_template.jinja" in files or b'"chat_template"' in files.get(

@@ -19,9 +19,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import (
-    begin_run,
     checkpoint_of,
-    finish_run,
+    making_run,
     new_run_directory,
     settings_of,
 )
@@ -64,17 +63,16 @@ def run(config: Config) -> int:
         return even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
 
     start = time.perf_counter()
-    begin_run(destination)
-    writer = rewrite(
-        stored,
-        destination / "checkpoints" / checkpoint.name,
-        items=items,
-        chunk_of=chunk_of,
-        dtype_for=dtype_for,
-        meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
-    )
-    (destination / "config.toml").write(settings)
-    finish_run(destination)
+    with making_run(destination):
+        writer = rewrite(
+            stored,
+            destination / "checkpoints" / checkpoint.name,
+            items=items,
+            chunk_of=chunk_of,
+            dtype_for=dtype_for,
+            meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
+        )
+        (destination / "config.toml").write(settings)
     seconds = time.perf_counter() - start
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
