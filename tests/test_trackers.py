@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -86,6 +87,22 @@ def test_a_tracker_that_breaks_is_named_once_and_gets_nothing_more(propagating, 
         [named(Breaking), "no_such_module:f"]
     )
     assert [found[0] for found in GOT if isinstance(found, tuple)] == [1, 2, 3]
+
+
+def test_the_warning_is_out_when_a_run_has_closed_its_trackers(monkeypatch):
+    said = []
+
+    def slowly(*words):
+        begun.set()
+        time.sleep(0.2)
+        said.append(words)
+
+    begun = threading.Event()
+    monkeypatch.setattr(trackers.logger, "warning", slowly)
+    broken = Trackers(["no_such_module:f"], IDENTITY)
+    assert begun.wait(60)
+    broken.close()
+    assert len(said) == 1
 
 
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):

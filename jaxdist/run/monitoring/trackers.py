@@ -95,7 +95,8 @@ class _Worker:
 
     def __init__(self, name: str, identity: Identity):
         self._name, self._identity = name, identity
-        self._failed = False
+        self._failed = False  # and the log says so
+        self._failing = threading.Lock()
         self._tasks: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name=f"tracker: {name}", daemon=True)
         self._thread.start()
@@ -127,9 +128,10 @@ class _Worker:
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
-            logger.warning("tracker %s gets nothing more: %s", self._name, why)
+        with self._failing:
+            if not self._failed:
+                logger.warning("tracker %s gets nothing more: %s", self._name, why)
+                self._failed = True
 
 
 def _open(name: str, identity: Identity) -> Tracker:
