@@ -125,7 +125,7 @@ def start_devices(
         runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
-    runtime.limit_arenas()
+    runtime.tune_malloc()
     runtime.reserve_memory()
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     # How a process joins is its own affair; all else must be the same, or steps would not be.
@@ -169,6 +169,7 @@ def train_from(session: Session) -> int:
         metrics = session.dispatch(batch)  # step n: returns while the devices work
         reporter.flush()  # step n-1: records it and looks for what is wrong
         reporter.defer(step, session.state, metrics, session.loader)
+        runtime.give_back_memory()
         if due := session.between():
             session.drain(due)  # the one place that waits for step n
             evaluated = session.evaluate(config.eval.max_batches) if due.evaluate else {}

@@ -1,10 +1,6 @@
 """The environment matrix: what each launcher and each way to hand out GPUs makes of a process."""
 
-import os
-import platform
 import re
-import subprocess
-import sys
 
 import pytest
 from refusals import refused
@@ -332,31 +328,3 @@ def test_host_lists(text, hosts):
 def test_counts_per_node():
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("4") == [4]
-
-
-ARENAS = """
-import ctypes, threading
-from jaxdist.runtime import limit_arenas
-limit_arenas()
-held = []
-def hold():
-    held.append([bytes(5000) for _ in range(100)])
-    barrier.wait()
-barrier = threading.Barrier(12)
-threads = [threading.Thread(target=hold) for _ in range(12)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-libc = ctypes.CDLL("libc.so.6")
-libc.fopen.restype = ctypes.c_void_p
-stream = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
-libc.malloc_info(0, stream)
-libc.fclose(stream)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
-@pytest.mark.parametrize(("given", "most"), [({}, 2), ({"MALLOC_ARENA_MAX": "9"}, 9)])
-def test_threads_share_two_arenas_unless_the_environment_says_otherwise(given, most):
-    command, environ = [sys.executable, "-c", ARENAS], {**os.environ, **given}
-    page = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    assert page.count("<heap nr=") == most

@@ -1,7 +1,7 @@
 """What a program needs before its first array: its place in the job, its log, its way to stop.
 
 A command is run by `run_command` and makes a `Preemption` first; then it chooses its devices
-(`simulate`, `limit_arenas`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`)
+(`simulate`, `tune_malloc`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`)
 and its log (`setup_logging`).
 
 Importing the room imports neither jax nor any device library, so that a launcher, which never
@@ -10,7 +10,6 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 
 from jaxdist.runtime.backend import (
     be_careful,
-    limit_arenas,
     reserve_memory,
     setup_compilation_cache,
     simulate,
@@ -31,6 +30,7 @@ from jaxdist.runtime.entry_point import (
     is_consequence,
     run_command,
 )
+from jaxdist.runtime.host_memory import give_back_memory, tune_malloc
 from jaxdist.runtime.logs import close_logs, setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 from jaxdist.runtime.start_times import StartTimes

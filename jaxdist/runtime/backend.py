@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import hashlib
 import importlib
@@ -87,23 +86,6 @@ def memory_fraction() -> float:
         return float(os.environ.get(MEMORY_FRACTION, ""))
     except ValueError:
         return DEFAULT_MEMORY_FRACTION
-
-
-def limit_arenas() -> None:
-    """Let glibc keep what is freed in two arenas, where the environment says nothing.
-
-    Its own choice is eight for each core: threads of saves come and go, and what they freed adds up
-    to tens of megabytes in an hour. Must be called before threads are started; other C libraries
-    ignore it.
-    """
-    given = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-    if not given:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
-_M_ARENA_MAX = -8
-"""The parameter's number in glibc's `malloc.h`."""
 
 
 def given_xla_flags() -> frozenset[str]:
