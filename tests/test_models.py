@@ -93,6 +93,21 @@ def test_llama3_frequencies_are_those_of_its_published_code():
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # float32
 
 
+@pytest.mark.parametrize("table_dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_a_frequent_row_are_summed_in_float32(table_dtype):
+    """2,048 places of one row: sums in bfloat16 stay at 256 times one of them."""
+    table = jnp.zeros((4, 8), table_dtype)
+    index = jnp.zeros((8, 256), jnp.int32).at[0, :3].set(2)
+
+    def total(table):
+        return layers.look_up(table, index, jnp.bfloat16).astype(jnp.float32).sum()
+
+    found = jax.jit(jax.grad(total))(table)
+    assert found.dtype == table_dtype
+    expected = np.array([2045, 0, 3, 0], np.float32).astype(table_dtype)
+    assert np.array_equal(found, np.broadcast_to(expected[:, None], (4, 8)))
+
+
 def test_the_scale_of_gemma_s_queries_is_not_rounded_to_bfloat16():
     """Of 8/9, as Gemma 2 27B's 128/144, bfloat16 would make the root 0.15 % smaller."""
     plain = DecoderConfig(**SIZES, positions="learned")

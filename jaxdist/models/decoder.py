@@ -206,17 +206,17 @@ class Embedding(nnx.Module):
 
         The table is split by vocabulary: a token's row is here, or zeros are.
         """
-        table = self.table[...].astype(context.dtype)
+        table = self.table[...]
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
-        rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
+        rows = layers.look_up(table, jnp.clip(local, 0, table.shape[0] - 1), context.dtype)
         if self.config.scale_embeddings:  # rounded to the compute dtype first, as Gemma's own code
             rows = rows * jnp.asarray(math.sqrt(self.config.d_model), rows.dtype)
         return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
 
     def learned(self, positions: Array, context: Context) -> Array:
         """Position vectors of positions [batch or 1, seq_shard]."""
-        return self.positions[...].astype(context.dtype)[positions]
+        return layers.look_up(self.positions[...], positions, context.dtype)
 
 
 class Block(nnx.Module):

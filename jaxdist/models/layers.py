@@ -286,6 +286,16 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
+def look_up(table: Array, index: Array, dtype: Any) -> Array:
+    """Rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
+
+    The gradients of all places of a row are summed in float32 or wider, whatever the dtypes: in
+    bfloat16 256 + 1 = 256, so a frequent token's would stop growing.
+    """
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return table.astype(wide)[index].astype(dtype)
+
+
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
     """Drop features; the random bits of a token depend on its row and position alone.
 
