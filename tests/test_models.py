@@ -93,19 +93,22 @@ def test_llama3_frequencies_are_those_of_its_published_code():
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # float32
 
 
+@pytest.mark.parametrize("sum_bytes", [1 << 20, 4 * 8 * 4, 4 * 2 * 4])
 @pytest.mark.parametrize("table_dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_of_a_frequent_row_are_summed_in_float32(table_dtype):
+def test_gradients_of_a_frequent_row_are_summed_in_float32(monkeypatch, table_dtype, sum_bytes):
     """2,048 places of one row: sums in bfloat16 stay at 256 times one of them."""
+    monkeypatch.setattr(layers, "_SUM_BYTES", sum_bytes)  # 8, 8 and 2 columns at a time
     table = jnp.zeros((4, 8), table_dtype)
     index = jnp.zeros((8, 256), jnp.int32).at[0, :3].set(2)
 
     def total(table):
-        return layers.look_up(table, index, jnp.bfloat16).astype(jnp.float32).sum()
+        rows = layers.look_up(table, index, jnp.bfloat16)
+        return (rows * jnp.arange(1, 9, dtype=jnp.bfloat16)).astype(jnp.float32).sum()
 
     found = jax.jit(jax.grad(total))(table)
     assert found.dtype == table_dtype
-    expected = np.array([2045, 0, 3, 0], np.float32).astype(table_dtype)
-    assert np.array_equal(found, np.broadcast_to(expected[:, None], (4, 8)))
+    exact = np.array([2045, 0, 3, 0], np.float32)[:, None] * np.arange(1, 9, dtype=np.float32)
+    assert np.array_equal(found.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(np.float32))
 
 
 def test_the_scale_of_gemma_s_queries_is_not_rounded_to_bfloat16():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxdist.core import collectives
 from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, RunningDims, Sums
 from jaxdist.models.configs import IMAGE_CHANNELS, ROPE_SCALING
 
@@ -289,11 +291,53 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def look_up(table: Array, index: Array, dtype: Any) -> Array:
     """Rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
 
-    The gradients of all places of a row are summed in float32 or wider, whatever the dtypes: in
+    The gradients of all places of a row are summed in float32 or wider and rounded once: in
     bfloat16 256 + 1 = 256, so a frequent token's would stop growing.
     """
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    return table.astype(wide)[index].astype(dtype)
+    axes = tuple(collectives.varying_axes(table) | collectives.varying_axes(index))
+    table, index = collectives.vary((table.astype(dtype), index), axes)
+    return _rows(table.shape[0], table, index)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(num_rows: int, table: Array, index: Array) -> Array:
+    """Rows of a table [num_rows, width] at `index` [...], both varying alike: [..., width]."""
+    return table[index]
+
+
+_SUM_BYTES = 256 << 20
+"""Of a table's gradient in the wide dtype, the most that is held at a time."""
+
+
+def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
+    """The table's gradient [num_rows, width], from that of its rows [..., width].
+
+    A few columns at a time, so that only these are held in the wide dtype.
+    """
+    dtype, width = cotangent.dtype, cotangent.shape[-1]
+    wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    parts = 1
+    while num_rows * width * wide.itemsize > parts * _SUM_BYTES and width % (2 * parts) == 0:
+        parts *= 2
+    columns = width // parts
+
+    def sum_columns(part: Array | int) -> Array:
+        """Columns of the gradient, [num_rows, columns]."""
+        own = lax.dynamic_slice_in_dim(cotangent, part * columns, columns, -1)
+        sums = jnp.zeros((num_rows, columns), wide)
+        return sums.at[index].add(own.astype(wide)).astype(dtype)
+
+    if parts == 1:
+        return sum_columns(0), None
+    axes = tuple(collectives.varying_axes(cotangent))
+    empty = collectives.vary(jnp.zeros((num_rows, width), dtype), axes)
+    put = lambda part, found: lax.dynamic_update_slice_in_dim(
+        found, sum_columns(part), part * columns, -1
+    )
+    return lax.fori_loop(0, parts, put, empty), None
+
+
+_rows.defvjp(lambda num_rows, table, index: (table[index], index), _rows_backward)
 
 
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
