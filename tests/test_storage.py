@@ -196,6 +196,7 @@ OTHER_FILES = {
     "models/huggingface": "model directories of Hugging Face",
     "plan": "hardware descriptions, XLA's dumps and the page that the user asked for",
     "runtime/backend.py": "jax's compilation cache and /proc",
+    "runtime/host_memory.py": "/proc, for the memory of this process",
     "runtime/entry_point.py": "/dev/null, when nobody reads stdout any more",
     "runtime/start_times.py": "/proc, for when this process began",
     "runtime/distributed.py": "the package's own sources, equal in all processes",
