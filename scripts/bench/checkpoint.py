@@ -3,11 +3,12 @@
     python scripts/bench/checkpoint.py                     # 0.5 GB, 2 simulated devices
     python scripts/bench/checkpoint.py --gb 2 --directory /dev/shm/bench
 
-All contenders write the same bytes in one run, interleaved; the medians of the repetitions are
-printed. `blocked` is what a training loop waits for, `total` the time until the files are complete;
-ours includes the checksums, the CRC-32 of every file and the manifest. `processor` is the time of
-all threads: what is left of it beside a step on CPU is what a save costs. The last part trains the
-default model of `jaxdist.train` with a save every 50 steps and without, in alternating blocks.
+All contenders write the same bytes in one run, interleaved, in one process that keeps freed memory
+as a run does; the medians of the repetitions are printed. `blocked` is what a training loop waits
+for, `total` the time until the files are complete; ours includes the checksums, the CRC-32 of every
+file and the manifest. `processor` is the time of all threads: what is left of it beside a step on
+CPU is what a save costs. The last part trains the default model of `jaxdist.train` with a save
+every 50 steps and without, in alternating blocks.
 
 On CPU there is no copy from device to host, and the checksums share the cores with the next step;
 on a GPU `blocked` is the copy. PyTorch's rows are absent when it is not installed.
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import runtime
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -46,6 +48,7 @@ def main() -> None:
     """Measure and print one table per question."""
     arguments = _arguments()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
+    runtime.tune_malloc()
     root = Path(arguments.directory or tempfile.mkdtemp(prefix="bench-checkpoint-"))
     mesh = MeshSpec(fsdp=len(jax.devices())).build()
     try:
