@@ -312,12 +312,13 @@ _SUM_BYTES = 256 << 20
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
     """The table's gradient [num_rows, width], from that of its rows [..., width].
 
-    A few columns at a time, so that only these are held in the wide dtype.
+    Of a narrower dtype a few columns at a time, so that only these are held in float32.
     """
     dtype, width = cotangent.dtype, cotangent.shape[-1]
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     parts = 1
-    while num_rows * width * wide.itemsize > parts * _SUM_BYTES and width % (2 * parts) == 0:
+    too_large = lambda: num_rows * width * wide.itemsize > parts * _SUM_BYTES
+    while dtype != wide and too_large() and width % (2 * parts) == 0:
         parts *= 2
     columns = width // parts
 
