@@ -111,6 +111,24 @@ def test_the_checksums_of_many_leaves_never_wait_for_each_other():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_sums_of_equal_shardings_share_one_program():
+    """A train step may give `P(None)` back as `P()`; a save must not compile because of that."""
+    mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
+    host = np.arange(8, dtype=np.float32)
+    spelled = [
+        [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
+        for specs in [(P("fsdp"), P(None)), (P("fsdp"), P()), (P(("fsdp",)), P())]
+    ]
+    first = checksums(spelled[0])
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    assert [checksums(arrays) for arrays in spelled] == [first] * 3
+    assert compiled == []
+    checksums([jax.device_put(host, NamedSharding(mesh, P())), *spelled[0]])
+    assert compiled, "the listener hears compilations"
+
+
 def test_the_crc_of_a_large_file_is_that_of_its_blocks_together(tmp_path, monkeypatch):
     content = np.random.default_rng(2).bytes(1000)
     file = locate(tmp_path / "file")

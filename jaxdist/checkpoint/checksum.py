@@ -41,7 +41,7 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     others = []
     for place, x in enumerate(arrays):
         if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
-            meshes.setdefault(x.sharding.mesh, {})[place] = x.sharding.spec
+            meshes.setdefault(x.sharding.mesh, {})[place] = _shortest(x.sharding.spec)
         else:
             others.append(place)
     started = []
@@ -89,6 +89,18 @@ def _program_of(
         return jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
     return jax.jit(program)
+
+
+def _shortest(spec: PartitionSpec) -> PartitionSpec:
+    """The same spec without what it says of trailing dims that are whole.
+
+    `P(None)` and `P()` are one sharding, and a train step may turn one into the other: the first
+    save would compile its program again while training waits.
+    """
+    entries = [*spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _names(entry: Any) -> tuple[str, ...]:
