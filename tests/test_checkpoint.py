@@ -19,7 +19,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest, save
+from jaxdist.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    manifest,
+    orbax_io,
+    save,
+)
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
@@ -351,13 +358,37 @@ def test_retention_on_disk_survives_a_restart(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "2", "4", "5"]
 
 
+def test_orbax_itself_reads_what_was_saved(tmp_path):
+    import orbax.checkpoint as ocp
+
+    params = numpy_params()
+    state = {"params": jax.tree.map(jnp.asarray, params), "step": jnp.int32(1)}
+    writer = checkpointer(tmp_path)
+    writer.save(1, state, {})
+    writer.close()
+    target = like({"params": state["params"], "rest": {"step": state["step"]}})
+    found = ocp.StandardCheckpointer().restore(tmp_path / "1" / "arrays", target)
+    assert found["rest"]["step"] == 1
+    jax.tree.map(np.testing.assert_array_equal, found["params"], params)
+
+
+def test_threads_switch_as_before_after_a_save(tmp_path, monkeypatch):
+    usual = sys.getswitchinterval()
+    seen = []
+    start = orbax_io.OrbaxWriter.start
+    look = lambda *args: (seen.append(sys.getswitchinterval()), start(*args))
+    monkeypatch.setattr(orbax_io.OrbaxWriter, "start", look)
+    writer = checkpointer(tmp_path)
+    writer.save(1, small_state(), {})
+    writer.close()
+    assert seen[0] < usual == sys.getswitchinterval()
+
+
 def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     import time
 
-    from jaxdist.checkpoint.orbax_io import OrbaxWriter
-
-    wait = OrbaxWriter.wait
-    monkeypatch.setattr(OrbaxWriter, "wait", lambda self: (time.sleep(0.2), wait(self))[1])
+    wait = orbax_io.OrbaxWriter.wait
+    monkeypatch.setattr(orbax_io.OrbaxWriter, "wait", lambda self: (time.sleep(0.2), wait(self))[1])
     lines = []
     writer = Checkpointer(tmp_path, CheckpointConfig(), log=lines.append)
     writer.save(1, small_state(), {})
@@ -425,7 +456,7 @@ def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkey
 
 
 def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
-    from jaxdist.checkpoint import orbax_io, preflight
+    from jaxdist.checkpoint import preflight
 
     done = []
     group = SimpleNamespace(
@@ -441,8 +472,6 @@ def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypa
 
 
 def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
-    from jaxdist.checkpoint import orbax_io
-
     def broken(*_):
         raise OSError(5, "Input/output error")
 

@@ -147,7 +147,7 @@ def test_process_and_device_counts_may_change_at_every_start(tmp_path):
 def test_two_processes_fall_back_past_damage_together(tmp_path):
     run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=6, width=64, pause_s=0)
     run.finish()
-    largest = max((run.directory / "6" / "params").rglob("*"), key=lambda p: p.stat().st_size)
+    largest = max((run.directory / "6" / "arrays").rglob("*"), key=lambda p: p.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)

@@ -30,7 +30,7 @@ from jaxdist.runtime.storage import locate
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_any_file_is_seen(pristine, tmp_path, damage):
     names = [p.relative_to(pristine / "4") for p in all_files(pristine / "4")]
-    assert len(names) > 20
+    assert len(names) > 10
     for number, name in enumerate(names):
         copy = tmp_path / str(number) / "4"
         shutil.copytree(pristine / "4", copy)
@@ -47,13 +47,13 @@ def test_damage_to_any_file_is_seen(pristine, tmp_path, damage):
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_resume_goes_past_a_damaged_checkpoint_and_says_why(run, damage):
-    victim = max(all_files(run.path / "4" / "params"), key=lambda p: p.stat().st_size)
+    victim = max(all_files(run.path / "4" / "arrays"), key=lambda p: p.stat().st_size)
     DAMAGE[damage](victim)
     opened = run.open()
     restored, meta, step = opened.restore(like(state_at(4)))
     assert (step, meta) == (2, {"next": 2})
     assert_is_step(restored, 2)
-    assert [line for line in run.lines if line.startswith("checkpoint 4 skipped: params/")]
+    assert [line for line in run.lines if line.startswith("checkpoint 4 skipped: arrays/")]
     assert (run.path / "4" / manifest.CORRUPT).exists()
     assert {"event": "checkpoint_skipped", "step": 4}.items() <= opened.pop_events()[0].items()
 

@@ -41,7 +41,7 @@ def untouched(run, pristine) -> None:
 def test_what_is_in_the_way_and_no_checkpoint_is_replaced(run):
     opened = resume_then(run)
     (run.path / "6").write_text("in the way")
-    (run.path / "8" / "params").mkdir(parents=True)  # as a failed save leaves it
+    (run.path / "8" / "arrays").mkdir(parents=True)  # as a failed save leaves it
     for step in (6, 8):
         opened.save(step, state_at(step), {})
         assert opened.wait() is True

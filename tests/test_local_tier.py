@@ -388,7 +388,7 @@ def test_settings_that_save_nothing_locally_are_refused():
 
 def test_with_corrupt_checkpoints_alone_a_local_save_is_enough(job):
     job.save([4, 6], durable=[6])
-    for file in (job.path / "checkpoints" / "6" / "params").rglob("*"):
+    for file in (job.path / "checkpoints" / "6" / "arrays").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
     assert job.resumed() == 4

@@ -8,8 +8,9 @@ Its `CheckpointManager` is not used. It trusts damaged files, takes an empty dir
 newest checkpoint and hides a failed save until the next one, so when to save, what to keep and what
 to trust is decided here (`save_schedule`, `retention`, `manifest`).
 
-On disk an array of an item is a zarr array in one OCDBT store per item; TensorStore reads and
-writes both. `open_array` does so without JAX, for tools.
+On disk all arrays are zarr arrays in one OCDBT store, `arrays/`, which Orbax and TensorStore read;
+`open_array` does so without JAX, for tools. One store and not one for each item: an item takes
+Orbax threads of its own, and with three of them training waited twice as long for a save.
 
 Orbax writes to no S3 and, beside a run on Google Cloud Storage, wants credentials of its own for
 each of the three libraries below it. On an object store `object_io` takes its place.
@@ -28,9 +29,11 @@ from jaxdist.checkpoint import object_io
 from jaxdist.checkpoint.blocks import Index
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.object_io import ObjectWriter
-from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
+
+ARRAYS = "arrays"
+"""Directory of a checkpoint that holds its arrays; keys start with the item: `params.layers.…`."""
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk of an array on disk: the least that a restore on another mesh reads."""
@@ -72,13 +75,10 @@ class OrbaxWriter:
 
         if self._writer is None:
             self._writer = self._make_writer()
-        save_args = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
-        parts: dict[str, Any] = {
-            item: ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: save_args, tree))
-            for item, tree in items.items()
-        }
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), items)
         self._barrier.begin()
-        self._writer.save(str(checkpoint), args=ocp.args.Composite(**parts))
+        args: Any = ocp.args.PyTreeSave(items, save_args=save_args)
+        self._writer.save(str(checkpoint / ARRAYS), args=args)
 
     def wait(self) -> None:
         """Wait until what `start` began is on disk on every process; raise if it failed."""
@@ -98,14 +98,9 @@ class OrbaxWriter:
         import orbax.checkpoint as ocp
 
         _skip_byte_counts()
-        in_place = ocp.path.atomicity.CommitFileTemporaryPath
-        handlers = {item: _handler() for item in ITEMS}
         return ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(
-                composite_options=ocp.CompositeOptions(temporary_path_class=in_place),
-                **handlers,
-            ),
-            temporary_path_class=in_place,
+            _handler(),
+            temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
             # Made in the background, a directory that cannot be made would be noticed only after
             # the time-out, by threads that keep the process from exiting.
             async_options=ocp.AsyncOptions(
@@ -129,26 +124,20 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
         return object_io.read(checkpoint, targets)
     import orbax.checkpoint as ocp
 
-    reader = ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(**{item: _handler() for item in targets})
+    reader = ocp.Checkpointer(_handler())
+    args: Any = ocp.args.PyTreeRestore(
+        targets,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+        partial_restore=True,  # `pytree.mismatches` has named what is missing or left over
     )
-    parts = {
-        item: ocp.args.PyTreeRestore(
-            tree,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-            partial_restore=True,  # `pytree.mismatches` has named what is missing or left over
-        )
-        for item, tree in targets.items()
-    }
     try:
-        restored = reader.restore(str(checkpoint), args=ocp.args.Composite(**parts))
+        return reader.restore(str(checkpoint / ARRAYS), args=args)
     finally:
         reader.close()
-    return {item: restored[item] for item in targets}
 
 
 def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
-    """Write the JSON next to the arrays, where Orbax's handler of JSON looks for it."""
+    """Write the JSON next to the arrays."""
     file = checkpoint / object_io.DOCUMENT
     file.parent.make_directory()
     file.write(json.dumps(document))
@@ -170,7 +159,7 @@ def open_array(
         return object_io.open_array(checkpoint, item, keys, create)
     import tensorstore
 
-    place = {"base": (checkpoint / item).uri() + "/", "path": ".".join(keys) + "/"}
+    place = {"base": (checkpoint / ARRAYS).uri() + "/", "path": ".".join((item, *keys)) + "/"}
     spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", **place}}
     if create is None:
         return _StoredArray(tensorstore.open(spec, open=True, read=True).result())
@@ -199,25 +188,24 @@ class _StoredArray:
 
 def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
     """Write what Orbax needs next to arrays made with `open_array`, and the document."""
-    trees: dict[str, dict[str, Any]] = {}
     write_document(checkpoint, document)
     if not checkpoint.is_local:
         return
+    leaves = {}
     for name, entry in document["arrays"].items():
-        item, keys = name.partition("/")[0], entry["path"]
-        trees.setdefault(item, {})[str(tuple(keys))] = {
+        keys = (name.partition("/")[0], *entry["path"])
+        leaves[str(keys)] = {
             "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
-    for item, leaves in trees.items():
-        metadata = {
-            "tree_metadata": leaves,
-            "use_ocdbt": True,
-            "use_zarr3": False,
-            "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": None,
-        }
-        (checkpoint / item / "_METADATA").write(json.dumps(metadata))
+    metadata = {
+        "tree_metadata": leaves,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (checkpoint / ARRAYS / "_METADATA").write(json.dumps(metadata))
 
 
 def _skip_byte_counts() -> None:
