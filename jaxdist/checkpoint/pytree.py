@@ -108,11 +108,10 @@ def plain(leaf: Leaf) -> Array:
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
-def describe(leaves: Sequence[Leaf]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, keys (and kind of PRNG key) of what is written, as JSON."""
+def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[str, Any]]:
+    """Name -> shape, dtype, keys (and kind of PRNG key) of the `plain` arrays, as JSON."""
     described = {}
-    for leaf in leaves:
-        array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
+    for leaf, array in zip(leaves, arrays, strict=True):
         entry = {
             "shape": list(array.shape),
             "dtype": array.dtype.name,

@@ -139,7 +139,7 @@ class LocalTier:
         leaves = pytree.leaves_of(state)
         self._share_layout(leaves)
         arrays = [pytree.plain(leaf) for leaf in leaves]
-        described = pytree.describe(leaves)
+        described = pytree.describe(leaves, arrays)
         try:
             pieces = shards.to_host(leaves, arrays, self._copies) if self._writes() else []
         except Exception as error:  # too little memory on this host

@@ -78,8 +78,8 @@ def steps_again(
 def _described(state: TrainState) -> dict[str, dict[str, Any]]:
     """Shape, dtype and checksum of every array of a state, by name."""
     leaves = pytree.leaves_of(state)
-    sums = checksums([pytree.plain(leaf) for leaf in leaves])
-    return pytree.with_checksums(pytree.describe(leaves), sums)
+    arrays = [pytree.plain(leaf) for leaf in leaves]
+    return pytree.with_checksums(pytree.describe(leaves, arrays), checksums(arrays))
 
 
 def first_difference(a: StepDone, b: StepDone) -> FirstDifference | None:
