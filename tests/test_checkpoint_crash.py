@@ -153,7 +153,7 @@ def test_two_processes_fall_back_past_damage_together(tmp_path):
     largest.write_bytes(data)
     records = run.finish(steps=9)
     assert value(records, "start") == 3
-    assert any("checkpoint 6 skipped: params/" in record.get("log", "") for record in records)
+    assert any("checkpoint 6 skipped: arrays/" in record.get("log", "") for record in records)
     assert value(records, "committed") is True
     losses(run.records())  # raises if the repeated steps gave other bits
 
