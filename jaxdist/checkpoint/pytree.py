@@ -109,7 +109,7 @@ def plain(leaf: Leaf) -> Array:
 
 
 def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, keys (and kind of PRNG key) of the `plain` arrays, as JSON."""
+    """Name -> shape, dtype, keys (and kind of PRNG key) of the `plain` arrays [...], as JSON."""
     described = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         entry = {
