@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +28,6 @@ from jaxdist.checkpoint import (
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
-from jaxdist.runtime.storage import locate
 
 pytestmark = pytest.mark.smoke
 
@@ -440,71 +437,6 @@ def test_going_on_from_an_older_step_supersedes_the_newer_ones(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "2", "3"]
     with pytest.raises(CheckpointError, match="marked SUPERSEDED"):
         writer.restore(like(small_state()), step=3)
-    writer.close()
-
-
-def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
-    writer = checkpointer(tmp_path)
-    writer.preflight(small_state())
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-    assert [e["event"] for e in writer.pop_events()] == ["preflight"]
-    usage = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with refused(tmp_path, "no space", "20 B", "10 B free", error=CheckpointError):
-        writer.preflight(small_state())
-    writer.close()
-
-
-def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
-    from jaxdist.checkpoint import preflight
-
-    done = []
-    group = SimpleNamespace(
-        is_leader=True, decide=lambda action: action(), gather=lambda _: done.append("meet")
-    )
-    read, write = orbax_io.read, orbax_io.OrbaxWriter.wait
-    monkeypatch.setattr(orbax_io, "read", lambda *a: (done.append("read"), read(*a))[1])
-    monkeypatch.setattr(
-        orbax_io.OrbaxWriter, "wait", lambda self: (write(self), done.append("written"))[0]
-    )
-    preflight.try_save_path(locate(tmp_path), CheckpointConfig(), group)
-    assert done == ["written", "meet", "read", "meet"]
-
-
-def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
-    def broken(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(orbax_io, "read", broken)
-    writer = checkpointer(tmp_path)
-    with refused("before training", "OSError: [Errno 5]", error=CheckpointError):
-        writer.preflight()
-    writer.close()
-
-
-def test_the_preflight_goes_on_beside_other_work(tmp_path, monkeypatch):
-    from jaxdist.checkpoint import preflight
-
-    begun, may_fail = threading.Event(), threading.Event()
-
-    def failing(*_):
-        begun.set()
-        assert may_fail.wait(60)
-        raise CheckpointError("no place")
-
-    monkeypatch.setattr(preflight, "try_save_path", failing)
-    writer = checkpointer(tmp_path)
-    writer.start_preflight()
-    assert begun.wait(60)
-    may_fail.set()
-    with refused("no place", error=CheckpointError):
-        writer.finish_preflight()
-    writer.finish_preflight()  # said once
-    monkeypatch.setattr(writer, "_group", SimpleNamespace(num_processes=2))
-    threads = []
-    monkeypatch.setattr(writer, "preflight", lambda _: threads.append(threading.get_ident()))
-    writer.start_preflight()
-    assert threads == [threading.get_ident()]
     writer.close()
 
 
