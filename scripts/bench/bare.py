@@ -74,7 +74,7 @@ def _scores(q, k, start):
     """Masked scores of the tile of queries from `start`: [n, group, queries, keys up to these]."""
     stop = min(start + TILE, q.shape[2])
     scores = _product("ngqd,nkd->ngqk", q[:, :, start:stop], k[:, :stop])
-    seen = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
+    seen = np.arange(start, stop)[:, None] >= np.arange(stop)
     return jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf), slice(start, stop)
 
 
@@ -101,23 +101,24 @@ def _tiled_forward(q, k, v):
 
 
 def _tiled_backward(saved, cotangent):
-    """Scores are [n, group, keys, queries] here, so that gradients of keys are plain products."""
+    """Scores are [n, keys, group, queries] here, so that no product reads them turned around."""
     q, k, v, out, lse = saved
     delta = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
     dq, dk, dv = [], 0.0, 0.0
     for start in range(0, q.shape[2], TILE):
         stop = min(start + TILE, q.shape[2])
         mine = lambda x, a=start, b=stop: x[:, :, a:b]
-        scores = _product("nkd,ngqd->ngkq", k[:, :stop], mine(q)) / math.sqrt(q.shape[-1])
-        seen = jnp.arange(start, stop) >= jnp.arange(stop)[:, None]
-        probs = jnp.where(seen, jnp.exp(scores - mine(lse)[..., 0][:, :, None]), 0.0)
-        dprobs = _product("nkd,ngqd->ngkq", v[:, :stop], mine(cotangent))
-        dscores = probs * (dprobs - mine(delta)[:, :, None]) / math.sqrt(q.shape[-1])
+        scores = _product("nkd,ngqd->nkgq", k[:, :stop], mine(q)) / math.sqrt(q.shape[-1])
+        seen = (np.arange(start, stop) >= np.arange(stop)[:, None])[:, None]
+        below = jnp.where(seen, scores - mine(lse)[..., 0][:, None], -jnp.inf)
+        probs = jnp.exp(below)
+        dprobs = _product("nkd,ngqd->nkgq", v[:, :stop], mine(cotangent))
+        dscores = probs * (dprobs - mine(delta)[:, None]) / math.sqrt(q.shape[-1])
         dscores, probs = dscores.astype(q.dtype), probs.astype(q.dtype)
-        dq.append(_product("ngkq,nkd->ngqd", dscores, k[:, :stop]))
+        dq.append(jnp.moveaxis(_product("nkd,nkgq->ndgq", k[:, :stop], dscores), 1, 3))
         grow = lambda x, new, old=start: new + jnp.pad(x, ((0, 0), (0, new.shape[1] - old), (0, 0)))
-        part_k = _product("ngkq,ngqd->nkd", dscores, mine(q))
-        part_v = _product("ngkq,ngqd->nkd", probs, mine(cotangent))
+        part_k = _product("nkgq,ngqd->nkd", dscores, mine(q))
+        part_v = _product("nkgq,ngqd->nkd", probs, mine(cotangent))
         dk, dv = (grow(dk, part_k), grow(dv, part_v)) if start else (part_k, part_v)
     return jnp.concatenate(dq, 2).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
