@@ -154,10 +154,10 @@ def _allowed(tile: _Tile, segments: Array | None, rule: Rule) -> Array:
     found = behind >= 0 if rule.causal else np.ones_like(behind, bool)
     if rule.window:
         found &= behind < rule.window
-    if segments is None:
-        return jnp.asarray(found[None, None, None])
-    own, others = segments[:, tile.queries, None], segments[:, None, tile.keys]
-    return (found & (own == others))[:, None, None]
+    allowed = jnp.asarray(found[None])
+    if segments is not None:
+        allowed &= segments[:, tile.queries, None] == segments[:, None, tile.keys]
+    return allowed[:, None, None]
 
 
 def _sum_over_tiles(parts: list[Array], tiles: list[_Tile], length: int) -> Array:
