@@ -61,8 +61,10 @@ def _backward(dims: str, saved: tuple[Array, Array], g: Array) -> tuple[Array, A
     inner = w.shape[: _num_inner(dims)]
     outer = w.shape[len(inner) :]
     flat = lambda a, last: a.reshape(-1, math.prod(last))
-    (dx,) = jax.linear_transpose(lambda x: types.dot(dims, x, w), x)(g)
-    return dx, weight_gradient(flat(x, inner), flat(g, outer)).reshape(w.shape)
+    # Of a weight with several outer dims XLA would copy the transpose: flat, a product reads it.
+    dx = lax.dot_general(flat(g, outer), flat(w, outer), (((1,), (1,)), ((), ())))
+    dw = weight_gradient(flat(x, inner), flat(g, outer))
+    return dx.reshape(x.shape), dw.reshape(w.shape)
 
 
 _dot.defvjp(_forward, _backward)
