@@ -6,8 +6,6 @@ whole step with the hand-written reference of `tiny.py`.
 
 import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -316,19 +314,6 @@ def test_tile_by_tile_is_dense(mask, heads, is_packed, tile, monkeypatch):
     rule = blockwise.Rule(MASKS[mask].causal, MASKS[mask].sliding_window, 0, CAPS.get(mask, 0.0))
     attend = lambda *x: tiled.attend(*x, rule)
     assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
-
-
-def test_tiles_compare_no_places_and_turn_no_scores():
-    """XLA:CPU would compare them for each score, and copy what a product gives in another order."""
-    length = 2 * tiled.TILE
-    kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (4, 2, 2)]
-    loss = lambda *x: jnp.sum(tiled.attend(*x, None, blockwise.Rule()))
-    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*kinds).as_text()
-    assert program.count("dot_general") >= 2 * 7  # of two tiles, forward and backward
-    assert "stablehlo.iota" not in program
-    turned = re.findall(r"stablehlo.transpose.*-> tensor<([0-9x]+)xf32>", program)
-    largest = max(math.prod(map(int, shape.split("x"))) for shape in turned)
-    assert largest <= length * 4 * WIDTH < 4 * tiled.TILE**2
 
 
 def test_block_by_block_is_exact_in_float64():
