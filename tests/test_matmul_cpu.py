@@ -32,6 +32,16 @@ def _arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+def test_gradient_of_activations_reads_the_weight_as_it_lies() -> None:
+    """A dot over several dims of it would be given a transposed copy by the compiler."""
+    x, w = _arrays((2, 64, 32), (32, 4, 3, 16))
+    back = lambda w, g: jax.vjp(lambda x: cpu.dot(QKV, x, w), x)[1](g)[0]
+    g = jnp.zeros((2, 64, 4, 3, 16))
+    program = jax.jit(back).lower(w, g).as_text()
+    assert re.findall(r"contracting_dims = (\S+ x \S+),", program) == ["[1] x [1]"]
+    assert "stablehlo.transpose" not in program
+
+
 @pytest.mark.parametrize("dims", CASES)
 def test_product_and_gradients_are_numpys(dims: str) -> None:
     x_shape, w_shape, letters = CASES[dims]
