@@ -33,7 +33,8 @@ class Checkpointer:
 
     Every process of a job builds one and makes the same calls in the same order; process 0 decides
     for all. A run that goes on from a checkpoint calls `choose` and `restore` before its first
-    `save`: that save marks checkpoints newer than what was restored as superseded.
+    `save`: that save marks checkpoints newer than what was restored as superseded. Who ends by an
+    exception calls `close` too: Orbax cannot complete a save once the interpreter is shutting down.
 
     Args:
         directory: holds one directory per step; made if absent.

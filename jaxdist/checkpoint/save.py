@@ -18,9 +18,9 @@ import contextlib
 import json
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxdist.checkpoint import crc32, lock, manifest, orbax_io, pytree
@@ -70,7 +70,9 @@ class Saver:
         self._events = events
         self._writer = orbax_io.make_writer(directory, config)
         self._failures = 0
-        self._pending: tuple[Outcome, threading.Thread] | None = None
+        # Kept from save to save: training would wait 2 ms for the start of another.
+        self._thread = ThreadPoolExecutor(1, "checkpoint-finish")
+        self._pending: tuple[Outcome, Future[None]] | None = None
 
     def start(
         self,
@@ -92,14 +94,8 @@ class Saver:
             if document is None:
                 return
             outcome.blocked_s = time.perf_counter() - begin
-            # Not a daemon: a process that ends by an exception still completes the checkpoint.
-            thread = threading.Thread(
-                target=self._finish,
-                args=(outcome, begin, metrics, document),
-                name="checkpoint-finish",
-            )
-            self._pending = (outcome, thread)
-            thread.start()
+            finished = self._thread.submit(self._finish, outcome, begin, metrics, document)
+            self._pending = (outcome, finished)
 
     def wait(self) -> float:
         """Wait for the save being written and count its outcome; seconds waited.
@@ -109,9 +105,9 @@ class Saver:
         """
         if self._pending is None:
             return 0.0
-        outcome, thread = self._pending
+        outcome, finished = self._pending
         start = time.perf_counter()
-        thread.join()
+        finished.result()
         self._pending = None
         waited_s = time.perf_counter() - start
         self.last_committed = not outcome.error
@@ -125,7 +121,8 @@ class Saver:
         return waited_s
 
     def close(self) -> None:
-        """Stop Orbax's threads."""
+        """Stop Orbax's threads and the one that waits for them."""
+        self._thread.shutdown(wait=False)
         self._writer.close()
 
     def check_room(self, num_bytes: int) -> None:
