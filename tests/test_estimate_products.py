@@ -24,7 +24,10 @@ their data sheet's clock, which counts as 1)."""
 
 def reached(gpu, dtype: str = "bfloat16", shape=(16384, 16384, 8192)) -> float:
     """TFLOP/s of one product of such a shape where tiles reach all of a multiprocessor's rate."""
-    peak, busy = gpu.peak_flops[dtype], products.busy_share(shape, gpu.num_sms)
+    peak, busy = (
+        gpu.peak_flops[dtype],
+        products.busy_share(shape, gpu.num_sms, products.half_inner(gpu)),
+    )
     return 1e-12 * peak * busy * products.clock(gpu, peak, dtype, busy)
 
 
@@ -52,14 +55,34 @@ def test_idle_matrix_units_leave_power_for_a_higher_clock():
 
 def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one():
     """128 × 256 tiles: 132 of them fill the multiprocessors once, 133 need them twice."""
-    full, more = (products.busy_share((128 * n, 256, 4096), 132) for n in (132, 134))
+    full, more = (products.busy_share((128 * n, 256, 4096), 132, 250) for n in (132, 134))
     assert more < 0.75 * full
 
 
 def test_small_inner_dimensions_and_small_results_are_slow():
-    by_inner = [products.busy_share((16384, 8192, k), 132) for k in (64, 256, 1024, 8192)]
+    by_inner = [products.busy_share((16384, 8192, k), 132, 250) for k in (64, 256, 1024, 8192)]
     assert by_inner == sorted(by_inner) and by_inner[0] < 0.3 < 0.9 < by_inner[-1]
-    assert products.busy_share((256, 256, 8192), 132) < 0.25
+    assert products.busy_share((256, 256, 8192), 132, 250) < 0.25
+
+
+def test_results_are_written_at_the_rate_of_the_memory():
+    """A short inner dimension costs less where memory is fast beside the matrix units."""
+    h100, h200, a100 = (products.half_inner(GPUS[name]) for name in ("h100", "h200", "a100-80"))
+    assert h100 / h200 == pytest.approx(4.8 / 3.35, rel=0.01)
+    assert 0.5 < a100 / h100 < 0.55  # 312 and 989 TFLOP/s, 2.04 and 3.35 TB/s
+    shape = (16384, 3072, 768)
+    assert products.busy_share(shape, 108, a100) > 1.08 * products.busy_share(shape, 108, h100)
+
+
+def test_one_of_several_gpus_waits_for_the_slowest_of_them():
+    one, two = (
+        dataclasses.replace(job(mesh, train={"global_batch_size": rows}), engine=Engine.published())
+        for mesh, rows in (("dp=1", 4), ("dp=2", 8))
+    )
+    alone, beside = (estimate_time(each).parts for each in (one, two))
+    computed = sum(alone[kind] for kind in ("products", "attention", "memory-bound kernels"))
+    waited = beside["launch gaps"] - alone["launch gaps"]
+    assert waited == pytest.approx(PUBLISHED.idle * computed)
 
 
 def test_large_layers_run_at_600_to_750_tflops_on_an_h100():

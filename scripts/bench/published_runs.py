@@ -436,3 +436,55 @@ ROWS = [
 
 FITTED, HELD_OUT = ROWS[::2], ROWS[1::2]
 """Rows on which constants of `jaxdist.plan.estimate.software` were fitted, and the test of them."""
+
+_GPT2 = gpt(12, 768, 12, 50304)
+_GPT_SIMPLE = dataclasses.replace(llama(34, 2560, 20, 20, 6912, 50304), tie_embeddings=True)
+
+LATER = [
+    Row(
+        source="build-nanogpt",
+        what="GPT-2 124M, 1024",
+        model=_GPT2,
+        gpu=A100,
+        mesh="dp=1",
+        seq_len=1024,
+        micro_rows=16,
+        step_s=0.090,
+    ),
+    Row(
+        source="build-nanogpt",
+        what="GPT-2 124M, 1024",
+        model=_GPT2,
+        gpu=A100,
+        mesh="dp=8",
+        seq_len=1024,
+        micro_rows=64,
+        published=187_000,
+    ),
+    Row(
+        source="ashrafs1/nanogpt",
+        what="GPT-2 124M untied, 2048",
+        model=gpt(12, 768, 12, 50304, tied=False),
+        gpu=A100,
+        mesh="dp=1",
+        seq_len=2048,
+        micro_rows=32,
+        microbatches=8,
+        published=195_000,
+        assumed="AdamW for its Muon",
+    ),
+    Row(
+        source="gpt-simple",
+        what="2.8B, 2048",
+        model=_GPT_SIMPLE,
+        gpu=A100,
+        mesh="dp=8",
+        seq_len=2048,
+        micro_rows=4,
+        microbatches=8,
+        remat="full",
+        published=8_125,
+        assumed="heads, MLP, vocabulary",
+    ),
+]
+"""Rows found after the constants, which showed that small models and single GPUs are faster."""

@@ -1,10 +1,10 @@
 """How fast matrix products run: tiles and waves, the inner dimension, and the power limit.
 
 A product [m, k] × [k, n] is cut into tiles of its result, one for each multiprocessor at a time;
-the last wave of tiles is seldom full. Each tile fills its pipeline and writes its result once,
-however long the inner dimension. What then keeps matrix units busy draws power, and a GPU lowers
-its clock until its limit holds: voltage falls with the clock, so that power falls with its third
-power.
+the last wave of tiles is seldom full. Each tile writes its result to memory once, however long the
+inner dimension, while its matrix units wait. What then keeps matrix units busy draws power, and a
+GPU lowers its clock until its limit holds: voltage falls with the clock, so that power falls with
+its third power.
 
 References:
     NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation.
@@ -34,8 +34,8 @@ _SMALL_TILE = 0.15
 """A tile of half the size reaches 2 to the minus this of the rate: it reads more for each
 product."""
 
-_HALF_INNER = 250
-"""Inner dimension at which a tile's start and its end take as long as its products."""
+_EXPOSED_WRITES = 0.85
+"""Of the time in which results in 16 bits are written to memory, the part that nothing hides."""
 
 _PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
 """Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
@@ -87,8 +87,11 @@ def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
 
 
 @functools.lru_cache(maxsize=65536)
-def busy_share(shape: Shape, num_sms: int) -> float:
-    """Share of the cycles in which matrix units work on a product, with the best of the tiles."""
+def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
+    """Share of the cycles in which matrix units work on a product, with the best of the tiles.
+
+    At an inner dimension of `half_inner` a tile's start and end take as long as its products.
+    """
     m, n, k = shape
     best = max(
         (rows * columns / (256 * 128)) ** _SMALL_TILE
@@ -96,7 +99,18 @@ def busy_share(shape: Shape, num_sms: int) -> float:
         / (_waves(m, n, rows, columns, num_sms) * num_sms * rows * columns)
         for rows, columns in _TILES
     )  # fmt: skip
-    return best * k / (k + _HALF_INNER)
+    return best * k / (k + half_inner)
+
+
+def half_inner(gpu: Gpu) -> float:
+    """The inner dimension at which a result takes as long to write as to compute.
+
+    2 bytes at the memory's rate for 2 k operations at the peak's: k is peak / bandwidth. It is the
+    one of 16 bits for every format; what products in 8 and 4 bits reach is assumed as a whole.
+    """
+    peaks = gpu.peak_flops
+    peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]
+    return _EXPOSED_WRITES * peak / gpu.memory_bandwidth
 
 
 def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
@@ -107,8 +121,9 @@ def rate(job: Job, peak: float, dtype: str) -> float:
     """FLOP/s of a microbatch's products, forward and backward, in a dtype."""
     gpu, reach = job.cluster.gpu, job.engine.software.products
     spent = flops = 0.0
+    half = half_inner(gpu)
     for shape, times in _shapes(job):
-        busy = reach * busy_share(shape, gpu.num_sms)
+        busy = reach * busy_share(shape, gpu.num_sms, half)
         work = 2.0 * math.prod(shape) * times
         spent += work / (peak * busy * clock(gpu, peak, dtype, busy))
         flops += work

@@ -6,7 +6,9 @@ on every second row of `scripts/bench/published_runs.py`; the other rows are the
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.
-    Dao 2023, "FlashAttention-2", figures 4 to 6: the same on an A100, and of the first version.
+    Dao 2023, "FlashAttention-2", figures 4 to 6: the same on an A100.
+    Sinha et al. 2022, "Not All GPUs Are Created Equal": cards of one kind in one cluster differ in
+        speed by 8 % on average.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Software:
         hidden_in_tensor: the same of activations over `tensor`.
         hidden_in_groups: the same where rows go through the layers in groups.
         launch_s: seconds lost per layer and direction to launches and gaps.
-        idle: share of the compute's time in which the GPU waits for its host, the loader or others.
+        idle: share of the compute's time in which one GPU of several waits, for the slowest of
+            them above all; a single one does not.
     """
 
     products: float
@@ -70,16 +73,17 @@ OURS = Software(
     hidden_in_tensor=0.20,
     hidden_in_groups=0.50,
 )
-"""Our step as XLA compiles it; unmeasured on a GPU."""
+"""Our step as XLA compiles it; unmeasured on a GPU, and with no allowance for the slowest of
+several."""
 
 
 PUBLISHED = Software(
     products=0.77,  # fitted; with the power limit 0.66 to 0.69 of an H100's peak
     # FlashAttention 2, which most trainers run: on an H100 370 forward and 325 backward of 989, a
-    # tenth less for tiles on the diagonal; on an A100 the first version's 0.35, which runs of its
-    # time had (the second reaches 0.57). Cards whose tensor cores run at half rate wait less for
-    # the softmax. On Blackwell no source: between FlashAttention 2 and cuDNN.
-    attention={"7.5": 0.20, "8.0": 0.35, "8.6": 0.75, "8.9": 0.75, "9.0": 0.31, "10.0": 0.30},
+    # tenth less for tiles on the diagonal; on an A100 0.57, less the same tenth. Cards whose tensor
+    # cores run at half rate wait less for the softmax. On Blackwell no source: between
+    # FlashAttention 2 and cuDNN.
+    attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.75, "8.9": 0.75, "9.0": 0.31, "10.0": 0.30},
     # Each value counted once: a fused norm reads and writes (two of them), a residual reads two and
     # writes one (two of them); rotation reads and writes, and so does the kernel's layout; SwiGLU
     # reads gate and up and writes the hidden values.
@@ -90,7 +94,7 @@ PUBLISHED = Software(
     memory=0.85,
     hidden_in_tensor=0.6,  # Megatron splits products so that their collectives run beside them
     hidden_in_groups=0.6,
-    idle=0.08,  # fitted
+    idle=0.08,  # fitted; as much as cards of one kind differ (Sinha et al.)
 )
 """Typical trainers (Megatron-LM, torchtitan, MaxText, NeMo, FSDP in PyTorch), 2023 to 2025."""
 

@@ -77,7 +77,8 @@ def estimate_time(job: Job) -> StepTime:
     flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)
     products_s, attention, memory = rates.parts(compute)
-    launches += rates.software.idle * (products_s + attention + memory)
+    if job.spec.num_devices > 1:
+        launches += rates.software.idle * (products_s + attention + memory)
     busy = products_s + attention + memory + launches
     parts = {
         "products": products_s,
