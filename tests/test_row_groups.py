@@ -15,6 +15,7 @@ from tiny import Case, layout_of, reference, run, step_of, text_batch
 from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import model_context
 from jaxdist.core.step.model_context import products_of, row_groups_of
@@ -33,6 +34,11 @@ def two_groups(monkeypatch):
     [
         Case("rotary", "fsdp=2,tp=2", microbatches=2, remat="dots"),
         Case("learned", "dp=2,tp=4", sequence=False, remat="full"),
+        Case("rotary", "pp=2,tp=2", microbatches=2, pipeline=PipelineConfig(schedule="1f1b")),
+        Case("rotary", "pp=2,fsdp=2,tp=2", microbatches=2, remat="dots"),
+        Case(
+            "rotary", "pp=2,tp=2", microbatches=2, pipeline=PipelineConfig(schedule="zero_bubble")
+        ),
     ],
     ids=str,
 )
@@ -86,7 +92,8 @@ def test_the_audit_reads_groups(two_groups):
         ("fsdp=4", "gpu", "auto", 1),
         ("fsdp=2,tp=2", "cpu", "auto", 1),
         ("fsdp=2,tp=2", "gpu", "fp8", 1),
-        ("pp=2,tp=2", "gpu", "auto", 1),
+        ("pp=2,tp=2", "gpu", "auto", 4),
+        ("pp=2,tp=2", "cpu", "auto", 1),
         ("cp=2,tp=2", "gpu", "auto", 1),
     ],
 )

@@ -362,18 +362,39 @@ class Model:
         if self.block is None or self.embed is None:
             return self.head_loss(params, None, batch, context)
         x = self.embed(params, batch, context)
-        groups = groups_of_rows(x.shape[0], context.row_groups)
-        prepare = self.prepare or (lambda rows, _: rows)
-        if groups == 1:
-            aux = prepare(batch, context)
-            x, sums = context.run_layers(self.block, params["layers"], x, aux, context)
+        auxs = self.prepare_groups(batch, context)
+        if len(auxs) == 1:
+            x, sums = context.run_layers(self.block, params["layers"], x, auxs[0], context)
             return add_sums(self.head_loss(params, x, batch, context), sums)
-        rows = [jax.tree.map(lambda a, i=i: jnp.split(a, groups)[i], batch) for i in range(groups)]
-        auxs = tuple(prepare(part, context) for part in rows)
         xs, sums = context.run_layers(
-            self._block_of_groups, params["layers"], tuple(jnp.split(x, groups)), auxs, context
+            self._block_of_groups, params["layers"], tuple(jnp.split(x, len(auxs))), auxs, context
         )
         return add_sums(self.head_loss(params, jnp.concatenate(xs), batch, context), sums)
+
+    def prepare_groups(self, batch: Batch, context: Context) -> tuple[Any, ...]:
+        """What every block needs beside its input, for each group of the batch's rows [rows, ...].
+
+        The groups are equal parts of the rows, as many as `Context.row_groups` allows.
+        """
+        groups = groups_of_rows(jax.tree.leaves(batch)[0].shape[0], context.row_groups)
+        prepare = self.prepare or (lambda rows, _: rows)
+        if groups == 1:
+            return (prepare(batch, context),)
+        rows = [jax.tree.map(lambda a, i=i: jnp.split(a, groups)[i], batch) for i in range(groups)]
+        return tuple(prepare(part, context) for part in rows)
+
+    def block_in_groups(
+        self, params: Params, x: Array, auxs: tuple[Any, ...], context: Context
+    ) -> tuple[Array, Sums]:
+        """(x [rows, seq_shard, d_model], Sums) behind one layer.
+
+        Rows go through it in the groups of which `auxs` come from `prepare_groups`.
+        """
+        assert self.block is not None
+        if len(auxs) == 1:
+            return self.block(params, x, auxs[0], context)
+        xs, sums = self._block_of_groups(params, tuple(jnp.split(x, len(auxs))), auxs, context)
+        return jnp.concatenate(xs), sums
 
     def _block_of_groups(
         self, params: Params, xs: tuple[Array, ...], auxs: tuple[Any, ...], context: Context

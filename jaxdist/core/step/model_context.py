@@ -106,13 +106,13 @@ def row_groups_of(layout: Layout, precision: PrecisionConfig, platform: str) -> 
     """The most parts in which the rows of a microbatch go through the layers.
 
     More than one where `tensor` splits layers on GPUs: XLA then runs one's collectives beside
-    another's products (Wang et al. 2024, "Domino", section 3). Stages have other work beside them
-    and a ring's steps are products of their own. In fp8 each part would have a scale of its own,
+    another's products (Wang et al. 2024, "Domino", section 3). A ring's steps are products of
+    their own. In fp8 each part would have a scale of its own,
     and round otherwise than on a mesh without parts; block-scaled formats were not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
-    others = PIPELINE in layout.used or CONTEXT in layout.used
-    if platform != "gpu" or not splits or others or precision.matmul_dtype != "auto":
+    rings = CONTEXT in layout.used
+    if platform != "gpu" or not splits or rings or precision.matmul_dtype != "auto":
         return 1
     return _ROW_GROUPS
 

@@ -67,10 +67,9 @@ class Stage:
         """Input of the first virtual stage, [rows, seq_shard, d_model]."""
         return self.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
 
-    def aux(self, now: Instruction) -> Any:
-        """What every block needs in addition to its input, of one microbatch: [rows, ...] each."""
-        batch, prepare = self.microbatch(now), self.model.prepare
-        return batch if prepare is None else prepare(batch, self.context)
+    def aux(self, now: Instruction) -> tuple[Any, ...]:
+        """What every block needs beside its input, [rows, ...] of each group of a microbatch."""
+        return self.model.prepare_groups(self.microbatch(now), self.context)
 
     def layer_indices(self, now: Instruction) -> Array:
         """Index in the model of each layer, int32 [layers]; random bits depend on it."""
@@ -84,7 +83,7 @@ class Stage:
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
         """The virtual stage applied to x [rows, seq_shard, d_model], and the sums of its layers."""
         return self.context.run_layers(
-            self.model.block,
+            self.model.block_in_groups,
             self.weights(now),
             x,
             self.aux(now),

@@ -243,7 +243,7 @@ class _Training:
             shards: Params, x: Array, constants: tuple[Array, Any]
         ) -> tuple[Array, Array | None, Sums]:
             """A layer on x [rows, seq_shard, d_model], and its own scaled term of the loss."""
-            y, sums = layer(stage.model.block, shards, x, *constants, stage.context)
+            y, sums = layer(stage.model.block_in_groups, shards, x, *constants, stage.context)
             loss = objective(sums) * self.scale if sums.keys() & set(OBJECTIVE) else None
             return y, loss, sums
 
