@@ -106,9 +106,10 @@ def row_groups_of(layout: Layout, precision: PrecisionConfig, platform: str) -> 
     """The most parts in which the rows of a microbatch go through the layers.
 
     More than one where `tensor` splits layers on GPUs: XLA then runs one's collectives beside
-    another's products (Wang et al. 2024, "Domino", section 3). A ring's steps are products of
-    their own. In fp8 each part would have a scale of its own,
-    and round otherwise than on a mesh without parts; block-scaled formats were not tried.
+    another's products (Wang et al. 2024, "Domino", section 3). Beside a ring, whose steps have
+    collectives of their own, they gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
+    each part would have a scale of its own, and round otherwise than on a mesh without parts;
+    block-scaled formats were not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     rings = CONTEXT in layout.used
