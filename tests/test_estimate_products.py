@@ -24,10 +24,8 @@ their data sheet's clock, which counts as 1)."""
 
 def reached(gpu, dtype: str = "bfloat16", shape=(16384, 16384, 8192)) -> float:
     """TFLOP/s of one product of such a shape where tiles reach all of a multiprocessor's rate."""
-    peak, busy = (
-        gpu.peak_flops[dtype],
-        products.busy_share(shape, gpu.num_sms, products.half_inner(gpu)),
-    )
+    peak = gpu.peak_flops[dtype]
+    busy = products.busy_share(shape, gpu.num_sms, products.half_inner(gpu))
     return 1e-12 * peak * busy * products.clock(gpu, peak, dtype, busy)
 
 
