@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, to_arrays
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, peak, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Action, Schedule, ScheduleError, check
 from jaxdist.core.parallel.pipeline.schedules import (
@@ -44,6 +44,14 @@ def test_every_schedule_is_legal_and_its_slots_never_collide(name, p, m, v):
         assert count == peak, "colouring of intervals needs exactly the most alive at once"
     assert report.messages == 2 * m * (p * v - 1)
     assert 0 <= report.bubble < 1
+
+
+def test_the_peak_is_what_counting_begins_and_ends_gives():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        firsts = random.integers(0, 12, size=random.integers(0, 10))
+        spans = [(first, first + length) for first, length in zip(firsts, firsts % 5, strict=True)]
+        assert peak(spans) == most_alive(spans)
 
 
 @pytest.mark.parametrize("v", CHUNKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -85,7 +86,10 @@ def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
 def peak(intervals: Iterable[Interval]) -> int:
     """Most intervals alive at once."""
     spans = list(intervals)
-    return max((sum(a <= first <= b for a, b in spans) for first, _ in spans), default=0)
+    firsts, lasts = sorted(a for a, _ in spans), sorted(b for _, b in spans)
+    # Most are alive where one begins: those begun by then, less those that ended before.
+    alive = (begun - bisect.bisect_left(lasts, first) for begun, first in enumerate(firsts, 1))
+    return max(alive, default=0)
 
 
 def num_slots(stages: list[dict[Work, Interval]]) -> int:
