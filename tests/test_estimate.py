@@ -286,6 +286,29 @@ def test_collectives_between_nodes_take_longer_than_inside_one():
     )
 
 
+@pytest.mark.parametrize(("nodes", "micros"), [(1, 32.2), (64, 8.4 + 448 * 3.4 + 63 * 9.6)])
+def test_a_ring_passes_every_gpu_before_it_is_done(nodes, micros):
+    """NCCL's own figures for a ring of long messages; what is left is the bytes at their rate."""
+    one = job(f"fsdp={8 * nodes}", gpus=f"h100:{nodes}x8", train={"global_batch_size": 8 * nodes})
+    flow = next(f for f in flows_of(one) if (f.kind, f.purpose) == ("all-gather", "weights"))
+    gpu, rest = one.cluster.gpu, flow.seconds - flow.times * micros * 1e-6
+    rate = gpu.link_bandwidth if nodes == 1 else 8 * gpu.network_bandwidth
+    missing = (8 - 1) / 8 if nodes == 1 else (nodes - 1) / nodes
+    assert rest == pytest.approx(missing * flow.bytes / rate, rel=0.12 if nodes > 1 else 1e-6)
+
+
+def test_gradients_over_many_replicas_are_summed_in_a_tree():
+    """A ring would take 2 × 8 times as long to start on 8 times as many nodes."""
+    starts = []
+    for nodes in (2, 16):
+        one = job(f"dp={8 * nodes}", gpus=f"h100:{nodes}x8", train={"global_batch_size": 8 * nodes})
+        flow = next(f for f in flows_of(one) if f.kind == "all-reduce")
+        share = 2 * (nodes - 1) / nodes
+        rest = share * flow.bytes / (8 * one.cluster.gpu.network_bandwidth)
+        starts.append(flow.seconds - max(rest, flow.wire_bytes / one.cluster.gpu.link_bandwidth))
+    assert 0 < starts[0] < starts[1] < 3 * starts[0]
+
+
 def test_groups_know_which_of_their_members_share_a_node():
     one = job("pp=2,dp=4,fsdp=4,tp=4", gpus="h100:16x8")
     assert members_per_fabric(one, ("tensor",)) == 4

@@ -255,7 +255,7 @@ def _flow(
     nodes = group // inside
     ways = 2 if kind == "all-reduce" else 1
     fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth
-    start = _START_S + _HOP_S * math.log2(group) + _NODE_HOP_S * math.log2(max(1, nodes))
+    start = _start_seconds(kind, group, nodes)
     if kind == "collective-permute":
         wire, seconds = each, each / (slow if nodes > 1 else fast)
     else:
@@ -276,9 +276,26 @@ def _flow(
     )
 
 
-_START_S, _HOP_S, _NODE_HOP_S = 10e-6, 3e-6, 8e-6
-"""What a collective takes before its first byte counts: launch, steps inside a node, between nodes;
-of the order that NCCL's own tests show for small messages."""
+_START_S = 8.4e-6
+_RING_HOP_S, _RING_NODE_HOP_S = 3.4e-6, 9.6e-6
+_TREE_HOP_S, _TREE_NODE_HOP_S = 1.2e-6, 8.5e-6
+"""Launch, and one step inside a node and between nodes, as NCCL itself reckons when it chooses an
+algorithm (src/graph/tuning.cc): a ring of long messages, and a tree."""
+
+
+def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
+    """What a collective takes before bandwidth counts: each byte passes its steps one by one.
+
+    NCCL gathers and scatters in rings, whose steps grow with the group (NVIDIA/nccl#1473); it sums
+    all over in a tree where that is shorter.
+    """
+    if kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
+        if kind != "all-reduce":
+            return _START_S + ring
+        tree = (group / nodes - 1) * _TREE_HOP_S + math.log2(nodes) * _TREE_NODE_HOP_S
+        return _START_S + 2 * min(ring, tree)
+    return _START_S + (_RING_NODE_HOP_S if nodes > 1 else _RING_HOP_S)
 
 
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
