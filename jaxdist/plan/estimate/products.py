@@ -71,7 +71,7 @@ NARROW_PEAKS = {
 
 
 def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
-    """Share of the boost clock that a GPU holds.
+    """Share of the boost clock that a GPU holds; above 1 where it may exceed it.
 
     Args:
         gpu: whose power limit it is.
@@ -83,7 +83,7 @@ def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
         return _UNKNOWN_CLOCK
     energy = _PICOJOULES.get(gpu.compute_capability, _PICOJOULES["9.0"])
     watts = 1e-12 * energy * _RELATIVE_ENERGY.get(dtype, 1.0) * peak * busy
-    return min(1.0, ((1 - _STATIC) * gpu.power_w / watts) ** (1 / 3))
+    return min(gpu.max_clock, ((1 - _STATIC) * gpu.power_w / watts) ** (1 / 3))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -29,6 +29,7 @@ class Gpu:
         gpus_per_node: GPUs of one machine, where `--gpus` does not say.
         gpus_per_fabric: GPUs that fast links join; 0 = those of one machine.
         power_w: power limit, watts; 0 = not known.
+        max_clock: highest clock, as a share of the boost clock at which peaks are given.
         price_per_hour: of one GPU, on demand, USD.
         spot_price_per_hour: of one GPU that may be taken away at any time, USD.
     """
@@ -45,6 +46,7 @@ class Gpu:
     gpus_per_node: int
     gpus_per_fabric: int = 0
     power_w: float = 0.0
+    max_clock: float = 1.0
     price_per_hour: float
     spot_price_per_hour: float
 

@@ -28,11 +28,12 @@ _NUMBERS = {
     "gpus_per_node": _Key("gpus_per_node"),
     "gpus_per_fabric": _Key("gpus_per_fabric", 1, Bounds(ge=0)),
     "power_w": _Key("power_w", 1, Bounds(ge=0)),
+    "max_clock": _Key("max_clock"),
     "price_per_hour": _Key("price_per_hour", 1, Bounds(ge=0)),
     "spot_price_per_hour": _Key("spot_price_per_hour", 1, Bounds(ge=0)),
 }
 _KEYS = ("like", "compute_capability", *_NUMBERS, "peak_tflops")
-_OPTIONAL = ("like", "gpus_per_fabric", "power_w")
+_OPTIONAL = ("like", "gpus_per_fabric", "power_w", "max_clock")
 _RATE = Bounds(gt=0)
 _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 
@@ -43,7 +44,7 @@ def read_tables(
     """GPUs of a TOML file, a table each, and every problem found in it.
 
     `aliases` are other names of the `known` ones. `peak_tflops` is a table by dtype. A table that
-    starts from no other (`like`) may leave out `gpus_per_fabric` and `power_w`.
+    starts from no other (`like`) may leave out `gpus_per_fabric`, `power_w` and `max_clock`.
     """
     found: dict[str, Gpu] = {}
     problems: list[str] = []
@@ -117,7 +118,7 @@ def _gpu_from(
     if "like" in table:
         like = str(table["like"]).lower()
         if "peak_tflops" in table:  # another chip: the power limit of the first says nothing of it
-            fields.setdefault("power_w", 0.0)
+            fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
         return dataclasses.replace(known[aliases.get(like, like)], name=name, **fields)
     # No device calls itself this: only the planner knows it.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
