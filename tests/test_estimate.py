@@ -318,23 +318,22 @@ def test_groups_know_which_of_their_members_share_a_node():
     assert members_per_fabric(one, ("pipeline",)) == 1
 
 
-@functools.cache
-def published_errors(rows: str) -> list[float]:
-    """Estimated over published tokens per second, minus 1, of these rows of `plan_anchors`."""
-    script = bench("plan_anchors")
-    return [script.measure(row)[2] for row in getattr(script, rows)]
+def published_errors(title: str) -> list[float]:
+    """Estimated over published tokens per second, minus 1, in a section of `plan_anchors`."""
+    return [error for *_, error in bench("plan_anchors").results()[title]]
 
 
-def test_published_runs_are_met():
+@pytest.mark.parametrize("title", ["Half that was not looked at", "Rows held out"])
+def test_published_runs_are_met(title):
     """At least three quarters of the rows on which nothing was fitted are within 15 %."""
-    errors = published_errors("HELD_OUT")
+    errors = published_errors(title)
     assert len(errors) >= 20
     assert sum(abs(error) <= 0.15 for error in errors) >= 0.75 * len(errors)
 
 
 def test_four_of_five_published_runs_are_in_the_likely_range():
-    """All rows; and a range half as wide would hold fewer."""
-    rows = "HELD_OUT", "FITTED", "LATER"
+    """Rows of many trainers; the two large tables, of one each, are closer together."""
+    rows = "Rows held out", "Rows fitted on", "Small models on A100, found later", "Other trainers"
     shares = 1 + np.concatenate([published_errors(each) for each in rows])
     low, high = LIKELY
     assert 0.8 <= np.mean((low <= shares) & (shares <= high)) <= 0.9

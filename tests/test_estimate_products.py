@@ -107,6 +107,19 @@ def test_attention_is_slow_on_short_rows_and_narrow_heads():
         assert attention_share(software, capability, 1024, 64) < share[1]
 
 
+@pytest.mark.parametrize(("gpu", "keys"), [("a100-80", 4096), ("h100", 16384)])
+def test_a_trainers_attention_kernel_sets_its_attentions_time(gpu, keys):
+    one = job(gpus=f"{gpu}:1", train={"global_batch_size": 1, "seq_len": keys})
+    slow, typical, fast = (
+        estimate_time(dataclasses.replace(one, engine=Engine.published("", kernel)))
+        for kernel in ("flash1", "", "flash2")
+    )
+    times = [each.parts["attention"] for each in (slow, typical, fast)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] / times[2] == pytest.approx(1.4, abs=0.02)  # 0.50 of the peak and 0.36
+    assert slow.parts["products"] == fast.parts["products"]
+
+
 def test_another_chip_does_not_inherit_a_power_limit(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text(

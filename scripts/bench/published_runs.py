@@ -59,7 +59,10 @@ SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept:
 # save_qkv_proj, as a MaxText script for Llama2-70B on 256 H100 asks for; the sources do not say.
 MAXTEXT_70B = "names:qkv"
 OTHERS = Engine.published()
-FP8 = Engine.published("float8")
+FLASH1, FLASH2 = (Engine.published(attention=kernel) for kernel in ("flash1", "flash2"))
+FLASH2_FP8 = Engine.published("float8", "flash2")
+# NVIDIA's own stack: TransformerEngine's attention is cuDNN's.
+CUDNN, CUDNN_FP8 = Engine.published("", "cudnn"), Engine.published("float8", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,7 @@ class Row:
     mfu_full: float = 0.0
     engine: Engine = OTHERS
     moment_dtype: str = "float32"
+    reduce_dtype: str = "bfloat16"
     assumed: str = ""
 
 
@@ -126,7 +130,9 @@ def foundry(size: str, seq: int, gpus: int, micro: int, accumulation: int, token
         micro_rows=micro,
         microbatches=accumulation,
         remat="full" if ac else "none",
+        reduce_dtype="float32",
         published=tokens,
+        engine=FLASH1,
     )
 
 
@@ -169,10 +175,11 @@ def torch(
         micro_rows=micro_rows,
         remat=remat,
         published=tokens,
+        engine=FLASH2,
     )
 
 
-def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: Engine = OTHERS) -> Row:
+def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: Engine = CUDNN) -> Row:
     """A row of NVIDIA's MaxText Llama2-70B recipe."""
     fp8 = " fp8" if engine.products_dtype else ""
     return Row(
@@ -201,6 +208,7 @@ ROWS = [
         micro_rows=2,
         remat="dots",
         published=11361,
+        engine=CUDNN,
     ),
     Row(
         source="MaxText A3 table",
@@ -212,6 +220,7 @@ ROWS = [
         micro_rows=4,
         remat="dots",
         published=10670,
+        engine=CUDNN,
         assumed="4 rows, dots",
     ),
     Row(
@@ -237,6 +246,7 @@ ROWS = [
         micro_rows=2,
         remat=SELECTIVE_OP,
         published=6667,
+        engine=FLASH2,
     ),
     Row(
         source="torchtitan",
@@ -247,7 +257,7 @@ ROWS = [
         seq_len=8192,
         micro_rows=2,
         remat=SELECTIVE_OP,
-        engine=FP8,
+        engine=FLASH2_FP8,
         published=8532,
     ),
     Row(
@@ -260,6 +270,7 @@ ROWS = [
         micro_rows=2,
         remat=SELECTIVE_OP,
         published=6514,
+        engine=FLASH2,
     ),
     Row(
         source="torchtitan",
@@ -270,7 +281,7 @@ ROWS = [
         seq_len=8192,
         micro_rows=16,
         remat="full",
-        engine=FP8,
+        engine=FLASH2_FP8,
         published=829,
     ),
     Row(
@@ -283,7 +294,7 @@ ROWS = [
         micro_rows=1,
         microbatches=32,
         remat="full",
-        engine=FP8,
+        engine=FLASH2_FP8,
         published=100,
     ),
     Row(
@@ -297,7 +308,7 @@ ROWS = [
         microbatches=32,
         chunks=2,
         remat="full",
-        engine=FP8,
+        engine=FLASH2_FP8,
         published=128,
     ),
     Row(
@@ -323,6 +334,7 @@ ROWS = [
         microbatches=8,
         zero=1,
         mfu_full=0.443,
+        engine=FLASH2,
         assumed="shape, batch, nothing recomputed",
     ),
     Row(
@@ -336,6 +348,7 @@ ROWS = [
         microbatches=8,
         zero=1,
         mfu_full=0.467,
+        engine=FLASH2,
         assumed="shape, batch, nothing recomputed",
     ),
     Row(
@@ -349,6 +362,7 @@ ROWS = [
         microbatches=8,
         zero=1,
         mfu_full=0.452,
+        engine=FLASH2,
         assumed="mesh, batch, nothing recomputed",
     ),
     Row(
@@ -361,6 +375,7 @@ ROWS = [
         micro_rows=16,
         microbatches=16,
         published=49900,
+        engine=FLASH2,
         assumed="16 rows × 16",
     ),
     Row(
@@ -372,7 +387,7 @@ ROWS = [
         seq_len=8192,
         micro_rows=1,
         microbatches=16,
-        engine=FP8,
+        engine=CUDNN_FP8,
         published=14451,
         assumed="batch, nothing recomputed",
     ),
@@ -386,6 +401,7 @@ ROWS = [
         micro_rows=2,
         remat=MAXTEXT_70B,
         step_s=15.516,
+        engine=CUDNN,
         assumed="remat",
     ),
     maxtext_70b(64, "fsdp=64", 6.999),
@@ -393,7 +409,7 @@ ROWS = [
     maxtext_70b(256, "fsdp=256", 7.153),
     maxtext_70b(512, "dp=4,fsdp=128", 7.091),
     maxtext_70b(2048, "dp=16,fsdp=128", 7.066),
-    maxtext_70b(64, "fsdp=64", 4.324, FP8),
+    maxtext_70b(64, "fsdp=64", 4.324, CUDNN_FP8),
     megatron("7.1B", (30, 4096, 32), "dp=16,tp=2", 466, micro_rows=4),
     megatron("16B", (32, 6144, 48), "dp=16,tp=4", 489, micro_rows=4),
     megatron("32B", (48, 7168, 56), "dp=16,tp=8", 460, micro_rows=4),
@@ -419,7 +435,7 @@ ROWS = [
             SELECTIVE_OP,
             10938,
         ),
-        engine=FP8,
+        engine=FLASH2_FP8,
     ),
     foundry("760m", 2048, 8, 24, 2, 63147, 0),
     foundry("1b", 8192, 8, 3, 4, 29157, 0),
@@ -449,6 +465,7 @@ LATER = [
         seq_len=1024,
         micro_rows=16,
         step_s=0.090,
+        engine=FLASH2,
         assumed="A100, 16 rows",
     ),
     Row(
@@ -461,6 +478,7 @@ LATER = [
         micro_rows=32,
         microbatches=8,
         published=195_000,
+        engine=FLASH2,
         assumed="AdamW for its Muon",
     ),
     Row(

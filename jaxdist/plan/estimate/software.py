@@ -6,7 +6,11 @@ on every second row of `scripts/bench/published_runs.py`; the other rows are the
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.
-    Dao 2023, "FlashAttention-2", figures 4 to 6: the same on an A100.
+    Dao 2023, "FlashAttention-2", section 1 and figures 4 to 6: the same on an A100, and of the
+        first version.
+    Zadouri et al. 2026, "FlashAttention-4": a B200 forward, cuDNN 9.13 about 1,240 TFLOP/s of 2,250
+        and Triton 600.
+    Dao-AILab/flash-attention#2379: a T4 forward, 0.66 of its peak where PyTorch reaches half of it.
     Sinha et al. 2022, "Not All GPUs Are Created Equal": cards of one kind in one cluster differ in
         speed by 8 % on average.
 """
@@ -58,8 +62,9 @@ class Software:
 
 OURS = Software(
     products=0.85,  # with the power limit 0.70 of an H100's peak: our compiled step is unmeasured
-    # cuDNN on an H100: 600 forward and 530 backward of 989, a tenth less for tiles on the diagonal.
-    # No card of ours has confirmed the rest.
+    # cuDNN on an H100: 600 forward and 530 backward of 989, a tenth less for tiles on the diagonal;
+    # on Blackwell 0.55 forward, and less backward. On a T4 a third forward, and half of that
+    # backward, which is assumed. No card of ours has confirmed any.
     attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60, "9.0": 0.50, "10.0": 0.45},
     # Read off our compiled programs, whose element-wise kernels are counted in
     # scripts/bench/results/gpu_program.md: norms, residuals and casts are not all in one kernel.
@@ -79,11 +84,10 @@ several."""
 
 PUBLISHED = Software(
     products=0.77,  # fitted; with the power limit 0.66 to 0.69 of an H100's peak
-    # FlashAttention 2, which most trainers run: on an H100 370 forward and 325 backward of 989, a
-    # tenth less for tiles on the diagonal; on an A100 0.57, less the same tenth. Cards whose tensor
-    # cores run at half rate wait less for the softmax. On Blackwell no source: between
-    # FlashAttention 2 and cuDNN.
-    attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.75, "8.9": 0.75, "9.0": 0.31, "10.0": 0.30},
+    # Between FlashAttention's first two versions on A100 and H100: published runs have both, and
+    # few say which. Cards whose tensor cores run at half rate wait less for the softmax. On
+    # Blackwell between Triton and cuDNN.
+    attention={"7.5": 0.20, "8.0": 0.42, "8.6": 0.75, "8.9": 0.75, "9.0": 0.26, "10.0": 0.30},
     # Each value counted once: a fused norm reads and writes (two of them), a residual reads two and
     # writes one (two of them); rotation reads and writes, and so does the kernel's layout; SwiGLU
     # reads gate and up and writes the hidden values.
@@ -97,6 +101,19 @@ PUBLISHED = Software(
     idle=0.08,  # fitted; as much as cards of one kind differ (Sinha et al.)
 )
 """Typical trainers (Megatron-LM, torchtitan, MaxText, NeMo, FSDP in PyTorch), 2023 to 2025."""
+
+
+KERNELS: Mapping[str, Mapping[str, float]] = {
+    # Of an A100's peak 0.25 to 0.40, of which the best, a tenth less for tiles on the diagonal. On
+    # an H100, whose new instructions neither version uses, as far behind the second as on an A100.
+    "flash1": {"8.0": 0.36, "9.0": 0.22},
+    # On an H100 370 forward and 325 backward of 989, a tenth less for tiles on the diagonal; on an
+    # A100 0.57, less the same tenth.
+    "flash2": {"8.0": 0.50, "9.0": 0.31},
+    "cudnn": {"9.0": OURS.attention["9.0"], "10.0": OURS.attention["10.0"]},
+}
+"""Attention kernel of a trainer that is known to use it -> `Software.attention` where measured:
+FlashAttention's first and second version, and cuDNN's (NVIDIA's own stack)."""
 
 
 ATTENTION_HALF = 250

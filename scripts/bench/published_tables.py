@@ -1,0 +1,329 @@
+"""Tables that others published, found after the constants: rows of `published_runs`' form.
+
+Sources, each row's figure as it stands there:
+    llm-foundry, scripts/train/benchmarking/README.md (January 2024), all rows that are not in
+        `published_runs` already. The A100's rows are of May and June 2023, the H100's of October
+        2023 to January 2024. Its `gpu` extra asks for flash-attn 1.0.9 until March 2024, and its
+        sweep installs 2.4.2 for rows in 8 bits. Gradients are reduced in float32 by Composer's
+        "DEFAULT" from 0.16.4 on, which is what the H100's rows ran.
+    Megatron-Bridge, docs/performance-summary-archive.md (August 2026): dense models on GPUs that
+        the planner knows; of one setting in several releases the median.
+    OLMo-core 1.7, README.md and src/scripts/train; the number of GPUs is not said.
+    fms-fsdp, README.md, with torch.compile. Its "selective" recomputation is nearly full for 34B
+        and 70B by its own MFU and HFU; 13B, which is in between, is left out.
+    TinyLlama, README.md and pretrain/tinyllama.py.
+    tylerromero.com/posts/nanogpt-speedrun-worklog, the first row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from published_runs import (
+    A100,
+    FLASH1,
+    FLASH2,
+    H100,
+    LLAMA2_7B,
+    LLAMA2_70B,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    LLAMA3_405B,
+    Row,
+    gpt,
+    llama,
+)
+
+from jaxdist.models import DecoderConfig
+from jaxdist.plan.estimate.job import Engine
+from jaxdist.plan.hardware import GPUS
+
+_MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+"""Layers, width and heads by llm-foundry's scripts/train/yamls/pretrain."""
+
+
+def mpt(table: str) -> Iterator[Row]:
+    """Rows of `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`, with ; between."""
+    for line in table.replace("\n", " ").split(";"):
+        size, seq, gpu, number, rows, remat, dtype, tokens = line.split()
+        layers, width, heads = _MPT[size]
+        model = gpt(layers, width, heads, 50368)
+        micro_rows, microbatches = map(int, rows.split("x"))
+        yield Row(
+            source="llm-foundry",
+            what=f"MPT {size.upper()}, {seq}" + (", fp8" if dtype == "fp8" else ""),
+            model=dataclasses.replace(model, max_seq_len=max(model.max_seq_len, int(seq))),
+            gpu=GPUS[gpu],
+            mesh=f"fsdp={number}",
+            seq_len=int(seq),
+            micro_rows=micro_rows,
+            microbatches=microbatches,
+            remat=remat,
+            reduce_dtype="float32" if gpu == "h100" else "bfloat16",
+            published=float(tokens),
+            engine=Engine.published("float8", "flash2") if dtype == "fp8" else FLASH1,
+        )
+
+
+def bridge(
+    size: str,
+    gpu: str,
+    dtype: str,
+    mesh: str,
+    micro_rows: int,
+    microbatches: int,
+    tokens: float,
+    chunks: int = 1,
+) -> Row:
+    """A row of Megatron-Bridge, 8,192 tokens long; its mesh has ZeRO 1 where it has no FSDP."""
+    models = {"8B": LLAMA3_8B, "70B": LLAMA3_70B, "405B": LLAMA3_405B}
+    return Row(
+        source="Megatron-Bridge",
+        what=f"Llama3-{size}, 8192, {dtype}",
+        model=models[size],
+        gpu=GPUS[gpu],
+        mesh=mesh,
+        seq_len=8192,
+        micro_rows=micro_rows,
+        microbatches=microbatches,
+        zero=0 if "fsdp" in mesh else 1,
+        chunks=chunks,
+        published=tokens,
+        engine=Engine.published("float4" if dtype == "nvfp4" else "float8", "cudnn"),
+        assumed="nothing recomputed",
+    )
+
+
+def olmo(
+    what: str, model: DecoderConfig, micro_rows: int, microbatches: int, tokens: float, dtype: str
+) -> Row:
+    """A row of OLMo-core on H100, 4,096 tokens long."""
+    narrow = "float8" if dtype == "fp8" else ""
+    return Row(
+        source="OLMo-core",
+        what=f"{what}, 4096" + (", fp8" if narrow else ""),
+        model=model,
+        gpu=H100,
+        mesh="fsdp=64",
+        seq_len=4096,
+        micro_rows=micro_rows,
+        microbatches=microbatches,
+        reduce_dtype="float32",
+        published=tokens,
+        engine=Engine.published(narrow, "flash2"),
+        assumed="64 GPUs",
+    )
+
+
+def fms(what: str, model: DecoderConfig, gpus: int, remat: str, tokens: float) -> Row:
+    """A row of fms-fsdp: 128 A100 with 400 Gbit/s a node, or 96 H100 with 800."""
+    gpu, rate = (A100, 400) if gpus == 128 else (H100, 800)
+    return Row(
+        source="fms-fsdp",
+        what=f"{what}, 4096, compile",
+        model=model,
+        gpu=dataclasses.replace(gpu, network_bandwidth=rate / 8 / 8 * 1e9),
+        mesh="dp=16,fsdp=8" if remat == "none" else f"fsdp={gpus}",
+        seq_len=4096,
+        micro_rows=2,
+        remat=remat,
+        published=tokens,
+        engine=FLASH2,
+    )
+
+
+_LLAMA_34B = llama(48, 8192, 64, 8, 22016, 32000)
+_OLMO_1B = llama(18, 2048, 16, 16, 5632, 100352)
+_OLMO_7B = llama(32, 4096, 32, 32, 11008, 100352)
+_OLMO_13B = llama(40, 5120, 40, 40, 13824, 100352)
+
+EXPLORED = [
+    *mpt(
+        """
+30b 2048 h100 512 8x1 full bf16 2115; 30b 2048 h100 128 8x1 full bf16 2199;
+13b 2048 h100 512 16x1 full bf16 4952; 13b 2048 h100 128 16x1 full bf16 5080;
+7b 2048 h100 512 6x1 none bf16 9670; 3b 2048 h100 128 8x1 none bf16 23422;
+1b 2048 h100 512 12x1 none bf16 39837; 70b 2048 h100 32 2x16 full bf16 882;
+30b 8192 h100 8 1x21 full bf16 1384; 30b 2048 h100 8 3x21 full bf16 2002;
+30b 1024 h100 8 6x21 full bf16 2084; 13b 32768 h100 8 1x3 full bf16 1976;
+13b 16384 h100 8 3x3 full bf16 2985; 13b 2048 h100 32 2x1 none bf16 4811;
+13b 2048 h100 16 2x1 none bf16 4767; 7b 1024 h100 8 64x2 full bf16 10203;
+3b 65536 h100 8 1x2 full bf16 3262; 3b 32768 h100 8 3x6 full bf16 5873;
+3b 16384 h100 8 1x6 none bf16 11152; 3b 1024 h100 8 20x6 none bf16 27046;
+1b 16384 h100 8 2x4 none bf16 19649; 1b 2048 h100 64 20x1 none bf16 44402;
+760m 32768 h100 8 1x2 none bf16 16291; 760m 16384 h100 8 3x2 none bf16 27815;
+760m 4096 h100 8 12x2 none bf16 55459; 760m 2048 h100 32 24x1 none bf16 67971;
+760m 2048 h100 16 24x1 none bf16 68551; 760m 512 h100 8 96x2 none bf16 83749;
+3b 8192 h100 8 3x6 none fp8 19146; 3b 2048 h100 8 10x6 none fp8 30586;
+1b 32768 h100 8 1x4 none fp8 12580; 70b 2048 a100-80 64 8x4 full bf16 410;
+70b 2048 a100-80 32 2x16 full bf16 373; 30b 4096 a100-80 8 1x21 full bf16 814;
+30b 2048 a100-80 8 3x21 full bf16 916; 30b 512 a100-80 8 12x21 full bf16 967;
+13b 32768 a100-80 8 1x3 full bf16 1016; 13b 4096 a100-80 8 10x3 full bf16 2060;
+13b 1024 a100-80 8 40x3 full bf16 2330; 7b 65536 a100-80 8 1x2 full bf16 1013;
+7b 8192 a100-80 8 8x2 full bf16 3206; 3b 16384 a100-80 8 1x6 none bf16 5529;
+3b 8192 a100-80 8 3x6 none bf16 7695; 3b 4096 a100-80 8 5x6 none bf16 9457;
+3b 1024 a100-80 8 20x6 none bf16 11580; 1b 32768 a100-80 8 1x4 none bf16 6275;
+1b 16384 a100-80 8 2x4 none bf16 9956; 1b 4096 a100-80 8 7x4 none bf16 17807;
+1b 2048 a100-80 8 14x4 none bf16 20513; 760m 65536 a100-80 8 1x2 full bf16 4143;
+760m 4096 a100-80 8 12x2 none bf16 27351; 760m 2048 a100-80 8 24x2 none bf16 32434;
+760m 1024 a100-80 8 48x2 none bf16 29765; 760m 512 a100-80 8 96x2 none bf16 29446;
+350m 8192 a100-80 8 8x2 none bf16 36569; 350m 2048 a100-80 8 32x2 none bf16 58782;
+350m 1024 a100-80 8 64x2 none bf16 64813; 350m 512 a100-80 8 128x2 none bf16 69330;
+125m 8192 a100-80 8 8x2 none bf16 90392; 125m 1024 a100-80 8 64x2 none bf16 156468;
+125m 512 a100-80 8 128x2 none bf16 165681; 30b 2048 a100-40 128 6x1 full bf16 865;
+30b 2048 a100-40 32 4x1 full bf16 857; 13b 4096 a100-40 8 2x16 full bf16 1603;
+13b 2048 a100-40 128 16x1 full bf16 1972; 13b 2048 a100-40 32 14x1 full bf16 1998;
+13b 2048 a100-40 8 4x16 full bf16 1668; 7b 8192 a100-40 8 3x4 full bf16 2887;
+7b 2048 a100-40 128 18x1 full bf16 3623; 7b 512 a100-40 8 48x4 full bf16 3895;
+3b 32768 a100-40 8 1x4 full bf16 2955; 3b 4096 a100-40 8 2x8 none bf16 8777;
+3b 2048 a100-40 128 6x1 none bf16 9538; 3b 1024 a100-40 8 10x8 none bf16 10731;
+3b 512 a100-40 8 20x8 none bf16 11324; 1b 16384 a100-40 8 1x8 none bf16 9715;
+1b 2048 a100-40 128 10x1 none bf16 18647; 1b 2048 a100-40 32 10x1 none bf16 15555;
+1b 2048 a100-40 16 8x1 none bf16 19085; 1b 2048 a100-40 8 8x8 none bf16 19271;
+760m 32768 a100-40 8 1x4 full bf16 7183; 760m 16384 a100-40 8 1x4 none bf16 13914;
+760m 8192 a100-40 8 3x4 none bf16 20106; 760m 2048 a100-40 32 12x1 none bf16 29648;
+760m 1024 a100-40 8 24x4 none bf16 33422; 760m 512 a100-40 8 48x4 none bf16 34938;
+350m 8192 a100-40 8 4x4 none bf16 34933; 350m 2048 a100-40 8 16x4 none bf16 55995;
+350m 512 a100-40 8 64x4 none bf16 66284; 125m 4096 a100-40 8 13x3 none bf16 115162;
+125m 2048 a100-40 128 26x1 none bf16 123936; 125m 2048 a100-40 16 26x1 none bf16 130535;
+125m 2048 a100-40 8 26x3 none bf16 136334; 125m 1024 a100-40 8 52x3 none bf16 148289;
+125m 512 a100-40 8 104x3 none bf16 156735
+"""
+    ),
+    bridge("70B", "gb200", "fp8", "fsdp=64", 2, 2, 4224),
+    bridge("70B", "gb200", "fp8", "fsdp=64", 2, 1, 3986),
+    bridge("70B", "gb200", "mxfp8", "pp=4,dp=8,tp=2", 1, 32, 3770, chunks=5),
+    bridge("405B", "gb200", "nvfp4", "pp=16,dp=4,tp=4", 1, 384, 1083, chunks=4),
+    bridge("70B", "h100", "fp8", "pp=8,dp=2,tp=4", 1, 64, 1610, chunks=5),
+]
+"""Half of two tables, drawn by a hash of each row: looked at one by one while the estimate was
+repaired."""
+
+UNSEEN = [
+    *mpt(
+        """
+70b 2048 h100 512 8x1 full bf16 1007; 70b 2048 h100 256 8x1 full bf16 1035;
+70b 2048 h100 128 8x1 full bf16 1058; 30b 2048 h100 256 8x1 full bf16 2148;
+13b 2048 h100 256 16x1 full bf16 4989; 7b 2048 h100 256 6x1 none bf16 10119;
+7b 2048 h100 128 6x1 none bf16 10475; 3b 2048 h100 512 8x1 none bf16 21664;
+3b 2048 h100 256 8x1 none bf16 22772; 1b 2048 h100 256 12x1 none bf16 42555;
+1b 2048 h100 128 12x1 none bf16 44123; 30b 4096 h100 8 1x21 full bf16 1802;
+30b 2048 h100 16 10x3 full bf16 2263; 13b 4096 h100 8 10x3 full bf16 4717;
+13b 1024 h100 8 40x3 full bf16 5502; 7b 65536 h100 8 1x2 full bf16 1956;
+7b 32768 h100 8 2x2 full bf16 3318; 3b 8192 h100 8 3x6 none bf16 16578;
+3b 2048 h100 64 6x3 none bf16 22525; 3b 2048 h100 32 6x3 none bf16 23021;
+3b 512 h100 8 40x6 none bf16 27965; 1b 65536 h100 8 1x2 full bf16 5506;
+1b 32768 h100 8 1x4 none bf16 12025; 1b 4096 h100 8 7x4 none bf16 38535;
+1b 2048 h100 32 20x1 none bf16 45130; 1b 2048 h100 16 20x1 none bf16 46037;
+1b 1024 h100 8 18x4 none bf16 48910; 1b 512 h100 8 56x4 none bf16 52275;
+760m 8192 h100 8 6x2 none bf16 41825; 760m 1024 h100 8 48x2 none bf16 78581;
+3b 32768 h100 8 3x6 full fp8 5856; 3b 512 h100 8 40x6 none fp8 36527;
+1b 8192 h100 8 2x4 none fp8 32010; 1b 512 h100 8 56x4 none fp8 70315;
+30b 8192 a100-80 8 1x21 full bf16 574; 30b 1024 a100-80 8 6x21 full bf16 946;
+13b 16384 a100-80 8 3x3 full bf16 1431; 13b 8192 a100-80 8 5x3 full bf16 1795;
+13b 2048 a100-80 8 2x3 none bf16 2262; 7b 32768 a100-80 8 2x2 full bf16 1672;
+7b 16384 a100-80 8 4x2 full bf16 2453; 7b 4096 a100-80 8 16x2 full bf16 3684;
+7b 2048 a100-80 8 6x2 none bf16 4641; 7b 1024 a100-80 8 64x2 full bf16 4357;
+3b 65536 a100-80 8 1x2 full bf16 1767; 3b 32768 a100-80 8 3x6 full bf16 3029;
+3b 2048 a100-80 8 10x2 none bf16 10811; 3b 512 a100-80 8 40x6 none bf16 12127;
+1b 65536 a100-80 8 1x2 full bf16 3044; 1b 8192 a100-80 8 3x4 none bf16 13814;
+1b 1024 a100-80 8 18x4 none bf16 22112; 1b 512 a100-80 8 56x4 none bf16 23148;
+760m 32768 a100-80 8 1x2 none bf16 8802; 760m 16384 a100-80 8 3x2 none bf16 14274;
+760m 8192 a100-80 8 6x2 none bf16 20933; 350m 65536 a100-80 8 1x2 none bf16 7524;
+350m 32768 a100-80 8 2x2 none bf16 13652; 350m 16384 a100-80 8 4x2 none bf16 23559;
+350m 4096 a100-80 8 16x2 none bf16 49555; 125m 65536 a100-80 8 1x2 none bf16 20368;
+125m 32768 a100-80 8 2x2 none bf16 36407; 125m 16384 a100-80 8 4x2 none bf16 60040;
+125m 4096 a100-80 8 16x2 none bf16 118396; 125m 2048 a100-80 8 40x2 none bf16 142830;
+125m 2048 a100-80 8 32x2 none bf16 141737; 70b 2048 a100-40 128 4x1 full bf16 376;
+70b 2048 a100-40 64 2x1 full bf16 276; 13b 8192 a100-40 8 1x16 full bf16 1407;
+13b 2048 a100-40 64 16x1 full bf16 1976; 13b 2048 a100-40 16 10x1 full bf16 1993;
+13b 1024 a100-40 8 8x16 full bf16 1727; 13b 512 a100-40 8 16x16 full bf16 1763;
+7b 16384 a100-40 8 1x4 full bf16 2249; 7b 4096 a100-40 8 6x4 full bf16 3366;
+7b 2048 a100-40 64 18x1 full bf16 3665; 7b 2048 a100-40 32 18x1 full bf16 3725;
+7b 2048 a100-40 16 16x1 full bf16 3645; 7b 2048 a100-40 8 12x4 full bf16 3679;
+7b 1024 a100-40 8 24x4 full bf16 3854; 3b 16384 a100-40 8 2x8 full bf16 4465;
+3b 8192 a100-40 8 1x8 none bf16 7149; 3b 2048 a100-40 64 6x1 none bf16 9736;
+3b 2048 a100-40 32 6x1 none bf16 9914; 3b 2048 a100-40 16 5x1 none bf16 9750;
+3b 2048 a100-40 8 5x8 none bf16 10065; 1b 32768 a100-40 8 1x4 full bf16 5095;
+1b 8192 a100-40 8 2x8 none bf16 13474; 1b 4096 a100-40 8 4x8 none bf16 16856;
+1b 2048 a100-40 64 10x1 none bf16 19001; 1b 1024 a100-40 8 16x8 none bf16 20959;
+1b 512 a100-40 8 32x8 none bf16 21782; 760m 4096 a100-40 8 6x4 none bf16 25863;
+760m 2048 a100-40 128 12x1 none bf16 28940; 760m 2048 a100-40 64 12x1 none bf16 29344;
+760m 2048 a100-40 16 12x1 none bf16 29607; 760m 2048 a100-40 8 12x4 none bf16 30173;
+350m 32768 a100-40 8 1x4 none bf16 13416; 350m 16384 a100-40 8 2x4 none bf16 22896;
+350m 4096 a100-40 8 8x4 none bf16 46833; 350m 2048 a100-40 128 18x1 none bf16 51934;
+350m 2048 a100-40 64 18x1 none bf16 52689; 350m 2048 a100-40 32 18x1 none bf16 53811;
+350m 2048 a100-40 16 18x1 none bf16 55413; 350m 1024 a100-40 8 32x4 none bf16 62523;
+125m 32768 a100-40 8 1x4 none bf16 32651; 125m 16384 a100-40 8 2x3 none bf16 55484;
+125m 8192 a100-40 8 5x3 none bf16 86858; 125m 2048 a100-40 64 26x1 none bf16 125234;
+125m 2048 a100-40 32 26x1 none bf16 127122
+"""
+    ),
+    bridge("405B", "gb200", "fp8", "pp=16,dp=4,tp=4", 1, 384, 830, chunks=4),
+    bridge("405B", "gb200", "mxfp8", "pp=16,dp=4,tp=4", 1, 384, 786, chunks=8),
+    bridge("405B", "gb200", "nvfp4", "pp=16,dp=4,tp=4", 1, 384, 1151, chunks=8),
+    bridge("405B", "gb200", "fp8", "fsdp=64,tp=2", 1, 1, 729),
+    bridge("70B", "gb200", "nvfp4", "pp=4,dp=8,tp=2", 1, 32, 4710, chunks=5),
+    bridge("8B", "gb200", "fp8", "dp=8", 2, 8, 31432),
+    bridge("405B", "h100", "fp8", "pp=8,dp=8,cp=2,tp=8", 1, 192, 326, chunks=8),
+    bridge("405B", "h100", "fp8", "pp=8,dp=8,cp=2,tp=8", 1, 64, 297, chunks=8),
+    bridge("70B", "h100", "fp8", "pp=8,dp=2,tp=4", 1, 128, 1636, chunks=5),
+    bridge("8B", "b200", "fp8", "dp=8", 2, 8, 30309),
+    bridge("405B", "b200", "fp8", "pp=8,dp=2,cp=2,tp=4", 1, 32, 662, chunks=8),
+]
+"""The other half: only their total was looked at before the repairs, and no row before they were
+done."""
+
+ELSEWHERE = [
+    olmo("1B", _OLMO_1B, 8, 2, 55000, "bf16"),
+    olmo("1B", _OLMO_1B, 8, 2, 65000, "fp8"),
+    olmo("7B", _OLMO_7B, 2, 8, 10000, "bf16"),
+    olmo("7B", _OLMO_7B, 2, 8, 13000, "fp8"),
+    olmo("13B", _OLMO_13B, 1, 32, 4600, "bf16"),
+    olmo("13B", _OLMO_13B, 1, 32, 5500, "fp8"),
+    olmo("Llama3-8B", LLAMA3_8B, 2, 8, 9500, "bf16"),
+    olmo("Llama3-8B", LLAMA3_8B, 2, 8, 12500, "fp8"),
+    fms("Llama2-7B", LLAMA2_7B, 128, "none", 4550),
+    fms("Llama-34B", _LLAMA_34B, 128, "full", 820),
+    fms("Llama-34B", _LLAMA_34B, 96, "full", 1830),
+    fms("Llama2-70B", LLAMA2_70B, 128, "full", 410),
+    fms("Llama2-70B", LLAMA2_70B, 96, "full", 890),
+    Row(
+        source="TinyLlama",
+        what="1.1B, 2048",
+        model=llama(22, 2048, 32, 4, 5632, 32000),
+        gpu=GPUS["a100-40"],
+        mesh="fsdp=16",
+        seq_len=2048,
+        micro_rows=8,
+        microbatches=4,
+        published=24000,
+        engine=FLASH2,
+    ),
+    Row(
+        source="tylerromero",
+        what="GPT-2 124M, 1024",
+        model=gpt(12, 768, 12, 50257),
+        gpu=GPUS["rtx-4090"],
+        mesh="dp=2",
+        seq_len=1024,
+        micro_rows=32,
+        microbatches=8,
+        published=110350,
+        engine=FLASH2,
+        assumed="32 rows × 8",
+    ),
+]
+"""Other trainers, found last: predicted once the kernels were named; the 4090's row then led to
+GeForce cards' higher clock."""
