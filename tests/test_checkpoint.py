@@ -381,6 +381,24 @@ def test_threads_switch_as_before_after_a_save(tmp_path, monkeypatch):
     assert seen[0] < usual == sys.getswitchinterval()
 
 
+def test_saves_share_one_thread_which_ends_with_them(tmp_path):
+    """Starting another would hold training up."""
+
+    def waiting() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith("checkpoint-finish")}
+
+    before, seen = waiting(), set()
+    writer = checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        writer.save(step, small_state(), {})
+        writer.wait()
+        seen |= waiting() - before
+    writer.close()
+    (thread,) = seen
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     import time
 
