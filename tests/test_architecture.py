@@ -22,6 +22,7 @@ LEVELS = {
     "plan.hardware": 1,
     "core.parallel.pipeline.axis": 1,
     "core.collectives": 1,
+    "core.dependences": 1,
     "core.softcap": 1,
     "core.parallel": 2,  # one file per axis, and their list
     "core.collective_order": 2,

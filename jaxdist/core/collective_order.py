@@ -9,8 +9,7 @@ of two weights were wrong in every second step. GPUs run collectives in program 
 of this.
 
 `in_order` rewrites the traced program (a jaxpr). Each loop and branch that holds collectives waits
-for the collectives before it, and those after it wait for it. Waiting is a data dependence that no
-compiler pass removes.
+for the collectives before it, and those after it wait for it: data dependences (`dependences`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
+
+from jaxdist.core import dependences
 
 COLLECTIVES = frozenset(
     (
@@ -161,30 +160,6 @@ def _is_usable(variable: Any) -> bool:
     return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
 
 
-def _element(x: jax.Array) -> jax.Array:
-    """True, as bool [], computed from the first element of x, which must not be empty."""
-    first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
-    # No rule of the compiler joins the three; one on integers' bits it sees through.
-    return (first < 0) | (first >= 0) | (first != first)
-
-
-def _where_all(x: jax.Array, *marks: jax.Array) -> jax.Array:
-    """Pass x [...] on unchanged, once the marks [...] (non-empty arrays) are there.
-
-    The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
-    constant x.
-    """
-    return jnp.where(_all(marks), x, ~x if x.dtype == bool else x + jnp.ones_like(x))
-
-
-def _all(marks: Iterable[jax.Array]) -> jax.Array:
-    """True, as bool [], once every mark is there."""
-    truth = jnp.asarray(True)
-    for mark in marks:
-        truth &= _element(mark)
-    return truth
-
-
 def _primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any]) -> core.Primitive:
     primitive = core.Primitive(name)
     primitive.def_abstract_eval(kind)
@@ -193,5 +168,5 @@ def _primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any])
 
 
 _MARK = jax.core.ShapedArray((), np.dtype(bool))
-_after = _primitive("after", lambda x, *marks: x, _where_all)
-_made = _primitive("made", lambda *made: _MARK, lambda *made: _all(made))
+_after = _primitive("after", lambda x, *marks: x, dependences.after)
+_made = _primitive("made", lambda *made: _MARK, lambda *made: dependences.all_made(made))

@@ -188,6 +188,21 @@ def loss(params, tokens, targets, shape, dtype, kernel):
     return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
 
+def _averages(first, second, grads):
+    return (
+        jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads),
+        jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, second, grads),
+    )
+
+
+def _after(tree, marks):
+    """The tree unchanged, once the first element of each mark is there."""
+    made = True
+    for x in [mark.reshape(-1)[0] for mark in marks]:
+        made &= (x < 0) | (x >= 0) | (x != x)
+    return jax.tree.map(lambda leaf: jnp.where(made, leaf, leaf + 1), tree)
+
+
 def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=1.0):
     """(state, tokens, targets) -> (state, loss, grad norm); donated."""
 
@@ -197,8 +212,8 @@ def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
         count = count + 1
-        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
-        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, second, grads)
+        moments = first, second
+        first, second = _averages(*moments, grads)
         fix1, fix2 = 1 - 0.9**count, 1 - 0.95**count
 
         def move(p, m, v):
@@ -206,6 +221,9 @@ def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=
             return p - peak_lr * (m / fix1 / (jnp.sqrt(v / fix2) + 1e-8) + decay)
 
         params = jax.tree.map(move, params, first, second)
+        if kernel == "xla":
+            # XLA:CPU copies old moments that it might overwrite before parameters have read them.
+            first, second = _averages(*_after(moments, jax.tree.leaves(params)), grads)
         return (params, first, second, count), value, norm
 
     return jax.jit(step, donate_argnums=0)

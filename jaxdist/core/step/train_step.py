@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.attention.admission import Admission
+from jaxdist.core.dependences import after
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
@@ -90,6 +91,10 @@ def make_step(
         schedule,
         ema_decay=ema_decay,
         fetched_to=opt_shardings(model, optimizer, layout) if config.offload_optimizer else None,
+        # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
+        # copies, on one core, what it might write before its last reader is done. A GPU writes all
+        # at once. What several devices wait for would take another collective.
+        in_turn=context.platform == "cpu" and layout.mesh.size == 1,
     )
     batch_sharding = layout.sharding(layout.batch_spec())
     whole = layout.sharding(P())
@@ -119,10 +124,12 @@ def _make_train(
     *,
     ema_decay: float,
     fetched_to: Any = None,
+    in_turn: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
     """A whole step: gradients, the update, and whether to take it.
 
     `fetched_to` are the device shardings of optimizer state that lies in host memory, else None.
+    With `in_turn` averages are written first, then parameters, then the optimizer's state.
 
     Returns:
         (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
@@ -142,11 +149,24 @@ def _make_train(
         means = _means(sums)
         applied = finite & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+
+        def update_after(written: Params, name: str) -> tuple[Params, Any]:
+            """The update once more, from a part of the old state that waits for `written`."""
+            marks = [x for x in jax.tree.leaves(written) if x.size]
+            waiting = jax.tree.map(lambda x: after(x, *marks), getattr(state, name))
+            return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
+
+        ema_params = keep(move_average(state.ema_params, params, ema_decay), state.ema_params)
+        if in_turn and ema_params:
+            params, _ = update_after(ema_params, "params")
+        params = keep(params, state.params)
+        if in_turn:
+            _, opt_state = update_after(params, "opt_state")
         new_state = TrainState(
             step=state.step + 1,
-            params=keep(params, state.params),
+            params=params,
             opt_state=keep(opt_state, state.opt_state),
-            ema_params=keep(move_average(state.ema_params, params, ema_decay), state.ema_params),
+            ema_params=ema_params,
             loss_scale=update_loss_scale(state.loss_scale, finite),
             key=state.key,
         )
