@@ -17,13 +17,13 @@ def all_made(marks: Iterable[jax.Array]) -> jax.Array:
     return truth
 
 
-def after(x: jax.Array, *marks: jax.Array) -> jax.Array:
-    """Pass x [...] on unchanged, once the marks [...] (non-empty arrays) are there.
+def when(made: jax.Array, x: jax.Array) -> jax.Array:
+    """Pass x [...] on unchanged, once `made`, of `all_made`, is there.
 
     The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
     constant x.
     """
-    return jnp.where(all_made(marks), x, ~x if x.dtype == bool else x + jnp.ones_like(x))
+    return jnp.where(made, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
 
 def _element(x: jax.Array) -> jax.Array:

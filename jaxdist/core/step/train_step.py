@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.attention.admission import Admission
-from jaxdist.core.dependences import after
+from jaxdist.core.dependences import all_made, when
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
@@ -152,8 +152,8 @@ def _make_train(
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
             """The update once more, from a part of the old state that waits for `written`."""
-            marks = [x for x in jax.tree.leaves(written) if x.size]
-            waiting = jax.tree.map(lambda x: after(x, *marks), getattr(state, name))
+            made = all_made(x for x in jax.tree.leaves(written) if x.size)
+            waiting = jax.tree.map(lambda x: when(made, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
 
         ema_params = keep(move_average(state.ema_params, params, ema_decay), state.ema_params)
