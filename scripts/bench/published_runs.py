@@ -108,31 +108,42 @@ class Row:
 A100, H100, H200 = GPUS["a100-80"], GPUS["h100"], GPUS["h200"]
 
 
-def foundry(size: str, seq: int, gpus: int, micro: int, accumulation: int, tokens: float, ac: int):
-    """A row of llm-foundry's table of MPT models (scripts/train/benchmarking/README.md)."""
-    sizes = {
-        "760m": (24, 1536, 12),
-        "1b": (24, 2048, 16),
-        "3b": (32, 2560, 20),
-        "7b": (32, 4096, 32),
-        "13b": (40, 5120, 40),
-        "30b": (48, 7168, 56),
-        "70b": (80, 8192, 64),
-    }
-    layers, d, heads = sizes[size]
+_MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+"""Layers, width and heads by llm-foundry's scripts/train/yamls/pretrain."""
+
+
+def mpt(row: str) -> Row:
+    """A row of llm-foundry's table of MPT models (scripts/train/benchmarking/README.md).
+
+    Written as `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`.
+    """
+    size, seq, gpu, number, rows, remat, dtype, tokens = row.split()
+    layers, width, heads = _MPT[size]
+    model = gpt(layers, width, heads, 50368)
+    micro_rows, microbatches = map(int, rows.split("x"))
     return Row(
         source="llm-foundry",
-        what=f"MPT {size.upper()}, {seq}",
-        model=gpt(layers, d, heads, 50368),
-        gpu=H100,
-        mesh=f"fsdp={gpus}",
-        seq_len=seq,
-        micro_rows=micro,
-        microbatches=accumulation,
-        remat="full" if ac else "none",
-        reduce_dtype="float32",
-        published=tokens,
-        engine=FLASH1,
+        what=f"MPT {size.upper()}, {seq}" + (", fp8" if dtype == "fp8" else ""),
+        model=dataclasses.replace(model, max_seq_len=max(model.max_seq_len, int(seq))),
+        gpu=GPUS[gpu],
+        mesh=f"fsdp={number}",
+        seq_len=int(seq),
+        micro_rows=micro_rows,
+        microbatches=microbatches,
+        remat=remat,
+        reduce_dtype="float32" if gpu == "h100" else "bfloat16",
+        published=float(tokens),
+        engine=FLASH2_FP8 if dtype == "fp8" else FLASH1,
     )
 
 
@@ -416,7 +427,7 @@ ROWS = [
     megatron("70B", (84, 8192, 64), "pp=2,dp=16,tp=8", 420, microbatches=16, chunks=7),
     megatron("177B", (96, 12288, 96), "pp=6,dp=16,tp=8", 433, microbatches=24, chunks=4),
     megatron("462B", (112, 18432, 144), "pp=16,dp=16,tp=8", 460, microbatches=64, chunks=7),
-    foundry("1b", 2048, 8, 14, 1, 45455, 0),
+    mpt("1b 2048 h100 8 14x1 none bf16 45455"),
     torch("torchtitan", "Llama3-8B, 8192", LLAMA3_8B, A100, "fsdp=64", 8192, 1, SELECTIVE_OP, 2973),
     torch("torchtitan", "Llama3-70B, 8192", LLAMA3_70B, A100, "fsdp=64", 8192, 1, "full", 331),
     torch("torchtitan", "Llama2-13B, 4096", LLAMA2_13B, A100, "fsdp=64", 4096, 2, "none", 2162),
@@ -437,17 +448,17 @@ ROWS = [
         ),
         engine=FLASH2_FP8,
     ),
-    foundry("760m", 2048, 8, 24, 2, 63147, 0),
-    foundry("1b", 8192, 8, 3, 4, 29157, 0),
-    foundry("3b", 2048, 16, 10, 3, 24142, 0),
-    foundry("3b", 4096, 8, 5, 6, 20964, 0),
-    foundry("7b", 2048, 8, 6, 1, 10643, 0),
-    foundry("7b", 4096, 8, 16, 2, 8611, 1),
-    foundry("7b", 8192, 8, 8, 2, 6935, 1),
-    foundry("13b", 2048, 8, 2, 1, 4792, 0),
-    foundry("13b", 2048, 64, 2, 1, 4800, 0),
-    foundry("30b", 2048, 32, 14, 3, 2308, 1),
-    foundry("70b", 2048, 64, 8, 4, 1039, 1),
+    mpt("760m 2048 h100 8 24x2 none bf16 63147"),
+    mpt("1b 8192 h100 8 3x4 none bf16 29157"),
+    mpt("3b 2048 h100 16 10x3 none bf16 24142"),
+    mpt("3b 4096 h100 8 5x6 none bf16 20964"),
+    mpt("7b 2048 h100 8 6x1 none bf16 10643"),
+    mpt("7b 4096 h100 8 16x2 full bf16 8611"),
+    mpt("7b 8192 h100 8 8x2 full bf16 6935"),
+    mpt("13b 2048 h100 8 2x1 none bf16 4792"),
+    mpt("13b 2048 h100 64 2x1 none bf16 4800"),
+    mpt("30b 2048 h100 32 14x3 full bf16 2308"),
+    mpt("70b 2048 h100 64 8x4 full bf16 1039"),
 ]
 
 FITTED, HELD_OUT = ROWS[::2], ROWS[1::2]

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 
 from published_runs import (
     A100,
-    FLASH1,
     FLASH2,
     H100,
     LLAMA2_7B,
@@ -33,47 +32,17 @@ from published_runs import (
     Row,
     gpt,
     llama,
+    mpt,
 )
 
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.estimate.job import Engine
 from jaxdist.plan.hardware import GPUS
 
-_MPT = {
-    "125m": (12, 768, 12),
-    "350m": (24, 1024, 16),
-    "760m": (24, 1536, 12),
-    "1b": (24, 2048, 16),
-    "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32),
-    "13b": (40, 5120, 40),
-    "30b": (48, 7168, 56),
-    "70b": (80, 8192, 64),
-}
-"""Layers, width and heads by llm-foundry's scripts/train/yamls/pretrain."""
 
-
-def mpt(table: str) -> Iterator[Row]:
-    """Rows of `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`, with ; between."""
-    for line in table.replace("\n", " ").split(";"):
-        size, seq, gpu, number, rows, remat, dtype, tokens = line.split()
-        layers, width, heads = _MPT[size]
-        model = gpt(layers, width, heads, 50368)
-        micro_rows, microbatches = map(int, rows.split("x"))
-        yield Row(
-            source="llm-foundry",
-            what=f"MPT {size.upper()}, {seq}" + (", fp8" if dtype == "fp8" else ""),
-            model=dataclasses.replace(model, max_seq_len=max(model.max_seq_len, int(seq))),
-            gpu=GPUS[gpu],
-            mesh=f"fsdp={number}",
-            seq_len=int(seq),
-            micro_rows=micro_rows,
-            microbatches=microbatches,
-            remat=remat,
-            reduce_dtype="float32" if gpu == "h100" else "bfloat16",
-            published=float(tokens),
-            engine=Engine.published("float8", "flash2") if dtype == "fp8" else FLASH1,
-        )
+def mpts(table: str) -> Iterator[Row]:
+    """Rows as `published_runs.mpt` reads them, with ; between."""
+    return map(mpt, table.split(";"))
 
 
 def bridge(
@@ -149,7 +118,7 @@ _OLMO_7B = llama(32, 4096, 32, 32, 11008, 100352)
 _OLMO_13B = llama(40, 5120, 40, 40, 13824, 100352)
 
 EXPLORED = [
-    *mpt(
+    *mpts(
         """
 30b 2048 h100 512 8x1 full bf16 2115; 30b 2048 h100 128 8x1 full bf16 2199;
 13b 2048 h100 512 16x1 full bf16 4952; 13b 2048 h100 128 16x1 full bf16 5080;
@@ -211,7 +180,7 @@ EXPLORED = [
 repaired."""
 
 UNSEEN = [
-    *mpt(
+    *mpts(
         """
 70b 2048 h100 512 8x1 full bf16 1007; 70b 2048 h100 256 8x1 full bf16 1035;
 70b 2048 h100 128 8x1 full bf16 1058; 30b 2048 h100 256 8x1 full bf16 2148;
