@@ -81,7 +81,7 @@ def run(
     parts = compare_kernel(parts, data[0].fields)
     if config.replay:
         return replay(parts, data[0])
-    audit = None if config.force else check_mesh(parts, data[0].fields)
+    audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
     fetch_weights(config)
 
     # 3. The run directory, with what this run is made from.
@@ -91,7 +91,9 @@ def run(
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
-    if audit is not None and audit.axes:  # of one device there is nothing to say
+    if audit is None:
+        log.warning("skip_audit: wrong sums between devices are not detected")
+    elif audit.axes:  # of one device there is nothing to say
         log.info("%s", audit.line())
     for change in directory.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)

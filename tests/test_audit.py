@@ -14,8 +14,8 @@ import pytest
 from commands import run
 from jax.sharding import PartitionSpec as P
 from refusals import missing
+from test_block_sums import WIDTH, make_batch, make_model, make_parts
 from test_block_sums import Case as BlockCase
-from test_block_sums import make_batch, make_model, make_parts
 
 from jaxdist import runtime, train
 from jaxdist.config import RunConfig, read_run
@@ -448,7 +448,7 @@ def test_deep_names_an_axis_on_which_alone_the_step_cannot_be_traced(monkeypatch
     assert {one.axes for one in found if "layers" in one.value} == {("pipeline",)}
 
 
-def test_force_starts_a_run_that_the_audit_refuses(monkeypatch):
+def test_only_skip_audit_starts_a_run_that_the_audit_refuses(monkeypatch):
     class Reached(Exception):
         """The run goes on past the audit."""
 
@@ -467,5 +467,34 @@ def test_force_starts_a_run_that_the_audit_refuses(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         start()
     assert any(missing(line, "summed twice", "data") == [] for line in refused.value.problems)
-    with pytest.raises(Reached):
+    with pytest.raises(ConfigError):
         start("--force")
+    with pytest.raises(Reached):
+        start("--skip-audit")
+
+
+def a_loop_from_a_literal(params, x, aux, context):
+    """A nonlinear function of a device's own count, in a loop whose counter starts at a literal."""
+    del params, aux, context
+    count = jnp.bincount((x[..., 0] > 0).astype(jnp.int32).reshape(-1), length=WIDTH)
+    add = lambda c: (c[0] + 1, c[1] + jnp.maximum(c[0] + jnp.cumsum(count), 0))
+    count = jax.lax.while_loop(lambda c: c[0] < 3, add, (jnp.int32(0), count * 0))[1]
+    return x + count.astype(x.dtype), {}
+
+
+def test_an_alarm_in_a_loop_that_starts_at_a_literal_is_reported():
+    model, layout, *rest = make_parts(BlockCase("dp=2"))
+    found = audit_of(dataclasses.replace(model, block=a_loop_from_a_literal), layout, *rest)
+    assert {(v.kind, v.axis) for v in found.violations} == {("omitted sum", "data")}
+
+
+def test_a_failure_of_the_audit_itself_stops_the_run(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("internal")
+
+    monkeypatch.setattr("jaxdist.plan.audit.step.transfers_of", fail)
+    for check in (check_mesh, audit_parts):
+        with pytest.raises(ConfigError) as error:
+            check(parts_of("dp=2"))
+        [problem] = error.value.problems
+        assert missing(problem, "ZeroDivisionError: internal", "--skip-audit", "dp=2") == []

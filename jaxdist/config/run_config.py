@@ -79,8 +79,11 @@ class RunConfig:
     )
     force: bool = setting(
         False,
-        "start even where the estimate says that the GPUs' memory does not hold the run, and "
-        "without the mesh audit",
+        "start even if the estimate says that the GPUs' memory does not hold the run",
+    )
+    skip_audit: bool = setting(
+        False,
+        "start without the mesh audit, so that wrong sums between devices are not detected",
     )
     debug: bool = setting(
         False,

@@ -16,7 +16,7 @@ from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
-START_SETTINGS = ("resume", "run_dir", "force", "replay", "simulate")
+START_SETTINGS = ("resume", "run_dir", "force", "skip_audit", "replay", "simulate")
 """Settings that say how to start, and nothing about what is trained."""
 
 

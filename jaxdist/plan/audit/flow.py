@@ -46,7 +46,7 @@ class Path:
 
 def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
     """Places among the outermost program's results that carry the variables' values."""
-    reached = _forward(path.program, set(variables))
+    reached = _forward(path.program, _variables(variables))
     for program, equation in reversed(path.around):
         outvars = equation.outvars
         reached = _forward(program, {outvars[i] for i in reached if i < len(outvars)})
@@ -57,14 +57,14 @@ def inputs_reached(
     path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
 ) -> set[int]:
     """Places among the outermost program's arguments that the variables are made from."""
-    reached = _backward(path.program, set(variables), through)
+    reached = _backward(path.program, _variables(variables), through)
     for program, equation in reversed(path.around):
         # A choice has its index before the operands of its branches, a loop those of its test.
         first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
         invars = equation.invars[first.get(equation.primitive.name, 0) :]
-        wanted = {invars[i] for i in reached if i < len(invars)}
-        wanted = {v for v in wanted if not isinstance(v, core.Literal)}
-        reached = _backward(program, wanted, through)
+        reached = _backward(
+            program, _variables(invars[i] for i in reached if i < len(invars)), through
+        )
     return reached
 
 
@@ -80,7 +80,7 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
     """Equations that a value was made by, the last first, those of loops inside."""
-    wanted = {variable}
+    wanted = _variables([variable])
     for equation in reversed(program.eqns):
         places = [i for i, v in enumerate(equation.outvars) if _is(v, wanted)]
         if not places:
@@ -94,7 +94,7 @@ def origins(program: Any, variable: Any) -> Iterator[Any]:
                     yield from origins(inner, inner.outvars[place])
         # What a value only waits for (`core/collective_order.py`) is no part of it.
         made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
-        wanted |= {v for v in made_of if not isinstance(v, core.Literal)}
+        wanted |= _variables(made_of)
 
 
 def _forward(program: Any, wanted: set[Any]) -> set[int]:
@@ -118,8 +118,13 @@ def _follow(
     for equation in equations:
         near, far = ends(equation)
         if equation.primitive.name in through and any(_is(v, found) for v in near):
-            found |= {v for v in far if not isinstance(v, core.Literal)}
+            found |= _variables(far)
     return found
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    """Return the atoms that are variables. Literals have no origin and cannot be hashed."""
+    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
 def _is(variable: Any, wanted: set[Any]) -> bool:

@@ -102,44 +102,45 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
     Args:
         parts: of the run.
         fields: of the rows that it trains on; None = those of a built-in reader.
+
+    Raises:
+        ConfigError: the audit failed on the traced step.
     """
     reduce_dtype = parts.config.precision.resolve_reduce(parts.compute_dtype)
     # The arguments of training, so that its call finds the step traced already.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
-    return audit_program(
-        traced.jaxpr.jaxpr,
-        parts.model,
-        parts.layout,
-        sum_dtypes=(parts.compute_dtype, reduce_dtype),
-        gradient_dtype=reduce_dtype,
-    )
+    try:
+        return audit_program(
+            traced.jaxpr.jaxpr,
+            parts.model,
+            parts.layout,
+            sum_dtypes=(parts.compute_dtype, reduce_dtype),
+            gradient_dtype=reduce_dtype,
+        )
+    except Exception as error:
+        log.debug("mesh audit", exc_info=True)
+        raise ConfigError(
+            f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
+            f"({type(error).__name__}: {error}), so missing sums would not be found. This is a "
+            "defect of the audit: please report it. --skip-audit trains without the audit."
+        ) from error
 
 
-def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit | None:
+def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
     """Audit a run's step before it is compiled.
 
     Args:
         parts: of the run.
         fields: as in `audit_parts`.
 
-    Returns:
-        The audit; None where the program holds something that the audit cannot read, which is
-        logged and no reason to stop.
-
     Raises:
-        ConfigError: every violation.
+        ConfigError: every violation, or the reason why the step cannot be analyzed.
     """
-    try:
-        audit = audit_parts(parts, fields)
-    except ConfigError:
-        raise
-    except Exception as error:  # a model that cannot be traced says so itself, in its own words
-        log.warning("mesh audit: this step cannot be read (%s: %s)", type(error).__name__, error)
-        return None
+    audit = audit_parts(parts, fields)
     if not audit.is_clean:
         raise ConfigError(
             [str(violation) for violation in audit.violations]
-            + ["the mesh audit refuses this step. Mend the model, or --force to train anyway."]
+            + ["the mesh audit refuses this step. Mend the model, or --skip-audit to train anyway."]
         )
     return audit
 
