@@ -335,3 +335,20 @@ def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):
     assert str(RunDirectory.existing("~/run").path) == str(tmp_path / "run")
     plan = make_launch_plan(launch_config(["--nproc-per-node=1", "--run-dir=~/run"]))
     assert str(plan.run_dir) == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("flag", "number"),
+    [
+        ("--optim.eps=1e-60", "1e-60"),
+        ("--optim.peak-lr=1e39", "1e+39"),
+        ("--model.rope-theta=1e300", "1e+300"),
+        ("--model.rope-scaling={type='linear', factor=nan}", "nan"),
+        ("--model.rope-scaling={type='linear', factor=1e-45}", "1e-45"),
+        ("--model.rope-scaling={type='linear', factor=inf}", "inf"),
+    ],
+)
+def test_numbers_outside_float32_are_rejected_at_any_depth(flag, number):
+    name = flag[2:].partition("=")[0].replace("-", "_")
+    with refused(name, number, "float32"):
+        run_config(flag)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
+
+_FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, 2.0**128 * (1 - 2.0**-24)
+"""Sizes of a normal float32. Devices replace smaller ones by 0."""
 
 
 class ConfigError(ValueError):
@@ -119,8 +123,28 @@ def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[st
             found += problems_of(value, name)
         elif bounds is not None and value is not None and not bounds.allow(value):
             bad.append(f"{name}={value} must be {bounds}. {_fix(field, bounds)}")
+        elif wrong := list(outside_float32(value)):
+            numbers = ", ".join(f"{number:g}" for number in wrong)
+            bad.append(
+                f"{name}={value} has {numbers}, which float32 cannot hold. Use 0, or a finite "
+                f"number of a size from {_FLOAT32_LEAST:.3g} to {_FLOAT32_MOST:.3g}."
+            )
     rules = config.problems() if hasattr(config, "problems") and not (bad and section) else []
     return [*bad, *found, *rules]
+
+
+def outside_float32(value: Any) -> Iterator[float]:
+    """Yield the numbers in a value that would be NaN, infinite or 0 on a device, at any depth."""
+    if isinstance(value, float):
+        size = abs(value)
+        if value and not _FLOAT32_LEAST <= size <= _FLOAT32_MOST:
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from outside_float32(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from outside_float32(item)
 
 
 def _fix(field: dataclasses.Field, bounds: Bounds) -> str:
