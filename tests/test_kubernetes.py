@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes and tasks for SkyPilot: what they ask for, and what they refuse.
+"""Manifests for Kubernetes: what they ask for, and what they refuse.
 
 No cluster is here. What the API takes and what Kubernetes and JobSet do with exit codes is written
 down below from their documentation, apart from the code under test.
@@ -29,7 +29,8 @@ from refusals import refused
 from jaxdist import runtime
 from jaxdist.checkpoint.local.copies import Place, place_of
 from jaxdist.core.settings import problems_of
-from jaxdist.tools.launch import kubernetes, skypilot
+from jaxdist.tools.launch import kubernetes
+from jaxdist.tools.launch.__main__ import main as launch
 from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text, num_bytes
 from jaxdist.tools.launch.membership import LegalSizes
 from jaxdist.tools.launch.yaml_writer import write_yaml
@@ -306,8 +307,7 @@ def cluster(monkeypatch):
         seen.calls.append((words, input))
         return types.SimpleNamespace(returncode=seen.code)
 
-    for module in (kubernetes, skypilot):
-        monkeypatch.setattr(module, "read_sizes", lambda arguments: LegalSizes())
+    monkeypatch.setattr(kubernetes, "read_sizes", lambda arguments: LegalSizes())
     monkeypatch.setattr(kubernetes.subprocess, "run", run)
     return seen
 
@@ -331,87 +331,38 @@ def test_the_manifest_is_handed_to_kubectl(cluster, code, expected):
 def test_bad_flags_are_all_refused_at_once(cluster):
     with refused("--image", "--name", "--memory", "nodes=0", "--volume", num_problems=5):
         kubernetes.main(["--name=A", "--memory=1GB", "--nodes=0"])
-    with refused("--gpus 'H100'", "--volume 'runs'", "--name 'A'", num_problems=3):
-        skypilot.main(["--gpus=H100", "--volume=runs", "--name=A"])
     assert cluster.calls == []
 
 
 def test_bad_arguments_of_the_training_are_refused(cluster, monkeypatch):
-    gpus = ["--gpus=H100:8", "--volume=runs:/runs"]
-    for module, flags in ((kubernetes, FLAGS), (skypilot, gpus)):
-        monkeypatch.setattr(module, "read_sizes", lambda arguments: 2)
-        assert module.main([*flags, "--", "--no-such=1"]) == 2
+    monkeypatch.setattr(kubernetes, "read_sizes", lambda arguments: 2)
+    assert kubernetes.main([*FLAGS, "--", "--no-such=1"]) == 2
     assert cluster.calls == []
 
 
 # --- SkyPilot -------------------------------------------------------------------------------------
 
 
-def task(**fields) -> dict:
-    given = {"gpus": "H100:8", "volume": "runs:/runs", "name": "mine", **fields}
-    return yaml.safe_load(skypilot.task_text(skypilot.SkyPilotConfig(**given)))
+def test_the_removed_command_names_its_replacement():
+    with refused("launch skypilot", "docs/kubernetes.md"):
+        launch(["skypilot", "--gpus=H100:8"])
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_task_starts_one_launcher_on_each_node(nodes):
-    found = task(nodes=nodes, python="echo", arguments=["--config", "a b"])
-    assert found["num_nodes"] == nodes and found["volumes"] == {"/runs": "runs"}
+def test_the_task_file_on_the_page_starts_one_launcher_on_each_node():
+    task = yaml.safe_load(re.search(r"```yaml sky\n(.*?)```", PAGE, flags=re.S)[1])
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [runtime.EXIT_PREEMPTED]
     environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    script = task["run"].replace("exec python", "exec printf '%s\\n'")
+    command = ["bash", "-c", script]
     environ["PATH"] = "/usr/bin:/bin"
-    done = subprocess.run(
-        ["bash", "-c", found["run"]], env=environ, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     words = done.stdout.split()
-    assert words[:2] == ["-m", "jaxdist.launch"] and "--run-dir=/runs/mine" in words
-    assert shlex.split(found["run"])[-3:] == ["--", "--config", "a b"]
-    meeting = ["--nnodes=2", "--node-rank=1", "--coordinator-address=10.0.0.1:29400"]
-    assert [word for word in words if word in meeting] == (meeting if nodes == 2 else [])
-
-
-def test_a_task_of_a_run_in_a_bucket_needs_no_volume(tmp_path):
-    """Each node's process finds its place as one that a launcher has started."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nenv; echo "words=$*"\n')
-    python.chmod(0o755)
-    url = "gs://bucket/runs/a"
-    found = task(nodes=2, volume="", run_dir=url, python=str(python), arguments=["--config", "a b"])
-    assert "volumes" not in found
-    assert found["resources"]["job_recovery"]["max_restarts_on_errors"] == 3
-    environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    done = subprocess.run(
-        ["bash", "-c", found["run"]], env={**environ, "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    said = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
-    assert said["words"] == f"-m jaxdist.train --run-dir={url} --config a b"
-    plan = runtime.resolve(said)
-    assert (plan.num_processes, plan.process_id, plan.num_hosts) == (2, 1, 2)
-    assert plan.coordinator_address == "10.0.0.1:29400" and plan.num_local_processes == 1
-
-
-def test_a_task_asks_for_what_the_flags_say(tmp_path):
-    file = tmp_path / "own.toml"
-    file.write_text("steps = 5\n")
-    found = task(image="a/b:1", spot=True, setup=("x", "y"), arguments=[f"--config={file}"])
-    assert found["resources"] == {
-        "accelerators": "H100:8",
-        "image_id": "docker:a/b:1",
-        "use_spot": True,
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
-    }
-    assert found["setup"] == "x\ny\n"
-    ((there, here),) = found["file_mounts"].items()
-    assert here == str(file) and f"--config={there}" in found["run"]
-    assert not {"setup", "file_mounts"} & set(task())
-
-
-def test_a_task_is_written(cluster, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--gpus=H100:8", "--volume=runs:/runs", "--name=mine"]
-    assert skypilot.main(flags) == 0
-    assert yaml.safe_load((tmp_path / "mine.sky.yaml").read_text())["name"] == "mine"
-    with refused("--script /proc/nowhere/a"):
-        skypilot.main([*flags, "--script=/proc/nowhere/a"])
+    flags, rest = words[2 : words.index("--")], words[words.index("--") + 1 :]
+    assert words[:2] == ["-m", "jaxdist.launch"] and rest[0] == "--config"
+    given = dict(flag.removeprefix("--").split("=") for flag in flags)
+    assert given["nnodes"] == str(task["num_nodes"]) and given["node-rank"] == "1"
+    assert given["coordinator-address"] == "10.0.0.1:29400"
+    assert given["run-dir"].startswith(*task["volumes"])
 
 
 # --- what docs/kubernetes.md and the Containerfile say --------------------------------------------

@@ -208,7 +208,6 @@ OTHER_FILES = {
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
     "tools/launch/fork_server.py": "/dev/null, which workers read as their input",
     "tools/launch/kubernetes_manifest.py": "the config file that goes along with the job",
-    "tools/launch/skypilot.py": "the task file that the user asked for",
     "tools/launch/slurm.py": "the batch script that the user asked for",
 }
 METHODS = {"read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "iterdir", "glob"}

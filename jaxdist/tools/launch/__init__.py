@@ -14,8 +14,7 @@
     slurm_script   the batch script: its rules and its text
     kubernetes     flags to a manifest, and kubectl
     kubernetes_manifest  the manifest: its rules and its text
-    skypilot       flags to a task file
-    yaml_writer    both as YAML, with comments
+    yaml_writer    the manifest as YAML, with comments
 
 No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` and
 `fork_server` have processes of their own for that.

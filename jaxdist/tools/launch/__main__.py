@@ -9,14 +9,12 @@ r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and re
     python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
     python -m jaxdist.launch kubernetes --nodes 2 --gpus-per-node 8 --image registry/jaxdist:1 \
         --volume runs:/runs -- --config run.toml
-    python -m jaxdist.launch skypilot --nodes 2 --gpus H100:8 --volume runs:/runs \
-        -- --config run.toml
 
 What stands after `--` goes to the program. With ranges MIN:MAX the job is elastic: it goes on with
 the hosts and GPUs that are there, on a smaller legal mesh with the same batches (--mesh names the
 largest), and grows again when more are back. With --program the range only says how many processes
-run. `python -m jaxdist.launch slurm --help` explains batch jobs; kubernetes and skypilot have
-their own.
+run. `python -m jaxdist.launch slurm --help` explains batch jobs; kubernetes has
+its own.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
+from jaxdist.core.settings import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return kubernetes.main(words[1:])
     if words[:1] == ["skypilot"]:
-        from jaxdist.tools.launch import skypilot
-
-        return skypilot.main(words[1:])
+        raise ConfigError(
+            "`launch skypilot` was removed. Adapt the task file in docs/kubernetes.md and start it "
+            "with `sky jobs launch`."
+        )
     from jaxdist.tools.launch import local
 
     return local.main(words, summary=__doc__ or "")

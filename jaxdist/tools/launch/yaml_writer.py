@@ -1,4 +1,4 @@
-"""Manifests and task files as YAML that every reader takes for the same values, with comments."""
+"""Manifests as YAML that every reader takes for the same values, with comments."""
 
 from __future__ import annotations
 
