@@ -13,7 +13,6 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.data import Loader, Position, resume_position
 from jaxdist.data.__main__ import main
 from jaxdist.data.ledger import NUM_LINKS, Link
-from jaxdist.run.data_proof import prove
 from jaxdist.run.startup import check_recorded_ledger
 
 BATCH = 8
@@ -91,7 +90,7 @@ def test_new_data_go_on_with_the_chain(dataset, tmp_path):
 
 
 def run_directory(path, dataset_flags, links, dataset, seed=3):
-    """A run's files as far as a proof reads them."""
+    """Write the files that the check of a recorded ledger reads."""
     from jaxdist.config import read_run
     from jaxdist.core.settings import write_toml
 
@@ -107,35 +106,9 @@ def run_directory(path, dataset_flags, links, dataset, seed=3):
     return path
 
 
-def test_the_rows_of_steps_are_listed_and_proven(dataset, tmp_path, capsys):
-    links, _ = walk(dataset, 6)
-    flags = [f"--data.sources={tmp_path / 'text.txt'}"]
-    run = run_directory(tmp_path / "run", flags, links, dataset)
-    order = dataset.order(3)
-    expected = {s: order.rows(np.arange(8 * (s - 1), 8 * s)).tolist() for s in (2, 3, 4)}
-    assert main(["prove", str(run), "2:4"]) == 0
-    listed = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
-    assert {step: rows for step, *rows in listed} == expected
-    assert sorted(prove(str(run))) == [1, 2, 3, 4, 5, 6]
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    changed = json.loads(lines[4]) | {"first_sample": 0}
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:4], json.dumps(changed), *lines[5:], ""]))
-    assert main(["prove", str(run), "2:3"]) == 0
-    with pytest.raises(ConfigError, match=r"step 4\b"):
-        main(["prove", str(run)])
-    (tmp_path / "text.txt").write_text("the slow brown fox. " * 150)
-    with pytest.raises(ConfigError, match="fingerprint was"):
-        main(["prove", str(run), "2:3"])
-
-
-@pytest.mark.parametrize("steps", ["0:3", "4:2", "a:b", "1:", "5:99"])
-def test_steps_that_are_none_are_refused(dataset, tmp_path, steps):
-    links, _ = walk(dataset, 6)
-    run = run_directory(
-        tmp_path / "run", [f"--data.sources={tmp_path / 'text.txt'}"], links, dataset
-    )
-    with pytest.raises(ConfigError, match="steps"):
-        main(["prove", str(run), steps])
+def test_the_removed_command_names_its_replacement():
+    with refused("data prove", "--replay RUN:STEP"):
+        main(["prove", "runs/a", "2:4"])
 
 
 def test_a_checkpoint_of_another_run_than_the_metrics_is_refused(dataset, tmp_path):

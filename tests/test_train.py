@@ -14,7 +14,6 @@ import pytest
 from commands import ROOT, command, environment, losses, records, run, run_here, tiny
 from refusals import refused
 
-from jaxdist.run.data_proof import prove
 from jaxdist.run.resilience.anomalies import Stopped
 
 STEPS = 10
@@ -129,7 +128,6 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
     assert sum(restart[f"{part}_s"] for part in parts) == pytest.approx(restart["seconds"])
     assert losses(run_dir) == losses(finished[0])
     assert ledger(run_dir) == ledger(finished[0])
-    assert list(prove(str(run_dir))) == list(range(1, STEPS + 1))
     evals = [[(r["step"], r["loss"]) for r in records(d, "eval")] for d in (run_dir, finished[0])]
     assert dict(evals[0]) == dict(evals[1])
 

@@ -1,14 +1,10 @@
-"""`python -m jaxdist.data SRC … --out DIR`: tokenise a corpus once into memory-mapped shards.
-
-`python -m jaxdist.data prove RUN FIRST:LAST` lists the rows that entered those steps of a run.
-"""
+"""`python -m jaxdist.data SRC … --out DIR`: tokenise a corpus once into memory-mapped shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import itertools
-import re
 import shlex
 import signal
 import sys
@@ -46,10 +42,6 @@ Tokenise text once into memory-mapped shards that training reads at random.
 Then train on it:
 
     python -m jaxdist.train --data.sources tokens
-
-List the rows that entered steps of a run, checked by its data ledger:
-
-    python -m jaxdist.data prove RUN 100:200
 
 The folder appears whole or not at all: an interrupted run leaves nothing behind on a disk, and in a
 bucket nothing that is read. The same command replaces it."""
@@ -112,41 +104,6 @@ class PrepareConfig:
 _UPLOADED_TOKENS = 1 << 24
 """Tokens of a shard that goes to an object store: it is held in memory for a moment."""
 
-PROVE_SUMMARY = """\
-List the rows of the data that entered each step of a run.
-
-    python -m jaxdist.data prove RUN 100:200
-
-The rows are computed from the run's config.toml, and their digests are compared with the data
-ledger in its metrics.jsonl. The data must be where they were. No row is read.
-
-Exit code: 0 if the ledger holds, 2 if it does not."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProveConfig:
-    """Which steps of which run."""
-
-    run: str = setting("", "run directory", required=True)
-    steps: str = setting(
-        "", "FIRST:LAST, both included, or one step; empty = check all steps and list none"
-    )
-
-    def problems(self) -> list[str]:
-        """Steps that are none."""
-        if not self.steps or (_STEPS.fullmatch(self.steps) and self.range[0] <= self.range[1]):
-            return []
-        return [f"steps={self.steps!r} is not FIRST:LAST or a step, from 1 on. Use e.g. 100:200."]
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """First and last step to list."""
-        first, _, last = self.steps.partition(":")
-        return int(first), int(last or first)
-
-
-_STEPS = re.compile("0*[1-9][0-9]{0,17}(:0*[1-9][0-9]{0,17})?")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code.
@@ -156,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
-        return _prove(argv[1:])
+        raise ConfigError(
+            "`data prove` was removed. `python -m jaxdist.train --replay RUN:STEP` lists the rows "
+            "of a step."
+        )
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: what is half done goes
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = read_settings(
@@ -175,28 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--out {config.out} cannot be written: {error.strerror or error}.{fix}"
         ) from error
-    return 0
-
-
-def _prove(argv: Sequence[str]) -> int:
-    from jaxdist.run.data_proof import prove
-
-    config = read_settings(
-        ProveConfig,
-        argv,
-        command="jaxdist.data prove",
-        summary=PROVE_SUMMARY,
-        positional=("run", "steps"),
-    )
-    rows = prove(config.run, *(config.range if config.steps else ()))
-    if config.steps:
-        for step, of_step in rows.items():
-            print(step, *of_step)
-    count = sum(map(len, rows.values()))
-    print(
-        f"steps {min(rows)} to {max(rows)}: {count:,} rows, and the data ledger holds",
-        file=sys.stderr,
-    )
     return 0
 
 

@@ -84,7 +84,7 @@ def told(parting: Parting) -> list[str]:
         lines += named[:_SHOWN]
         lines += [f"and {len(named) - _SHOWN} more"] * (len(named) > _SHOWN)
     if parting.data_step is not None:
-        lines.append(f"data: other rows from step {parting.data_step} on (jaxdist data prove RUN)")
+        lines.append(f"data: other rows from step {parting.data_step} on")
     if parting.step is None:
         lines.append(f"numbers: equal in all common steps, the last is {parting.last_common_step}")
     else:
