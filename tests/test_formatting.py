@@ -108,19 +108,7 @@ def test_columns_of_sentences_stand_to_the_left():
         assert part in table
 
 
-def test_the_name_of_a_limit_at_the_edge_is_whole():
-    for amount, anchor in ((1.0, "end"), (3.0, "middle")):
-        bars = charts.stacked_bars(
-            "t", [("a", {"b": amount})], limit=1, limit_name="usable", unit="GiB"
-        )
-        assert f'text-anchor="{anchor}">usable 1.0 GiB<' in bars
-
-
 def test_what_users_name_cannot_break_a_page():
     table = html.table(["<i>", "b"], [("<script>", "&")])
     page = html.page("<b>", [table])
     assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;b&gt;" in page
-    bars = charts.stacked_bars("<t>", [("<a>", {"<c>": 1.0})], limit=2, limit_name="<l>", unit="s")
-    assert not re.search("<[tacl]>", bars)
-    spans = [charts.TimeSpan(0, 1, "forward", "<x>"), charts.TimeSpan(1, 2, "backward", "y")]
-    assert "<x>" not in charts.timeline("t", [("stage 0", spans)])

@@ -194,7 +194,7 @@ OTHER_FILES = {
     "config/run_config.py": "whether the paths that a user named exist",
     "data": "data sources, tokenizers and the cache of encoded corpora",
     "models/huggingface": "model directories of Hugging Face",
-    "plan": "hardware descriptions, XLA's dumps and the page that the user asked for",
+    "plan": "hardware descriptions and dumps of XLA",
     "runtime/backend.py": "jax's compilation cache and /proc",
     "runtime/host_memory.py": "/proc, for the memory of this process",
     "runtime/entry_point.py": "/dev/null, when nobody reads stdout any more",

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
@@ -19,7 +19,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError, problems_of, setting
+from jaxdist.core.settings import ConfigError, Removed, problems_of, setting
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
@@ -109,6 +109,8 @@ class RunConfig:
     monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+
+    REMOVED: ClassVar[Mapping[str, Removed]] = {}
 
     def problems(self) -> list[str]:
         """Violated rules of the top level and between sections (sections have their own)."""

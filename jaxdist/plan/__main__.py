@@ -38,19 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = known_gpus(config)
     plans = [make_plan(config, cluster, mesh) for cluster in clusters_of(config)]
     advice = [advise(plan, config, known) for plan in plans]
-    if config.html:
-        from jaxdist.plan.page import page_of
-        from jaxdist.runtime.formatting import html
-
-        html.write(config.html, page_of(plans, advice, config))
     pairs = list(zip(plans, advice, strict=True))
     if config.json:
         print(json.dumps({"plans": [record_of(*pair) for pair in pairs]}, indent=2))
     else:
         texts = [text_of(*pair, top=config.top) for pair in pairs]
         print(("\n\n" + "=" * 100 + "\n\n").join(texts))
-        if config.html:
-            print(f"\npage: {config.html}")
     return 0
 
 

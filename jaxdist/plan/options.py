@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError, problems_of, read_with_origins, setting
+from jaxdist.core.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 
@@ -63,7 +63,6 @@ class PlanConfig(RunConfig):
     compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
     top: int = setting(6, "largest number of meshes to show", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
-    html: str = setting("", "write a page with plots to this file")
     show_schedule: bool = setting(
         False, "draw the pipeline schedules for --stages and --microbatches, and stop"
     )
@@ -72,6 +71,11 @@ class PlanConfig(RunConfig):
     virtual_stages: int = setting(
         2, "virtual stages on each stage of the schedules that have them, to draw", ge=1
     )
+
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        **RunConfig.REMOVED,
+        "html": Removed("", "Use the text, or --json for plots of your own."),
+    }
 
     @property
     def limits(self) -> Limits:

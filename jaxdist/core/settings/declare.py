@@ -84,6 +84,18 @@ class Bounds:
         return " and ".join([*low, high])
 
 
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """A removed setting: the value that is fixed now, and its replacement.
+
+    A settings dataclass lists them by dotted name in a class variable `REMOVED`. The fixed value is
+    accepted, so that stored settings still load. Every other value is refused with `fix`.
+    """
+
+    value: Any
+    fix: str
+
+
 def setting(
     default: Any,
     doc: str,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from jaxdist.core.settings.declare import ConfigError, problems_of
+from jaxdist.core.settings.declare import ConfigError, Removed, problems_of
 from jaxdist.core.settings.help import help_text, usage
 from jaxdist.core.settings.schema import (
     BadValueError,
@@ -208,8 +208,12 @@ class _Reader:
         # 1. The kind of a section decides which fields it has; 2. then values find their fields.
         self._read_kinds()
         skipped: set[Path] = set()
+        removed = getattr(self.cls, "REMOVED", {})
         for given in self.givens:
-            self._place(given, skipped)
+            if setting := removed.get(".".join(given.path)):
+                self._check_removed(given, setting)
+            else:
+                self._place(given, skipped)
         return self._build(self.cls, self.base, ())
 
     def concerns_bad_value(self, problem: str) -> bool:
@@ -269,6 +273,18 @@ class _Reader:
             self._set(field, given, given.path[depth + 1 :])
             return
         self._is_section(given, cls)
+
+    def _check_removed(self, given: Given, setting: Removed) -> None:
+        """Accept the value that is now fixed; report any other with its replacement."""
+        raw = True if given.raw is None and isinstance(setting.value, bool) else given.raw
+        try:
+            accepted = read_value(raw, type(setting.value)) == setting.value
+        except BadValueError:
+            accepted = False
+        if not accepted:
+            shown = f"{'.'.join(given.path)}={given.raw!r} ({given.origin})"
+            fixed = "" if setting.value == "" else f" Its value is always {setting.value!r} now."
+            self.problems.append(f"{shown}: the setting was removed.{fixed} {setting.fix}")
 
     def _set(self, field: Field, given: Given, inside: Path) -> None:
         is_bare_switch = given.raw is None and field.type is bool

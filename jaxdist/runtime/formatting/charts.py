@@ -1,4 +1,4 @@
-"""Charts as SVG text: curves, stacked bars, timelines; no library, no script.
+"""Charts as SVG text: curves; no library, no script.
 
 Colours of text and lines come from the page's stylesheet (`html`), so they suit light and dark.
 """
@@ -9,9 +9,8 @@ import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jaxdist.runtime.formatting.html import swatch
 from jaxdist.runtime.formatting.numbers import in_si
 
 COLOURS = (
@@ -83,64 +82,6 @@ def chart(
         *(part for line in lines for part in _draw(frame, line)),
     ]
     return _figure(title, _HEIGHT, drawn)
-
-
-def stacked_bars(
-    title: str,
-    bars: Sequence[tuple[str, Mapping[str, float]]],
-    *,
-    limit: float,
-    limit_name: str,
-    unit: str,
-) -> str:
-    """Horizontal bars (label, class -> amount) cut into classes, with a line at the limit."""
-    names = dict.fromkeys(name for _, parts in bars for name in parts)
-    colours = {name: colour_of(i) for i, name in enumerate(names)}
-    left, step = 190, 30
-    bottom = 8 + len(bars) * step
-    most = max([limit, *(sum(parts.values()) for _, parts in bars)]) * 1.04
-    scale = (_WIDTH - left - 10) / most
-    body = []
-    for row, (label, parts) in enumerate(bars):
-        y, x = 8 + row * step, float(left)
-        body.append(_text(left - 8, y + 15, label, anchor="end"))
-        for name, amount in parts.items():
-            tip = f"{name}: {amount:,.1f} {unit}"
-            body.append(_box(x, y, amount * scale, step - 9, colours[name], tip))
-            x += amount * scale
-    x = left + limit * scale
-    body.append(_line("limit", (x, x), (2, bottom)))
-    name = f"{limit_name} {limit:,.1f} {unit}"
-    near_edge = x > _WIDTH - 4 * len(name)  # half of it would be cut off
-    body.append(_text(x, bottom + 16, name, anchor="end" if near_edge else "middle"))
-    return _figure(title, bottom + 26, body) + _legend(colours)
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeSpan:
-    """A stretch of a timeline: its kind gives the colour, `tip` is shown under the pointer."""
-
-    start: float
-    length: float
-    kind: str
-    tip: str
-
-
-def timeline(title: str, rows: Sequence[tuple[str, Sequence[TimeSpan]]]) -> str:
-    """Who does what when: a row of spans under each other, with a legend of their kinds."""
-    spans = [span for _, row in rows for span in row]
-    kinds = dict.fromkeys(span.kind for span in spans)
-    colours = {kind: COLOURS[2 * i % len(COLOURS)] for i, kind in enumerate(kinds)}
-    left, step = 70, 26
-    scale = (_WIDTH - left - 10) / max(span.start + span.length for span in spans)
-    body = []
-    for number, (label, row) in enumerate(rows):
-        y = 8 + number * step
-        body.append(_text(left - 8, y + 14, label, anchor="end"))
-        for span in row:
-            x, width = left + span.start * scale, span.length * scale - 0.4
-            body.append(_box(x, y, width, step - 5, colours[span.kind], span.tip))
-    return _figure(title, len(rows) * step + 16, body) + _legend(colours)
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -297,13 +238,6 @@ def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, tip: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
-        f'fill="{colour}">{_tip(tip)}</rect>'
-    )
-
-
 def _figure(title: str, height: float, body: Sequence[str]) -> str:
     title = html.escape(title)
     size = f'viewBox="0 0 {_WIDTH} {height:.0f}"'
@@ -315,11 +249,3 @@ def _figure(title: str, height: float, body: Sequence[str]) -> str:
             "</svg>\n</figure>",
         ]
     )
-
-
-def _legend(colours: Mapping[str, str]) -> str:
-    items = "".join(
-        f'<span class="key">{swatch(colour)}{html.escape(name)}</span>'
-        for name, colour in colours.items()
-    )
-    return f'<p class="legend">{items}</p>'
