@@ -59,7 +59,6 @@ def run(
         assemble,
         check_data_fits,
         compare_kernel,
-        stop_at_documents,
         with_remat,
     )
     from jaxdist.run.startup import fetch_weights, open_run_directory
@@ -77,7 +76,6 @@ def run(
         config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
     )
     check_data_fits(parts, data[0])
-    parts = stop_at_documents(parts, data)
     parts = compare_kernel(parts, data[0].fields)
     if config.replay:
         return replay(parts, data[0])

@@ -183,14 +183,12 @@ def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_differ
 
 
 @pytest.mark.parametrize("fields", [{}, {"segments": None}], ids=["stream", "packed"])
-def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, monkeypatch, fields):
-    """Keys that travel further than in training are added up in another order."""
+def test_steps_are_done_again_with_the_kernel_of_training(tmp_path, monkeypatch, fields):
     runs = tuple(run_directory(tmp_path / name, [3.0]) for name in "ab")
     flags = [flag for flag in FLAGS if "mesh" not in flag]
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
-    assert parts.layout.longest_document == 0
-    data = [SimpleNamespace(longest_document=length, fields=fields) for length in (5, 7)]
-    reach = []
+    data = [SimpleNamespace(fields=fields)] * 2
+    kernels = []
     compared = lambda own, fields: dataclasses.replace(own, packed_kernel=fields)
     monkeypatch.setattr(rerun, "compare_kernel", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
@@ -199,10 +197,10 @@ def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, mo
     monkeypatch.setattr(
         rerun,
         "make_diagnostic_step",
-        lambda own: reach.append((own.layout.longest_document, own.packed_kernel)),
+        lambda own: kernels.append(own.packed_kernel),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
-    assert reach == [(7, fields)] * 2
+    assert kernels == [fields] * 2
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])

@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 
 from jaxdist.config import read_run
-from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
+from jaxdist.core.attention.context_parallel import plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import describe_exchange, exchange_of
 from jaxdist.core.step.model_context import settle
-
-
-@pytest.mark.parametrize(
-    ("window", "longest", "packed", "reach"),
-    [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
-)
-def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
-    assert ExchangePlan("ring", 1, False, "", longest).reach(window, packed) == reach
 
 
 @pytest.mark.parametrize(
@@ -77,8 +69,6 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
         return
     plan = exchange_of(model, here)
     assert (plan.exchange, plan.inner) == (exchange, inner)
-    # A layout that knows of no document lets all keys travel.
-    assert plan.reach(0, packed=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -99,28 +89,6 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
     with pytest.raises(ConfigError) as refused:
         read_run(flags, command="jaxdist.train")
     assert named in str(refused.value)
-
-
-def test_keys_travel_along_the_row_where_that_is_shorter_than_round_the_ring():
-    """Parts of 8 positions: back there and twice as wide forth, or past all but one of 3."""
-    assert [axis.hops_of_window(window, 48, 3) for window in (2, 9, 10, 0)] == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "window", "said"),
-    [
-        (128, 17, "keys travel 2 x 8 positions for a window of 17 ("),
-        # The ring moves less, and cuDNN's kernel takes its keys along the row.
-        (128, 100, "13 x 8 positions for a window of 100 with cuDNN's kernel, else past all"),
-        (128, 128, None),
-    ],
-)
-def test_the_start_of_a_run_says_how_far_a_window_sends_keys(seq_len, window, said):
-    layout = Layout(mesh=MeshSpec.parse("cp=8").build(jax.devices()), context_attention="ring")
-    model = SimpleNamespace(context_parallel=True, dims={"heads": 8, "kv_heads": 8})
-    (line,) = describe_exchange(model, layout, seq_len, (window,))
-    assert ("travel" in line) == (said is not None)
-    assert said is None or said in line
 
 
 def test_zig_zag_gives_every_device_the_same_work():

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from refusals import refused
-from test_context import CLOSE, HEADS, PLANS, apart, dense, shared
+from test_context import CLOSE, PLANS, apart, dense, shared
 
 from jaxdist.core.attention import (
-    band,
     blockwise,
     choose_kernel,
     kernels,
@@ -35,9 +34,9 @@ GPU = {"platform": "gpu", "compute_capability": "9.0", "dtype": jnp.bfloat16}
         ("ring", {"packed": True, "causal": False}, "blockwise", "on both sides"),
         ("hybrid", {"packed": True, "compute_capability": "8.0"}, "blockwise", "capability 9.0"),
         ("hybrid", {"packed": True, "packed_obstacle": "it differs"}, "blockwise", "it differs"),
-        ("ring", {"packed": True, "window": 9}, "cudnn", "a document reaches within the window"),
-        ("hybrid", {"window": 9}, "cudnn", "arrives within the window"),
-        ("ring", {"window": 9, "causal": False}, "blockwise", "a window of a shared row"),
+        ("ring", {"packed": True, "window": 9}, "blockwise", "sliding window over a ring"),
+        ("hybrid", {"window": 63}, "blockwise", "sliding window over a ring"),
+        ("ring", {"window": 64}, "cudnn", "one call for each part"),
         ("ring", {"head_dim": 256}, "blockwise", "head_dim"),
         ("ring", {"dtype": jnp.float32}, "blockwise", "float32"),
         ("all_gather", {}, "blockwise", "all gathered keys"),
@@ -90,57 +89,18 @@ def test_the_ring_on_cudnn_is_attention_over_whole_rows(calls, plan, shards, mas
 
 
 @pytest.mark.parametrize(
-    ("plan", "shards", "longest", "documents"),
+    ("plan", "shards"),
     [
-        ("ring", 2, 0, True),
-        pytest.param("ring", 4, 0, True, marks=pytest.mark.slow),
-        pytest.param("hybrid", 4, 0, True, marks=pytest.mark.slow),
-        ("ring", 4, 12, "short"),
+        ("ring", 2),
+        pytest.param("ring", 4, marks=pytest.mark.slow),
+        pytest.param("hybrid", 4, marks=pytest.mark.slow),
     ],
 )
-def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards, longest, documents):
-    """Round the ring, in groups, and along the row, where documents are known to be short."""
-    plan = PLANS[plan]._replace(longest_document=longest)
-    found = shared(plan, "causal", "grouped", documents, shards)
-    assert apart(found, dense("causal", "grouped", documents)) <= CLOSE
+def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards):
+    """Around the ring, and in groups."""
+    found = shared(PLANS[plan], "causal", "grouped", True, shards)
+    assert apart(found, dense("causal", "grouped", True)) <= CLOSE
     assert set(calls[0]) == set(calls[1]) == {"PADDING_CAUSAL", "PADDING"}
-
-
-@pytest.mark.parametrize(
-    ("plan", "shards", "newest", "documents"),
-    [
-        # Of 8 parts of 6 positions two before a device's own: some of the first, few of the second.
-        ("ring", 4, 9, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("ring", 4, 4, False),  # the window ends in a device's own part
-                ("ring", 4, 9, True),
-                # Further than the ring is long. Keys come round from the row's end.
-                ("hybrid", 4, 30, False),
-                ("ring", 4, 9, "short"),
-                ("ring", 4, 13, False),  # all of a part, and all of a triangle
-                ("ring", 4, 21, True),
-                ("ring", 2, 30, True),
-            ]
-        ),
-    ],
-)
-def test_a_window_sees_the_parts_that_it_reaches(calls, plan, shards, newest, documents):
-    longest = 12 if documents == "short" else 0
-    plan, mask = PLANS[plan]._replace(longest_document=longest), f"newest {newest}"
-    found = shared(plan, mask, "grouped", documents, shards)
-    assert apart(found, dense(mask, "grouped", documents)) <= CLOSE
-    causal = {"PADDING_CAUSAL" if documents else "CAUSAL"}
-    assert causal <= set(calls[0]) == set(calls[1]) <= causal | {"PADDING", "NO_MASK"}
-
-
-@pytest.mark.parametrize("heads", [(4, 1), pytest.param((3, 1), marks=pytest.mark.slow)], ids=str)
-def test_heads_of_one_key_are_halved_among_its_queries(calls, heads, monkeypatch):
-    """Four of them; three stay together. Two parts are reached: gradients of keys travel, too."""
-    monkeypatch.setitem(HEADS, str(heads), heads)
-    found = shared(PLANS["ring"], "newest 9", str(heads), False)
-    assert apart(found, dense("newest 9", str(heads), False)) <= CLOSE
 
 
 def test_parts_that_no_document_joins_find_nothing(calls):
@@ -199,16 +159,6 @@ def a_document_begins_early(monkeypatch):
     monkeypatch.setattr(parts.Reaching, "of", early)
 
 
-def triangles_are_not_turned(monkeypatch):
-    """Queries see the first keys of a part, where they see the last."""
-    monkeypatch.setattr(band, "_turned", lambda tree: tree)
-
-
-def keys_from_the_rows_end_are_seen(monkeypatch):
-    """Those that come round to the first parts."""
-    monkeypatch.setattr(band, "where_of", lambda chosen, x, other: x)
-
-
 @pytest.mark.parametrize(
     ("plant", "plan", "mask", "is_packed"),
     [
@@ -216,10 +166,6 @@ def keys_from_the_rows_end_are_seen(monkeypatch):
         (late_keys_are_seen, "ring", "causal", False),
         (positions_stay_as_devices_hold_them, "hybrid", "causal", False),
         pytest.param(a_document_begins_early, "ring", "causal", True, marks=pytest.mark.slow),
-        pytest.param(triangles_are_not_turned, "ring", "newest 9", True, marks=pytest.mark.slow),
-        pytest.param(
-            keys_from_the_rows_end_are_seen, "hybrid", "newest 30", False, marks=pytest.mark.slow
-        ),
     ],
 )
 def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, mask, is_packed, monkeypatch):
@@ -245,18 +191,9 @@ def lowered(window: int, is_packed: bool) -> str:
     return mapped.trace(query, key, key, segments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(
-    ("window", "own", "forward", "backward"),
-    # Beside two sends a hop's work is in two calls, beside those of gradients, too, in four.
-    [(300, 0, 2 * (1 + 1 + 3) + 1, 4 + 2 + 4 * 3 + 2), (100, 2 + 4, 2 + 1, 4 + 1)],
-)
-def test_every_hop_under_a_window_is_a_call_of_cudnn(window, own, forward, backward):
-    """Parts of 128: own keys, one part whole, one in three, and a triangle."""
-    text = lowered(window, is_packed=False)
-    for name, number in (("", forward), ("Backward", backward)):
-        assert text.count(f"@__cudnn$fmhaSoftmax{name}(") == number
-    assert text.count("sliding_window_length\\22: 100") == own
-    assert "dot_general" not in text
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_window_over_a_ring_uses_no_call_of_cudnn(is_packed):
+    assert "cudnn" not in lowered(300, is_packed)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -15,7 +15,6 @@ from refusals import refused
 from jaxdist.config import read_run
 from jaxdist.core.attention import (
     admission,
-    band,
     blockwise,
     choose_kernel,
     cudnn,
@@ -172,35 +171,6 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
             assert bool(found.obstacle) == any(windows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compare", [compare_ring, compare_packed_ring])
-def test_under_a_window_the_hops_along_the_row_are_compared(monkeypatch, compare):
-    """Parts of 32, of which the window reaches into two."""
-    forwards, backwards = cudnn_stand_in.install(monkeypatch)
-    windowed = dataclasses.replace(SHAPES, windows=(40,))
-    found = compare(windowed, jax.devices()[0])
-    assert not found.obstacle
-    assert 0 < max(found.errors.values()) < admission.TOLERANCE / 2
-    padding = "PADDING_" if compare is compare_packed_ring else ""
-    assert set(forwards) == set(backwards) == {f"{padding}CAUSAL", padding[:-1] or "NO_MASK"}
-    monkeypatch.setattr(band, "_turned", lambda tree: tree)
-    assert "differs" in compare(windowed, jax.devices()[0]).obstacle
-
-
-@pytest.mark.parametrize(
-    ("window", "part", "length", "compared"),
-    [
-        (40, 32, 32, 40),
-        (40, 32, 16, 20),
-        # Into seven parts, of which the nearest four are all seen: three parts suffice.
-        (200, 32, 32, 200 - 4 * 32),
-        (1, 32, 16, 1),
-    ],
-)
-def test_a_shortened_window_hides_as_much_of_a_part(window, part, length, compared):
-    assert admission._shortened(window, part, length) == compared
-
-
 @each_use
 def test_the_kernel_is_refused_where_it_cannot_run(compare):
     found = compare(SHAPES, jax.devices()[0])  # a CPU
@@ -322,6 +292,9 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     # A window hides nothing of rows that are no longer.
     assert admit(hybrid, windows=(7, 4096)).use == "ring"
     assert compared[2:] == [dataclasses.replace(compared[0], windows=(7, 0))]
+    # No layer would use the kernel.
+    assert admit(hybrid, windows=(7,)) is None
+    assert admit(hybrid, windows=(4095, 7), admit=admit_packed_kernel) is None
     monkeypatch.setattr(jax, "devices", list)
     assert admit(hybrid) is None and len(compared) == 3
 
@@ -340,9 +313,6 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     compared = setup.compare_kernel(parts, rows)
     assert compared.ring_kernel is found
     assert compared.step.context.exchange.cudnn_obstacle == ""
-    assert setup.stop_at_documents(
-        compared, [SimpleNamespace(longest_document=5)]
-    ).step.context.exchange == compared.step.context.exchange._replace(longest_document=5)
 
 
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():

@@ -29,11 +29,9 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import device_order
 from jaxdist.core.settings import ConfigError
 from jaxdist.data import (
-    DataConfig,
     Loader,
     Position,
     eval_batches,
-    open_datasets,
     resume_position,
 )
 from jaxdist.data.batches import TrainBatches, device_placer, first_sample, part_held
@@ -166,20 +164,6 @@ def test_a_process_builds_its_part_of_a_row_as_it_lies_in_the_whole_row(
                 assert values.dtype == whole[field].dtype
             if name in ("stream", "documents"):  # of each run of positions the last one's target
                 assert sum(reads) == train.num_rows * (len(positions) + len(held.spans))
-
-
-@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
-def test_the_longest_document_of_a_row_is_known(packing, tmp_path):
-    """The limit for how far keys travel: one position less would be wrong."""
-    write_sources(tmp_path)
-    config = DataConfig(sources=[str(tmp_path / "documents.jsonl")], packing=packing)
-    rows, _ = open_datasets(config, seq_len=64)
-    if packing == "stream":
-        assert rows.longest_document == 0
-        return
-    segments = rows.rows(np.arange(rows.num_rows))["segments"]
-    found = max(np.bincount(row)[1:].max() for row in segments)
-    assert rows.longest_document == found < 64
 
 
 def test_rows_are_read_once_per_batch_however_many_devices_hold_them(text, monkeypatch):

@@ -4,19 +4,15 @@ import json
 import math
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from data_cases import open_text, sharding_on, write_text
 from refusals import refused
-from test_traffic import traffic
 
 from jaxdist import evaluate as command
-from jaxdist.config import read_run
 from jaxdist.core.settings import ConfigError
 from jaxdist.run import evaluation_loop
 from jaxdist.run.evaluation_loop import evaluate
-from jaxdist.run.setup import assemble
 from jaxdist.run.trained_run import TrainedRun, run_at
 from jaxdist.runtime.storage import locate
 
@@ -181,28 +177,3 @@ def test_progress_is_told_of_the_batches_that_there_are(held, monkeypatch):
     for max_batches in (0, 2, count + 1):
         evaluated(held, max_batches=max_batches)
     assert told == [count, 2, count]
-
-
-def test_keys_travel_no_further_than_the_longest_document_evaluated(tmp_path, monkeypatch):
-    """Rows of 64 on 4 devices, in 8 parts: documents of 7 tokens reach one part back, not all."""
-    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
-    source = tmp_path / "short.jsonl"
-    source.write_text("\n".join(json.dumps({"text": "abcdef"}) for _ in range(60)))
-    config = read_run(
-        [
-            *("--mesh=cp=4", "--mesh.context_attention=ring", f"--data.sources={source}"),
-            *("--data.packing=documents", "--train.seq_len=64", "--train.global_batch_size=4"),
-            *("--model.num_layers=1", "--model.d_model=32", "--model.mlp_dim=32"),
-            *("--model.num_heads=2", "--model.num_kv_heads=1", "--model.head_dim=8"),
-        ],
-        command="test",
-    )
-    run = TrainedRun(path=locate(tmp_path), parts=assemble(config, jax.devices()[:4]))
-    held_out = run.open_held_out([str(source)])
-    parts = run.parts_for(held_out)
-    assert run.parts_for(held_out) is parts
-    shapes = parts.abstract_state().params, parts.abstract_batch(held_out.fields)
-    text = parts.step.evaluate.lower(*shapes).compile().as_text()
-    _, moved = traffic(text, parts.spec.sizes)["collective-permute", "context"]
-    keys_values_documents = 4 * (8 + 8 + 1)
-    assert moved == 4 * 64 // 4 * keys_values_documents

@@ -215,7 +215,6 @@ class Case:
     exchange: str = "auto"
     over_context: bool = True
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    longest_document: int = 0
 
     def __str__(self) -> str:
         sizes = [(a, n) for a, n in MeshSpec.parse(self.mesh).sizes.items() if n > 1]
@@ -240,7 +239,6 @@ def layout_of(case: Case) -> Layout:
         sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
         fsdp_over_context=case.over_context,
         context_attention=case.exchange,
-        longest_document=case.longest_document,
     )
 
 

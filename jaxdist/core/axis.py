@@ -81,8 +81,6 @@ class ActivationSizes:
         exchange: how devices that share rows see all keys ("ring", ...); "" where none do.
         context_size: devices that share a row.
         exchanged_heads: neighbours of them that exchange heads for positions.
-        window_hops: parts of a row that a sliding window reaches back; 0 = keys go all round.
-        in_pairs: whether permutes are made of exchanges between pairs of devices.
     """
 
     stream_bytes: float
@@ -101,8 +99,6 @@ class ActivationSizes:
     exchange: str = ""
     context_size: int = 1
     exchanged_heads: int = 1
-    window_hops: int = 0
-    in_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

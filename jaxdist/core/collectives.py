@@ -10,7 +10,6 @@ declares it, and a reduction ends it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -165,36 +164,6 @@ def permute(x: Array, axis: str, shift: int = 1) -> Array:
     """Send [...] to the device `shift` places further on the ring. Wire: B per device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
-
-
-def permute_pairs(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
-    """[...] of each source at its target. `pairs` have every device of the axis once on each side.
-
-    Wire: B per device, but of those that are their own targets.
-    """
-    return lax.ppermute(x, axis, pairs)
-
-
-def exchange(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
-    """As `permute_pairs` of [...] whose targets' targets are the sources, by all-to-all in pairs.
-
-    It waits for the devices of a pair alone: see `permute_in_pairs`. Wire: B per device.
-
-    Raises:
-        ValueError: targets of others, or an odd number of devices that are their own targets.
-    """
-    alone = [source for source, target in pairs if source == target]
-    others = [[source, target] for source, target in pairs if source < target]
-    if len(alone) % 2 or any((target, source) not in pairs for source, target in pairs):
-        raise ValueError(f"exchange over {axis!r} needs pairs of devices, not {pairs}.")
-    groups = others + [list(two) for two in zip(alone[::2], alone[1::2], strict=True)]
-    place, firsts = lax.axis_index(axis), [first for first, _ in groups]
-    among = lambda devices: jnp.any(place == jnp.array(devices, jnp.int32))
-    # To the first of a pair go what it keeps, and what the second sends.
-    to_first, nothing = among(firsts) == among(alone), jnp.zeros_like(x)
-    slots = jnp.stack([jnp.where(to_first, x, nothing), jnp.where(to_first, nothing, x)])
-    from_first, from_second = lax.all_to_all(slots, axis, 0, 0, axis_index_groups=groups)
-    return from_first + from_second
 
 
 def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:

@@ -106,7 +106,6 @@ class Layout:
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how attention sees a whole row (`attention/context_parallel.py`).
         packed_rows: rows hold several documents, as far as that is known before they are read.
-        longest_document: positions of the longest document of packed rows; 0 = not known.
         host_of: process -> its host; a process that is not named has a host of its own.
     """
 
@@ -118,7 +117,6 @@ class Layout:
     fsdp_over_context: bool = True
     context_attention: str = "auto"
     packed_rows: bool = False
-    longest_document: int = 0
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

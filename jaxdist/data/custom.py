@@ -47,10 +47,7 @@ class CustomRows:
 
     Attributes:
         vocab_size: one more than the largest token, target or label in a few of the rows.
-        longest_document: see `Part`; not known, as most rows are not read.
     """
-
-    longest_document = 0
 
     def __init__(self, source: Any, name: str, num_threads: int = 0):
         """Look at a few rows to learn the fields.

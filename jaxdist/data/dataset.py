@@ -57,12 +57,6 @@ class Dataset:
         return sum(part.num_rows for part in self.parts)
 
     @property
-    def longest_document(self) -> int:
-        """Positions of the longest document of a row; 0 = not told apart, or not known."""
-        lengths = [part.longest_document for part in self.parts]
-        return max(lengths) if all(lengths) else 0
-
-    @property
     def fields(self) -> Fields:
         """Name -> (shape of one row, dtype), see `Batch`."""
         return self.parts[0].fields

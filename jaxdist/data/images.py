@@ -67,11 +67,6 @@ class Images:
     scaling: Scaling
 
     @property
-    def longest_document(self) -> int:
-        """See `Part.longest_document`."""
-        return 0
-
-    @property
     def num_rows(self) -> int:
         """Number of images."""
         return len(self.labels)

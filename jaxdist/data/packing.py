@@ -38,11 +38,6 @@ class Part(Protocol):
         """Changes when any row does."""
         ...
 
-    @property
-    def longest_document(self) -> int:
-        """Positions of the longest document of a row; 0 = not told apart, or not known."""
-        ...
-
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Rows of `indices`, int64 [n], in that order: name -> [n, ...], as `fields` says.
 
@@ -101,16 +96,6 @@ class Windows:
         """Of corpus, range, length and packing."""
         kind = "documents" if self.documents else "stream"
         return f"{kind}-{self.corpus.fingerprint}-{self.start}-{self.stop}-{self.seq_len}"
-
-    @property
-    def longest_document(self) -> int:
-        """See `Part.longest_document`; a row may hold a part of it."""
-        if not self.documents:
-            return 0
-        ends = self.corpus.document_ends
-        first, last = np.searchsorted(ends, [self.start, self.stop], side="right")
-        lengths = np.diff(ends[first:last].astype(np.int64), prepend=self.start, append=self.stop)
-        return min(self.seq_len, int(lengths.max()))
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """As `Part.rows`, of indices int64 [n]; no tokens but those of the spans are read."""
@@ -191,11 +176,6 @@ class Fitted:
     def fingerprint(self) -> str:
         """Of corpus, documents used and row length."""
         return f"best_fit-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
-
-    @property
-    def longest_document(self) -> int:
-        """See `Part.longest_document`; padding, which none learns from, is not counted."""
-        return int(self.piece_lengths.max(initial=0))
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """As `Part.rows`, of indices int64 [n]; padding is 0 in every field.

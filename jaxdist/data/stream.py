@@ -54,11 +54,6 @@ class StreamDataset:
     identity: dict[str, Any]
     fingerprint: str
 
-    @property
-    def longest_document(self) -> int:
-        """Not known: 0."""
-        return 0
-
     def describe(self) -> str:
         """One line for the log."""
         how = "divided among the processes" if self.divides else "read by every process"

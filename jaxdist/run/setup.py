@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jaxdist.core import matmul
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
-from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
@@ -363,19 +362,6 @@ def with_remat(parts: Parts, remat: str) -> Parts:
     train = dataclasses.replace(parts.config.train, remat=remat)
     config = dataclasses.replace(parts.config, train=train)
     return _with(parts, config=config)
-
-
-def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
-    """The parts, whose keys travel no further along a row than the longest document of all data.
-
-    A compiled step cannot look at the documents of its batch, but every row keeps this limit.
-    """
-    if parts.spec[CONTEXT] == 1:
-        return parts
-    lengths = [rows.longest_document for rows in data if rows is not None]
-    if not all(lengths):
-        return parts
-    return _with(parts, layout=dataclasses.replace(parts.layout, longest_document=max(lengths)))
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:

@@ -24,7 +24,6 @@ from jaxdist.run.setup import (
     assemble,
     check_data_fits,
     compare_kernel,
-    stop_at_documents,
 )
 from jaxdist.runtime.storage import Location, locate
 
@@ -49,7 +48,7 @@ class TrainedRun:
     parts: Parts
     step: int | None = None
     rows: Any = None
-    _parts_of: dict[tuple[bool, int], Parts] = dataclasses.field(default_factory=dict, init=False)
+    _parts_of: dict[bool, Parts] = dataclasses.field(default_factory=dict, init=False)
 
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
         """Weights of a checkpoint, sharded as in training.
@@ -119,11 +118,10 @@ class TrainedRun:
 
     def parts_for(self, dataset: Dataset) -> Parts:
         """The parts as training has them for such rows; equal ones are made once."""
-        parts = stop_at_documents(self.parts, [dataset])
-        kind = "segments" in dataset.fields, parts.layout.longest_document
-        if kind not in self._parts_of:
-            self._parts_of[kind] = compare_kernel(parts, dataset.fields)
-        return self._parts_of[kind]
+        packed = "segments" in dataset.fields
+        if packed not in self._parts_of:
+            self._parts_of[packed] = compare_kernel(self.parts, dataset.fields)
+        return self._parts_of[packed]
 
 
 def open_run(

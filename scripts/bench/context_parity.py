@@ -6,7 +6,6 @@ Each row trains a decoder of 4 layers, rows of 16 positions on `cp=4`, and is co
 step written by hand on one device (`tests/tiny.py`): first loss within 1e-6, gradients within 1e-5
 of the largest, 20 losses within 2e-5, as `tests/test_parity.py` bounds them. Eight query and four
 key/value heads, or three and one ("odd"). Documents of packed rows cross every cut between devices;
-"packed, short" rows say how long their longest is, so that keys stop there.
 
 Rows are written as they come; one that the table has is not run again. About 10 s of processor time
 for a row. The exit code is 1 where a row left its bounds.
@@ -35,13 +34,12 @@ from test_parity import FIRST_LOSS, GRADIENTS, LOSSES  # noqa: E402
 from jaxdist.core.parallel.pipeline.config import PipelineConfig  # noqa: E402
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
-WINDOW, SHORT = 5, 4
+WINDOW = 5
 DECODER = dataclasses.replace(tiny.CONFIGS["rotary"], num_layers=4)
 HEADS = {"grouped": (8, 4), "odd": (3, 1)}
 MASKS = {
     "causal": {},
     "packed": {"starts": [(3, 9), (1, 5, 15), (7,), (11, 13)]},
-    "packed, short": {"starts": [(1, 5, 9, 13), (3, 7, 11, 15)]},
     "window": {"sliding_window": WINDOW},
 }
 """Mask -> what makes it. Devices' parts meet at even positions, so that documents start at odd."""
@@ -78,8 +76,6 @@ class Row:
 def rows() -> Iterator[Row]:
     """The whole product."""
     for exchange, mask in itertools.product(EXCHANGES, MASKS):
-        if mask == "packed, short" and exchange in ("all_gather", "all_to_all"):
-            continue  # they know no longest document
         for mesh in ("cp=4", "dp=2,cp=4", "fsdp=2,cp=4", "cp=4,tp=2"):
             yield Row(exchange, mask, "grouped", mesh)
         for stages in STAGES:
@@ -129,7 +125,6 @@ def measure(row: Row) -> tuple[float, float, float]:
         exchange=row.exchange,
         pipeline=row.pipeline,
         microbatches=4 if "pp=" in row.mesh else 1,
-        longest_document=SHORT if row.mask == "packed, short" else 0,
     )
     found, expected = tiny.run(case, batch=batch_of(row.mask)), reference(row.mask, row.heads)
     apart = np.abs(np.array(found.losses) / np.array(expected.losses) - 1)

@@ -30,8 +30,6 @@ CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
 """Config -> nodes of 8 H100."""
 NUM_LAYERS = 2
 WINDOW = 4096
-FAR_WINDOW = 20_000
-"""A device holds two parts of 8,192: this reaches into three before each."""
 LENGTHS = (65_536, 131_072)
 """Rows of which the longer one's memory beyond the shorter one's is activations."""
 LOSS_CHUNK = 1024
@@ -46,8 +44,6 @@ def main() -> int:
     rows = [compiled(exchange, 8) for exchange in EXCHANGES]
     rows.append(compiled("ring", 8, packing="documents"))
     rows.append(compiled("ring", 8, window=WINDOW))
-    rows.append(compiled("ring", 8, window=WINDOW, packing="documents"))
-    rows.append(compiled("ring", 8, window=FAR_WINDOW))
     sizes = [[compiled("ring", size, seq_len=seq) for seq in LENGTHS] for size in (2, 4, 8)]
     million = [compiled(exchange, 32, config="llama3_8b_1m") for exchange in EXCHANGES]
     parts = [head(rows[0].step), table(rows), memory(sizes), long(million), whole()]
@@ -147,14 +143,8 @@ def table(rows: list[Row]) -> list[str]:
         "",
         "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
         "round a ring, two backward for each part of the row: keys travel beside one, gradients",
-        "beside the other. A ring of 8 takes eight steps each way, a hybrid two. Under a window of",
-        f"{WINDOW:,} each of a device's own two parts takes one call forward and two back, and",
-        f"the part before one each way. Under one of {FAR_WINDOW:,} three parts send keys, and the",
-        "second takes three calls for each piece of its work.",
-        "",
-        "The one permute of a window with no product beside it brings gradients home, in all",
-        "layers but the last: it is beside a transpose, as its product is beside a",
-        "reduce-scatter of weights' gradients.",
+        "beside the other. A ring of 8 takes eight steps each way, a hybrid two. Under a",
+        "sliding window a ring multiplies block by block.",
         "",
         "| exchange | attention runs on | calls | permutes | beside products | asynchronous | "
         "beside work | sent GiB | planned GiB | temporary GiB |",

@@ -7,7 +7,6 @@ blockwise         block by block in plain JAX: memory that grows with the row, n
 context_parallel  a row on several devices: ring, all-gather, all-to-all, hybrid
 ring              keys and values that travel between devices while those at hand are multiplied
 zigzag            one step of a ring on cuDNN's kernel
-band              one hop of a sliding window on cuDNN's kernel
 """
 
 from jaxdist.core.attention.kernels import choose_kernel, keeps_attention, make_attend, visible

@@ -5,15 +5,13 @@ of cuDNN and of the driver, and cannot be tried without a GPU. So a run that wou
 them first with the block-wise kernel in float32; what is refused is multiplied block by block.
 
 Compared are two rows of the run's length and heads (one, where a microbatch has one): packed ones
-under each window of the model, with documents of their own making; round a ring, and along a row
-under a window, those of two groups, packed or not, whose steps one device takes one after the
-other.
+under each window of the model, with documents of their own making; round a ring those of two
+groups, packed or not, whose steps one device takes one after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.core.attention import band, blockwise, cudnn, zigzag
+from jaxdist.core.attention import blockwise, cudnn, zigzag
 from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.attention.parts import Keys, OverAll, Queries
 from jaxdist.core.types import Array
@@ -36,7 +34,6 @@ Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
 _LONGEST_PART = 8192  # of a ring; the reference's float32 arrays of a longer one might not fit
-_PARTS = 4  # of a row that two groups share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,22 +117,13 @@ def compare_packed_ring(shapes: Shapes, device: jax.Device) -> Admission:
 
 
 def _compare_ring(shapes: Shapes, segments: np.ndarray, device: jax.Device, use: Use) -> Admission:
-    """What the steps of a ring find on rows with these documents, int32 [rows, 2 · length].
+    """Compare the steps of a ring on rows with these documents, int32 [rows, 2 · length]."""
 
-    Under a window they are those along the row.
-    """
-    is_packed = use == "packed_ring"
+    def compare() -> list[list[float]]:
+        found = _round_a_ring(shapes, segments, is_packed=use == "packed_ring")
+        return [_errors(jax.device_get(found), jax.device_get(_reference(shapes, segments, 0)))]
 
-    def errors_of(window: int) -> list[float]:
-        if window:
-            window = _shortened(window, shapes.seq_len // 2, segments.shape[1] // _PARTS)
-            found = _along_the_row(shapes, segments, window, is_packed=is_packed)
-        else:
-            found = _round_a_ring(shapes, segments, is_packed=is_packed)
-        found = jax.device_get(found)
-        return _errors(found, jax.device_get(_reference(shapes, segments, window)))
-
-    return _judged(lambda: [errors_of(window) for window in shapes.windows], device, use)
+    return _judged(compare, device, use)
 
 
 def _judged(compare: Callable[[], list[list[float]]], device: jax.Device, use: Use) -> Admission:
@@ -232,58 +220,6 @@ def _round_a_ring(shapes: Shapes, segments: np.ndarray, *, is_packed: bool) -> A
                     for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)
                 )
         return tuple(_row_of(*groups) for groups in (out, dq, dk, dv))
-
-    return jax.jit(both)(*_inputs(shapes, segments))
-
-
-def _shortened(window: int, part: int, length: int) -> int:
-    """The window for parts of `length`, where a run's have `part` positions.
-
-    It is as large beside a part, but reaches no further than the first part from the last.
-    """
-    scaled = max(1, window * length // part)
-    return scaled - max(0, _hops(scaled, length) - (_PARTS - 1)) * length
-
-
-def _hops(window: int, length: int) -> int:
-    """Parts of `length` that a window reaches back."""
-    return max(1, -(-(window - 1) // length))
-
-
-def _along_the_row(shapes: Shapes, segments: np.ndarray, window: int, *, is_packed: bool) -> Any:
-    """As `_round_a_ring`, of rows whose parts see themselves and those before in a window's reach.
-
-    `segments` int32 [rows, 2 · length] are told to the kernel where rows are packed.
-    """
-    rows, seq_len = segments.shape
-    length = seq_len // _PARTS
-    in_parts = lambda x: x.reshape(rows * _PARTS, length, *x.shape[2:])
-    number = jnp.tile(jnp.arange(_PARTS), rows)
-
-    def moved(x: Array, by: int) -> Array:
-        """Parts [rows · parts, length, ...], each in the place of the one `by` parts behind it."""
-        return jnp.roll(x.reshape(rows, _PARTS, *x.shape[1:]), by, axis=1).reshape(x.shape)
-
-    def both(*inputs: Array) -> tuple[Array, ...]:
-        """Output and gradients, [rows, 2 · length, heads or kv_heads, head_dim] each."""
-        query, key, value, cotangent = (in_parts(x) for x in inputs)
-        documents = in_parts(jnp.asarray(segments)) if is_packed else None
-        queries, own = Queries(query, documents), Keys(key, value, documents)
-        hops = [band.Hop(n, window, number >= n) for n in range(_hops(window, length) + 1)]
-        held = [jax.tree.map(lambda x, hop=hop: moved(x, hop.number), own) for hop in hops]
-        pairs = list(zip(held, hops, strict=True))
-        out, lse = functools.reduce(
-            blockwise.merge, [band.forward(queries, keys, hop) for keys, hop in pairs]
-        )
-        out = out.astype(query.dtype)
-        found = OverAll(out, cotangent, lse)
-        parts = [band.backward(queries, keys, found, hop) for keys, hop in pairs]
-        back = [
-            (q, *(moved(g, -hop.number) for g in kv))
-            for (q, *kv), hop in zip(parts, hops, strict=True)
-        ]
-        grads = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), back)
-        return tuple(x.reshape(rows, seq_len, *x.shape[2:]) for x in (out, *grads))
 
     return jax.jit(both)(*_inputs(shapes, segments))
 

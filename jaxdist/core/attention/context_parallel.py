@@ -8,8 +8,7 @@
 All but `all_gather` are one mechanism: all-to-all inside groups of `inner` devices, a ring over
 the groups. The ring has `inner` 1, the all-to-all one group.
 
-The ring itself is in `attention/ring.py`; where a window or short documents end it early,
-`attention/line.py` takes its place.
+The ring itself is in `attention/ring.py`.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
 Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism
@@ -34,7 +33,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
-from jaxdist.core.attention.line import RowLine, attend_line
 from jaxdist.core.attention.ring import Ring, attend_ring
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
@@ -53,8 +51,6 @@ class ExchangePlan(NamedTuple):
         paired: whether permutes are made of exchanges between pairs. A pipeline needs that: its
             stages take different branches, and a permute waits for all devices of the mesh.
         reason: why this way, for the log.
-        longest_document: positions of the longest document of packed rows, past which no keys
-            travel; 0 = not known.
         cudnn_obstacle: why cuDNN may not multiply the parts that travel, of rows of one document;
             "" = it may.
     """
@@ -63,13 +59,7 @@ class ExchangePlan(NamedTuple):
     inner: int
     paired: bool
     reason: str
-    longest_document: int = 0
     cudnn_obstacle: str = ""
-
-    def reach(self, sliding_window: int, packed: bool) -> int:
-        """Newest keys among which are all that a query sees, itself included; 0 = all keys."""
-        known = (sliding_window, self.longest_document if packed else 0)
-        return min((number for number in known if number), default=0)
 
 
 def plan_exchange(
@@ -223,9 +213,8 @@ def make_attend_to_shared(
             mixed = attend_rows(*rows, whole, kernel=kernel, softcap=softcap)
             mixed = _reordered(mixed, order)
         else:
-            reach = plan.reach(mask.sliding_window, segments is not None)
             ring = Ring(plan.inner, plan.paired, chosen == "cudnn")
-            mixed = _attend_over_groups(*shared, segments, rule, ring, reach)
+            mixed = _attend_over_groups(*shared, segments, rule, ring)
         if plan.inner == 1:
             return mixed
         # Remat policies keep it after the exchange too, so that backward need not repeat that.
@@ -241,25 +230,13 @@ def _attend_over_groups(
     segments: Array | None,
     rule: Rule,
     ring: Ring,
-    reach: int,
 ) -> Array:
-    """Attention [batch, length, heads, head_dim] to the keys of all groups, in the query's dtype.
-
-    A query sees none but the `reach` newest keys, 0 = all. By the line where a window or short
-    documents make that the shorter way, or the kernel asks for it, else by the ring.
-    """
-    hops, seq_len = 0, query.shape[1] * ring.size
-    if rule.window >= seq_len:
+    """Attend to the keys of all groups: [batch, length, heads, head_dim], in the query's dtype."""
+    if rule.window >= query.shape[1] * ring.size:
         rule = rule._replace(window=0)
-    if rule.causal:
-        on_line = ring.fused and rule.window > 0
-        hops = context.hops_of_window(reach, seq_len, ring.size, always=on_line)
     # Branches of a part's documents must vary as the queries that they are chosen for.
     segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
     inputs = (query, key, value, segments)
-    if hops:
-        line = RowLine(ring, hops)
-        return line.join(attend_line(*jax.tree.map(line.cut, inputs), rule, line))
     if not ring.fused:
         return attend_ring(*inputs, rule, ring)
     inputs = jax.tree.map(ring.in_row_order, inputs)

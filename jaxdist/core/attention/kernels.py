@@ -163,7 +163,8 @@ def choose_kernel(
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
     if platform == "gpu":
-        hidden = _part_obstacles(exchange, packed, window, causal) if in_parts else []
+        is_windowed = 0 < window < num_keys
+        hidden = _part_obstacles(exchange, packed, is_windowed, causal) if in_parts else []
         if packed and not hidden:
             hidden = _packed_obstacles(compute_capability, packed_obstacle)
         obstacles += hidden
@@ -193,7 +194,6 @@ def choose_kernel(
     if not obstacles:
         if in_parts:
             reached = "a document reaches" if packed else "arrives"
-            reached = f"{reached} within the window" if window else reached
             return "cudnn", f"fused, one call for each part of a row that {reached}"
         return "cudnn", "fused, and it honours the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
@@ -214,15 +214,16 @@ def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str
 
 
 def _part_obstacles(
-    exchange: ExchangePlan | None, packed: bool, window: int, causal: bool
+    exchange: ExchangePlan | None, packed: bool, is_windowed: bool, causal: bool
 ) -> list[str]:
     """Why cuDNN cannot multiply the parts of a row that devices share."""
     assert exchange is not None
     if exchange.exchange == "all_gather":
         return ["cuDNN's causal mask does not know which of all gathered keys come first"]
-    if not causal and (packed or window):
-        what = "documents" if packed else "a window"
-        return [f"{what} of a shared row reach into parts on both sides without a causal mask"]
+    if is_windowed:
+        return ["cuDNN's kernel does not support a sliding window over a ring"]
+    if not causal and packed:
+        return ["documents of a shared row reach into parts on both sides without a causal mask"]
     if packed:
         return []
     return [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]

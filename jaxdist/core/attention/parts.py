@@ -1,4 +1,4 @@
-"""Attention of one part of a row to another by cuDNN's kernel, which rings and lines are made of.
+"""Attention of one part of a row to another by cuDNN's kernel, which rings are made of.
 
     within    queries and their own part's keys, by a rule of cuDNN's
     across    queries and the keys of a part before them, all of them

@@ -1,8 +1,5 @@
 """Attention to the keys of all other devices, which go round while those at hand are multiplied.
 
-For rows of which a query may see all before it. Where a window or short documents hide most of
-them, keys go along the row instead (`line.py`).
-
 Partial results are joined by their log-sum-exp. Backward keeps this device's keys and values only;
 they travel again, and their gradients come home in float32. Round the ring a device multiplies half
 of a part while keys travel and half while gradients do; of its own the second half is kept for the

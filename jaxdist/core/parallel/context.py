@@ -76,24 +76,6 @@ def places_of(device: Any, length: int, size: int) -> Array:
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
 
 
-def hops_of_window(window: int, seq_len: int, groups: int, *, always: bool = False) -> int:
-    """Parts of a row that its causal window reaches back; 0 = all, or the ring is no longer way.
-
-    Args:
-        window: newest keys among which are all that a query sees, itself included; 0 = all.
-        seq_len: positions of a row.
-        groups: holders of the row, of two of its 2 · groups parts each.
-        always: even where the ring is the shorter way, as cuDNN's kernel needs it under a window.
-    """
-    hops = max(1, -(-(window - 1) * 2 * groups // seq_len))
-    if always and window:
-        return min(hops, 2 * groups - 1)
-    # Along the row keys travel `hops` parts, forward and backward, and their gradients, twice as
-    # wide, there and, in pairs, as far back; round the ring groups - 1 of all. Of two equal ways
-    # the first multiplies less.
-    return hops if window and 3 * hops < 2 * groups else 0
-
-
 def imbalance(
     size: int,
     seq_len: int,
@@ -182,9 +164,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
             Traffic("all-to-all", "documents", documents, of_documents, group),
         ]
     places = sizes.context_size // sizes.exchanged_heads
-    if sizes.window_hops and places > 1:
-        moved += _along_the_row(sizes, held, wide, places, forwards)
-    elif places > 1:
+    if places > 1:
         # Backward begins as the forward that it repeats: own keys are sent once for both.
         sends = (places - 1) * (forwards + layers) - layers * sizes.repeats_attention
         moved += [
@@ -192,24 +172,6 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
             Traffic("collective-permute", "gradients of keys", wide, (places - 1) * layers),
         ]
     return moved
-
-
-def _along_the_row(
-    sizes: ActivationSizes, held: float, wide: float, places: int, forwards: int
-) -> list[Traffic]:
-    """`_traffic` of a window's hops: of keys with documents `held`, of their gradients `wide`."""
-    hops, layers = sizes.window_hops, sizes.num_layers * sizes.num_microbatches
-    # Of two groups each is its own neighbour, in the middle of the row and at its end.
-    shift, far = (0.5 if places == 2 and by % 2 else 1.0 for by in (1, hops))
-    home = hops * shift if sizes.in_pairs else far  # from the last hop
-    sends = hops * (forwards + layers)
-    # Backward begins as the forward that it repeats: the first half of its own keys is sent once.
-    keys = shift * held * sends - held / 2 * layers * sizes.repeats_attention
-    gradients = ((hops - 1) * shift + home) * wide
-    return [
-        Traffic("collective-permute", "keys and values", keys / sends, sends),
-        Traffic("collective-permute", "gradients of keys", gradients / hops, hops * layers),
-    ]
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:

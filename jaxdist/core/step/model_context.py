@@ -17,7 +17,7 @@ from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import fsdp, tensor
-from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
+from jaxdist.core.parallel.context import CONTEXT, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
@@ -189,7 +189,7 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
-    plan = plan_exchange(
+    return plan_exchange(
         layout.context_attention,
         size=layout.size(CONTEXT),
         # A model that does not name its heads keeps them together.
@@ -199,7 +199,6 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan
         has_stages=layout.size(PIPELINE) > 1,
         packed=layout.packed_rows,
     )
-    return plan._replace(longest_document=layout.longest_document)
 
 
 def describe_exchange(
@@ -231,10 +230,6 @@ def describe_exchange(
         known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
         uneven += f" ({known})"
     uneven += _more_even(model, layout, plan, uneven_by)
-    if plan.exchange in ("ring", "hybrid"):
-        ways = [_travel(plan, seq_len, size // plan.inner, w, packed) for w in windows]
-        near, *far = dict.fromkeys(ways)
-        groups += near + (" in layers with that window" if near and far else "") + "".join(far)
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
         f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
@@ -262,30 +257,6 @@ def _more_even(
     if named:
         return f"; more even with --mesh.context-attention {' or '.join(named)}"
     return "; a cp that divides the query and key/value heads allows all_to_all, which is even"
-
-
-def _travel(
-    plan: ExchangePlan, seq_len: int, groups: int, sliding_window: int, packed: bool
-) -> str:
-    """How far the keys of packed rows, or under a sliding window, travel and why."""
-    reach, longest = plan.reach(sliding_window, packed), plan.longest_document
-    hops = hops_of_window(reach, seq_len, groups)
-    if not hops and 0 < sliding_window < seq_len:  # the kernel decides which way is taken
-        hops = hops_of_window(reach, seq_len, groups, always=True)
-        limit = f"{_limit(reach, sliding_window)} with cuDNN's kernel, else past all devices"
-        return f", keys travel {hops} x {seq_len // (2 * groups)} positions for {limit}"
-    if not hops:
-        if reach and reach == sliding_window:
-            return ""
-        known = f"may have {longest} tokens" if longest else "may be of any length"
-        return f", keys travel past all devices as documents {known}" if packed else ""
-    limit = _limit(reach, sliding_window)
-    return f", keys travel {hops} x {seq_len // (2 * groups)} positions for {limit}"
-
-
-def _limit(reach: int, sliding_window: int) -> str:
-    """What ends a query's keys: the window, or the documents."""
-    return f"a window of {reach}" if reach == sliding_window else f"documents of up to {reach}"
 
 
 def _on_one_node(layout: Layout) -> int:

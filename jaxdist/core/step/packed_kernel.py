@@ -43,12 +43,15 @@ def admit_packed_kernel(
     """
     exchange = exchange_of(model, layout)
     shapes = shapes_of(model, layout, config, dtype, windows)
+    if shapes is None:
+        return None
     asked: dict[str, Any] = dict(packed=True, softcap=softcap, dropout=dropout)
     use: Use = "packed"
     if exchange is not None and exchange.exchange != "all_to_all":
-        asked |= {"exchange": exchange, "window": max(windows)}
+        # One kind of layer without a window is enough to need the kernel.
+        asked |= {"exchange": exchange, "window": min(shapes.windows)}
         use = "packed_ring"
-    if shapes is None or not _is_chosen(shapes, layout, wanted, asked):
+    if not _is_chosen(shapes, layout, wanted, asked, config.seq_len):
         return None
     return _agreed(shapes, layout, use)
 
@@ -69,14 +72,18 @@ def admit_ring_kernel(
     if exchange is None or exchange.exchange not in ("ring", "hybrid"):
         return None
     shapes = shapes_of(model, layout, config, dtype, windows)
+    if shapes is None:
+        return None
     asked: dict[str, Any] = dict(packed=False, softcap=softcap, dropout=dropout)
-    asked |= {"exchange": exchange, "window": max(windows)}
-    if shapes is None or not _is_chosen(shapes, layout, wanted, asked):
+    asked |= {"exchange": exchange, "window": min(shapes.windows)}
+    if not _is_chosen(shapes, layout, wanted, asked, config.seq_len):
         return None
     return _agreed(shapes, layout, "ring")
 
 
-def _is_chosen(shapes: Shapes, layout: Layout, wanted: str, asked: dict[str, Any]) -> bool:
+def _is_chosen(
+    shapes: Shapes, layout: Layout, wanted: str, asked: dict[str, Any], num_keys: int
+) -> bool:
     """Whether GPUs that are here would use the kernel for what is asked of `choose_kernel`."""
     device = layout.mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda") or is_described(layout):
@@ -88,7 +95,7 @@ def _is_chosen(shapes: Shapes, layout: Layout, wanted: str, asked: dict[str, Any
             compute_capability=str(device.compute_capability),
             dtype=shapes.dtype,
             head_dim=shapes.head_dim,
-            num_keys=shapes.seq_len,
+            num_keys=num_keys,
             **asked,
         )
     except ConfigError:  # the step will say so

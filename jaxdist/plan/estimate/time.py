@@ -263,9 +263,4 @@ def _beside_ring(job: Job, attention: float) -> float:
     """Seconds of attention during which keys and values travel: all parts of the row but one."""
     if job.exchange is None:
         return 0.0
-    others = job.spec[CONTEXT] // job.exchange.inner - 1
-    beside = 0.0
-    for window, keys in flops.keys_by_window(job).items():
-        hops = traffic.window_hops(job, window) or others
-        beside += keys * (1 - 1 / (hops + 1))
-    return attention * beside / sum(flops.keys_by_window(job).values())
+    return attention * (1 - job.exchange.inner / job.spec[CONTEXT])

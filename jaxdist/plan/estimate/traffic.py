@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
-from jaxdist.core.parallel.context import CONTEXT, hops_of_window
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
@@ -168,24 +168,15 @@ def _activations(job: Job) -> Iterator[Moved]:
         **_attention(job),
     )
     for axis in job.spec.used:
-        for kind in _kinds_of_layers(job, sizes) if axis is CONTEXT else (sizes,):
-            for moved in axis.traffic(kind):
-                what = (moved.kind, (axis.name,), moved.purpose)
-                yield (*what, moved.num_bytes, moved.times, moved.neighbours)
-
-
-def _kinds_of_layers(job: Job, sizes: ActivationSizes) -> Iterator[ActivationSizes]:
-    """The sizes of each kind of layer, whose windows send keys on ways of their own."""
-    for window, number in job.layers_by_window.items():
-        layers = sizes.num_layers * number // job.model.num_layers
-        hops = window_hops(job, window)
-        yield dataclasses.replace(sizes, num_layers=layers, window_hops=hops)
+        for moved in axis.traffic(sizes):
+            what = (moved.kind, (axis.name,), moved.purpose)
+            yield (*what, moved.num_bytes, moved.times, moved.neighbours)
 
 
 def _attention(job: Job) -> dict[str, Any]:
     """What attention moves between devices that share rows."""
     plan, widths = job.exchange, Widths.of(job)
-    if plan is None:
+    if plan is None or job.attention_call is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
     # Fewer key/value heads than neighbours are repeated before they are exchanged.
@@ -199,17 +190,7 @@ def _attention(job: Job) -> dict[str, Any]:
         "exchange": plan.exchange,
         "context_size": job.spec[CONTEXT],
         "exchanged_heads": plan.inner,
-        "in_pairs": plan.paired,
     }
-
-
-def window_hops(job: Job, window: int) -> int:
-    """Parts of a row that a sliding window reaches back in a ring; 0 = keys go all round."""
-    if job.exchange is None:
-        return 0
-    always = job.attention == "cudnn" and window < job.seq_len
-    groups = job.spec[CONTEXT] // job.exchange.inner
-    return hops_of_window(window, job.seq_len, groups, always=always)
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:

@@ -17,7 +17,7 @@ from jaxdist.data import Loader, open_datasets
 from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
 from jaxdist.run.replay import History, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.run.setup import Parts, compare_kernel, stop_at_documents
+from jaxdist.run.setup import Parts, compare_kernel
 
 log = logging.getLogger("jaxdist")
 
@@ -116,8 +116,7 @@ def rerun(
         for run, own in zip(runs, parts, strict=True):
             config = own.config
             data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
-            own = stop_at_documents(own, data)  # as in training, which sums in this order
-            own = compare_kernel(own, data[0].fields)  # and uses this kernel
+            own = compare_kernel(own, data[0].fields)  # as in training, which sums in this order
             history = read_history(run)
             state, loader = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)
