@@ -94,16 +94,18 @@ class GenerateConfig(TextSettings):
     def requests(self) -> Iterator[dict[str, Any]]:
         """What to continue or answer: {"prompt"}, or {"messages"} of a chat."""
         from jaxdist.data.chat import BadRecord, checked_messages
-        from jaxdist.data.documents import read_records
+        from jaxdist.data.documents import read_pieces, read_records
+        from jaxdist.data.files import kind_of
 
         start = [{"role": "system", "content": self.system}] if self.system else []
         prompts = list(self.prompt) or ["\n"]
         records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(prompts, 1)]
-        if Path(self.prompt_file).suffix == ".jsonl":
+        if kind_of(Path(self.prompt_file)) in ("lines", "parquet"):
             read = read_records(Path(self.prompt_file), ["prompt", "messages"])
             records = [(record.value, record.place) for record in read]
         elif self.prompt_file:
-            lines = Path(self.prompt_file).read_text().splitlines()
+            text = "".join(piece.text for piece in read_pieces(Path(self.prompt_file), "prompt"))
+            lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
             records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(lines, 1)]
         for record, place in records:
             try:

@@ -196,7 +196,7 @@ def _sample(files: list[DataFile], share: float, text_field: str) -> Iterator[st
         due += share
         if due >= 1:
             due -= 1
-            yield from piece.text.splitlines(keepends=True)
+            yield from re.findall(r"[^\n]*\n|[^\n]+", piece.text)
 
 
 if __name__ == "__main__":

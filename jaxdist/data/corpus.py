@@ -46,6 +46,9 @@ from jaxdist.runtime.storage import REQUESTS, Location, locate
 log = logging.getLogger("jaxdist")
 
 FORMAT = "jaxdist-tokens-1"
+_READING = 2
+"""Version of the rules that turn files into text; another one reads a cached source again."""
+
 SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16, small enough to copy, few enough to keep open."""
 
@@ -218,7 +221,7 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
     `source` is what named them, as the user wrote it.
     """
     key = hashlib.sha256(
-        json.dumps([FORMAT, source_digest(files), *encoder.identity]).encode()
+        json.dumps([FORMAT, _READING, source_digest(files), *encoder.identity]).encode()
     ).hexdigest()[:24]
     root = cache_folder()
     folder = root / key

@@ -5,9 +5,11 @@ A file is streamed: long texts come in pieces, so that memory stays small whatev
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
@@ -59,8 +61,8 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
     """The documents of one file, in pieces.
 
     Raises:
-        ConfigError: not readable, not UTF-8, a broken line or a missing field (with its line),
-            damaged compression.
+        ConfigError: not readable, not UTF-8, binary data, JSON lines under the name of a text, a
+            broken line or a missing field (with its line), damaged compression.
     """
     kind = kind_of(path)
     with read_errors(path):
@@ -110,13 +112,20 @@ def read_records(path: DataFile, columns: list[str]) -> Iterator[Record]:
 
 
 def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
-    """The bytes of a file, decompressed if its name says so; `raw.tell()` counts stored bytes."""
-    kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)
-    if kind is None:
-        return raw
-    import pyarrow as pa
+    """Return the bytes of a file without a byte order mark, decompressed according to its name.
 
-    return io.BufferedReader(_Expanded(path, pa.input_stream(raw, compression=kind), raw))
+    `raw.tell()` counts stored bytes.
+    """
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)
+    stream: Any = raw
+    if kind is not None:
+        import pyarrow as pa
+
+        expanded = _Expanded(path, pa.input_stream(raw, compression=kind), raw)
+        stream = io.BufferedReader(expanded)
+    if stream.peek(3).startswith(codecs.BOM_UTF8):
+        stream.read(3)
+    return stream
 
 
 class _Expanded(io.RawIOBase):
@@ -143,7 +152,15 @@ class _Expanded(io.RawIOBase):
 
 def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) -> str:
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
+        if "\0" not in text:
+            return text
+        place = f"byte {start + data.index(0)}" if line is None else f"line {line}"
+        raise ConfigError(
+            f"{str(path)!r} is not text: {place} is a NUL byte. It is probably "
+            f"{_binary_kind(data)}. Convert it to UTF-8 text, or leave it out with a glob that "
+            "names only text files."
+        )
     except UnicodeDecodeError as error:
         place = f"byte {start + error.start}" if line is None else f"line {line}"
         raise ConfigError(
@@ -152,10 +169,40 @@ def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) ->
         ) from None
 
 
+def _binary_kind(data: bytes) -> str:
+    """Guess the format of data that holds NUL bytes."""
+    if data.startswith(b"MMIDIDX"):
+        return "the index of a Megatron data set"
+    for zeros, others in ((data[1::2], data[::2]), (data[::2], data[1::2])):
+        if zeros.count(0) > len(zeros) // 2:
+            is_text = all(byte >= 32 or byte in b"\t\n\r" for byte in others[:1000])
+            return "UTF-16 text" if is_text else "token numbers of 16 or 32 bits"
+    return "a binary file"
+
+
+def _is_json_lines(data: bytes) -> bool:
+    """Return whether the first two lines, or the elements of an array, are JSON objects."""
+    lines = [line.strip().rstrip(b",") for line in data.lstrip(b"[ \t\r\n").split(b"\n", 20)]
+    first = [line for line in lines if line][:2]
+    try:
+        return bool(first) and all(
+            isinstance(json.loads(line.rstrip(b"]")), dict) for line in first
+        )
+    except (ValueError, RecursionError):  # one long line, cut off or an array
+        is_long = len(data) >= PIECE_BYTES or data.rstrip().endswith(b"}]")
+        starts = re.match(rb'[\s\[]*\{\s*"[^"\n]*"\s*:', data)
+        return len(first) == 1 and is_long and bool(starts)
+
+
 def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
     held, start = b"", 0
     while True:
         block = stream.read(PIECE_BYTES)
+        if not held and not start and _is_json_lines(block):
+            raise ConfigError(
+                f"{str(path)!r} holds JSON lines, but its name is that of a text. Rename it to "
+                ".jsonl (one object per line), so that only the field data.text_field is read."
+            )
         held += block
         if not block:
             if held or start:
@@ -243,13 +290,14 @@ def _parquet_rows(path: DataFile, columns: list[str], fix: str, *, texts: bool) 
         with parquet.ParquetFile(open_ranges(path)) as file:
             schema = file.schema_arrow
             problem = ""
-            if missing := [column for column in columns if column not in schema.names]:
+            if doubled := [column for column in columns if schema.names.count(column) > 1]:
+                problem = f"several columns named {', '.join(doubled)}"
+            elif missing := [column for column in columns if column not in schema.names]:
                 problem = f"no column {', '.join(missing)} (it has: {', '.join(schema.names)})"
             elif texts:
                 kinds = {column: schema.field(column).type for column in columns}
-                texts_of = (pa.string(), pa.large_string())
                 wrong = [
-                    f"{name} of {kind}" for name, kind in kinds.items() if kind not in texts_of
+                    f"{name} of {kind}" for name, kind in kinds.items() if not _holds_text(kind)
                 ]
                 problem = f"column {', '.join(wrong)}, not of text" if wrong else ""
             if problem:
@@ -258,9 +306,22 @@ def _parquet_rows(path: DataFile, columns: list[str], fix: str, *, texts: bool) 
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
+                    for name, value in row.items():
+                        if isinstance(value, bytes):
+                            row[name] = _decode(path, value, 0, number)
                     yield Record(row, f"{path}:{number}", size * number // total)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]}). Copy it "
             "again, or write it anew."
         ) from None
+
+
+def _holds_text(kind: Any) -> bool:
+    """Return whether a Parquet column of this Arrow type holds text or bytes of text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return str(kind) in text

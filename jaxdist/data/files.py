@@ -12,6 +12,7 @@ import errno
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate
 
 _NOT_LIBRARY = {
@@ -107,12 +109,46 @@ def _local_files(source: str) -> list[DataFile]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir():
-        hidden = lambda inside: any(part.startswith(".") for part in inside.parts)
-        found = [p for p in path.rglob("*") if not hidden(p.relative_to(path))]
-    else:  # glob leaves hidden files out unless the pattern names them
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+    with read_errors(source):
+        if path.is_dir():
+            found = _below(path)
+        elif "**" in path.parts:
+            found = _matches_below(path)
+        else:  # glob leaves hidden files out unless the pattern names them
+            found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        irregular = [str(p) for p in found if not p.is_file() and not p.is_dir()]
+    if irregular:
+        raise ConfigError(
+            f"data source {source!r} has {few(sorted(irregular), 3)}, which is not a regular file: "
+            "a broken link, a pipe, a socket or a device. Remove it, or name the files with a glob."
+        )
     return [*sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())]
+
+
+def _below(root: Path, *, hidden: bool = False) -> list[Path]:
+    """List the files below a folder. A folder that links reach several times counts once."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    visited, found = set(), []
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=stop):
+        if (real := os.path.realpath(folder)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        found += [Path(folder, name) for name in files if hidden or not name.startswith(".")]
+    return found
+
+
+def _matches_below(pattern: Path) -> list[Path]:
+    """List the files that match a pattern with `**`; links that form a cycle do not repeat them."""
+    fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    root, inside = Path(*fixed), "/".join(pattern.parts[len(fixed) :])
+    fits = re.compile(_regex_of(inside)).fullmatch
+    found = _below(root, hidden=bool(re.search(r"(^|/)\.", inside))) if root.is_dir() else []
+    return [path for path in found if fits(path.relative_to(root).as_posix())]
 
 
 def _stored_files(url: str) -> list[DataFile]:

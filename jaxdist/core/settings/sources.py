@@ -244,7 +244,7 @@ def _lines_of(text: str) -> dict[Path, int]:
     """Path -> line (from 1) of headers and keys. tomllib does not say; only messages use it."""
     lines: dict[Path, int] = {}
     section: Path = ()
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if header := _HEADER.match(line):
             section = _names(header[1])
             lines.setdefault(section, number)

@@ -1,0 +1,158 @@
+"""Files that look like text and are not, linked folders, byte order marks, kinds of Parquet."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from refusals import refused
+
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.documents import read_pieces, read_records
+from jaxdist.data.files import find_files
+from jaxdist.generate import GenerateConfig
+
+BOM = b"\xef\xbb\xbf"
+LINES = b'{"text": "hello"}\n{"text": "b"}\n'
+
+
+def texts_of(path: Path) -> list[str]:
+    return [piece.text for piece in read_pieces(path, "text")]
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("train.bin", bytes(range(1, 60)).replace(b"", b"\0")[1:], "token numbers"),
+        ("m.idx", b"MMIDIDX\0\0\1\0\0\0\0\0\0\0\4", "Megatron"),
+        ("utf16.txt", "plain text".encode("utf-16-le"), "UTF-16"),
+        ("big.txt", "plain text".encode("utf-16-be"), "UTF-16"),
+        ("late.txt", b"text " * 99 + b"\0" + b"text " * 99, "binary"),
+        ("a.jsonl", b'{"text": "a\0b"}\n', "binary"),
+    ],
+)
+def test_nul_bytes_are_not_text(tmp_path, name, data, kind):
+    with refused(name, "NUL", kind):
+        texts_of(written(tmp_path / name, data))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, pack):
+    end = "" if pack is bytes else ".gz"
+    assert texts_of(written(tmp_path / f"a.txt{end}", pack(BOM + b"hello\n"))) == ["hello\n"]
+    lines = written(tmp_path / f"a.jsonl{end}", pack(BOM + LINES))
+    assert texts_of(lines) == ["hello", "b"]
+    assert [record.value["text"] for record in read_records(lines, [])] == ["hello", "b"]
+
+
+def test_data_whose_reading_changed_has_another_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    config = DataConfig(sources=[str(written(tmp_path / "a.txt", BOM + b"hello " * 99))])
+    fingerprint = lambda: open_datasets(config, seq_len=8)[0].fingerprint
+    with monkeypatch.context() as before:
+        before.setattr("jaxdist.data.corpus._READING", 1)
+        before.setattr("jaxdist.data.documents.codecs.BOM_UTF8", b"no such mark")
+        old = fingerprint()
+    assert fingerprint() != old
+
+
+@pytest.mark.parametrize("name", ["corpus.txt", "a.jsonl.txt", "lines", "data.json", "a.txt.gz"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        LINES,
+        b'\n {"a": {}}',
+        b'[{"text": "a"}, {"text": "b"}]',
+        b"[" + LINES.replace(b"}\n{", b"},\n{") + b"]",
+    ],
+)
+def test_json_lines_are_never_read_as_text(tmp_path, name, data):
+    data = gzip.compress(data) if name.endswith(".gz") else data
+    with refused(name, ".jsonl"):
+        texts_of(written(tmp_path / name, data))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}\nprose\n', "{\n}", "[link](x)", "3\n4\n", '{"open": (', '{\n "a": 1\n}\n']
+)
+def test_text_with_braces_stays_text(tmp_path, text):
+    assert texts_of(written(tmp_path / "a.txt", text.encode())) == [text]
+
+
+def test_linked_folders_are_read_once_also_in_a_cycle(tmp_path):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    written(folder / "a.txt", b"a")
+    written(elsewhere / "b.txt", b"b")
+    (folder / "more").symlink_to("../elsewhere")
+    for name in ("loop", "loop2", "loop3"):
+        (elsewhere / name).symlink_to("../folder")
+    for source in (str(folder), f"{folder}/**/*.txt", f"{folder}/**"):
+        assert [p.name for p in find_files(source)] == ["a.txt", "b.txt"], source
+
+
+@pytest.mark.parametrize("source", ["", "/*", "/**/*.txt", "/gone.txt"])
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/nonexistent"), os.mkfifo])
+def test_links_to_nothing_and_pipes_are_named(tmp_path, make, source):
+    written(tmp_path / "a.txt", b"a")
+    make(tmp_path / "gone.txt")
+    with refused("gone.txt", "regular file"):
+        find_files(f"{tmp_path}{source}")
+
+
+def save(path: Path, array: pa.Array, names=("text",)) -> Path:
+    pa.parquet.write_table(pa.table([array] * len(names), names=list(names)), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.string_view(),
+        pa.large_string(),
+        pa.binary(),
+        pa.large_binary(),
+    ],
+    ids=str,
+)
+def test_every_parquet_kind_of_text_is_read(tmp_path, kind):
+    values = ["hé", "b"]
+    values = [v.encode() for v in values] if "binary" in str(kind) else values
+    path = save(tmp_path / "a.parquet", pa.array(values, kind))
+    assert texts_of(path) == ["hé", "b"]
+    assert [r.value["text"] for r in read_records(path, ["text"])] == ["hé", "b"]
+
+
+def test_parquet_that_is_not_clear_text_is_rejected(tmp_path):
+    doubled = save(tmp_path / "a.parquet", pa.array(["a"]), ("text", "text"))
+    with refused("a.parquet", "several columns", "text"):
+        texts_of(doubled)
+    with refused("b.parquet", "not UTF-8"):
+        texts_of(save(tmp_path / "b.parquet", pa.array([b"\xff"])))
+
+
+def prompts_of(path: Path) -> list[str]:
+    config = GenerateConfig(run="none", prompt_file=str(path))
+    return [request["prompt"] for request in config.requests()]
+
+
+def test_prompt_files_are_split_at_newlines_only(tmp_path):
+    odd = ["a\x0bb\x0cc\x1cd\x1de\x1ef", "g\x85h\u2028i\u2029j", "", "k"]
+    text = "\r\n".join(odd) + "\n"
+    assert prompts_of(written(tmp_path / "p.txt", BOM + text.encode())) == odd
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b")).encode()
+    assert prompts_of(written(tmp_path / "p.ndjson", lines)) == ["a", "b"]
+    assert prompts_of(written(tmp_path / "empty.txt", b"")) == []
+    for name, data in (("q.txt", lines), ("r.txt", b"a\0b\n")):
+        with refused(name):
+            prompts_of(written(tmp_path / name, data))
