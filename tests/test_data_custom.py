@@ -1,9 +1,11 @@
 """A pipeline of the user's own, written with grain, named as module:function."""
 
+import contextlib
 import dataclasses
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,14 +13,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refused
 
+from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
+from jaxdist.data.custom import CustomRows
 from jaxdist.data.stream import shard_of
+from jaxdist.models import example
+from jaxdist.run.setup import check_data_fits
 
 MODULE = """
 import grain
+import ml_dtypes
 import numpy as np
 
 def row(seq_len, seed):
@@ -39,6 +46,24 @@ def ragged(*, seq_len, seed):
 
 def unweighted(*, seq_len, seed):
     return [{"tokens": np.zeros(4), "targets": np.zeros(4)}]
+
+def values(*, seq_len, seed):
+    def make(i):
+        return {
+            **row(seq_len, 0)(i), "targets": np.full(seq_len, i + 0.25),
+            "weights": np.ones(seq_len, int),
+            "half": np.float16(i + 0.5), "brain": np.full(2, i + 0.5, ml_dtypes.bfloat16),
+            "single": np.float32(i) / 3, "small": np.uint8(i), "long": -i, "mask": i % 2 == 0,
+        }
+    rows = grain.MapDataset.range(40).map(make)
+    return rows[10:], rows[:10]
+
+def value_stream(*, seq_len, seed):
+    rows, held = values(seq_len=seq_len, seed=seed)
+    return rows.to_iter_dataset(), held
+
+def changing(*, seq_len, seed, field, first, last):
+    return [{**row(seq_len, 0)(i), field: last if i == 29 else first} for i in range(99)]
 
 def met(*, seq_len, seed):
     import threading
@@ -195,6 +220,78 @@ def test_a_row_of_another_shape_is_named():
     train, _ = open_function("ragged")
     with refused("tokens of row 5", "(9,)", "(8,)"):
         train.rows(np.arange(12))
+
+
+FIELDS = {
+    "tokens": "int32", "targets": "float32", "weights": "float32", "half": "float32",
+    "brain": "float32", "single": "float32", "small": "int32", "long": "int32", "mask": "bool",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "workers"), [("values", 0), ("values", 1), ("value_stream", 0)])
+def test_fields_keep_their_values(name, workers):
+    train, held = open_function(name)
+    options = {"global_batch_size": 6, "sharding": on_two_devices()}
+    loader = Loader(train, seed=1, num_workers=workers, **options)
+    for batch in (next(loader), next(eval_batches(held, **options))):
+        found = {field: np.asarray(value) for field, value in batch.items() if field in FIELDS}
+        assert {field: str(value.dtype) for field, value in found.items()} == FIELDS
+        number = found["tokens"][:, 0].astype(np.float64)
+        np.testing.assert_array_equal(found["targets"], number[:, None] + np.full(8, 0.25))
+        np.testing.assert_array_equal(found["half"], number + 0.5)
+        np.testing.assert_array_equal(found["brain"][:, 1], number + 0.5)
+        np.testing.assert_array_equal(found["single"], number.astype(np.float32) / np.float32(3))
+        np.testing.assert_array_equal(found["small"], number)
+        np.testing.assert_array_equal(found["long"], -number)
+        np.testing.assert_array_equal(found["mask"], number % 2 == 0)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "last", "facts"),
+    [
+        ("own", 1, 2**31, ["own of row 29", "2147483648", "int32"]),
+        ("own", 1, -(2**31) - 1, ["own of row 29", "-2147483649"]),
+        ("own", 1, np.uint64(2**63), ["own of row 29", "9223372036854775808"]),
+        ("own", 1.0, 1e39, ["own of row 29", "float32"]),
+        ("own", 1, 0.5, ["own of row 29", "float64", "int32"]),
+        ("own", True, 2, ["own of row 29", "int64", "bool"]),
+        ("own", 1, "x", ["own of row 29", "<U1"]),
+        ("own", [1, 2], [[1], [2, 3]], ["own of row 29", "shape"]),
+        ("own", 1j, 1j, ["own has dtype complex128"]),
+        ("own", "x", "x", ["own has dtype <U1"]),
+        ("own", None, None, ["own has dtype object"]),
+        ("own", [[1], [2, 3]], 0, ["own has dtype object"]),
+        ("tokens", [0.5] * 8, 0, ["tokens has dtype float64", "integers"]),
+        ("segments", [True] * 8, 0, ["segments has dtype bool", "integers"]),
+    ],
+)
+def test_fields_that_a_batch_cannot_hold_are_rejected(field, first, last, facts):
+    import my_rows
+
+    rows = my_rows.changing(seq_len=8, seed=0, field=field, first=first, last=last)
+    with refused("my_rows", *facts):
+        CustomRows(rows, "my_rows").rows(np.arange(99))
+
+
+def test_a_row_without_a_field_is_named():
+    import my_rows
+
+    rows = my_rows.changing(seq_len=8, seed=0, field="own", first=1, last=1)
+    del rows[29]["own"]
+    with refused("own of row 29", "missing"):
+        CustomRows(rows, "my_rows").rows(np.arange(99))
+
+
+def test_only_a_model_of_ones_own_takes_targets_that_are_no_classes():
+    train, _ = open_function("values")
+    for flags, is_rejected in (
+        ([], True),
+        (["--model=custom", "--model.factory=jaxdist.models.example:build"], False),
+    ):
+        parts = SimpleNamespace(config=read_run(flags, command=""), model=example.build(seq_len=8))
+        with refused("targets", "float32") if is_rejected else contextlib.nullcontext():
+            check_data_fits(parts, train)
 
 
 # --- streams: grain.IterDataset

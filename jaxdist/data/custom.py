@@ -4,8 +4,10 @@
         rows = grain.MapDataset.source(my_records).map(tokenise(seq_len))
         return rows[1000:], rows[:1000]          # to train on, to evaluate on (or None)
 
-Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. They are stacked
-in float32 and int32, and shuffled here: leave order, repetition and batching out of the pipeline.
+Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. Floating-point
+fields are stacked in float32, integers in int32 and booleans in bool; `weights` and `images` are
+always float32. Values that do not fit are rejected. Rows are shuffled here: leave order, repetition
+and batching out of the pipeline.
 With `data.num_workers` the pipeline runs in worker processes, and must be something that can be
 pickled. A `grain.IterDataset` of such rows trains too, in its own order (`jaxdist.data.stream`);
 what to evaluate on is always rows by number.
@@ -31,6 +33,7 @@ from jaxdist.runtime.named_function import named_function
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
+_INTEGERS = ("tokens", "segments", "positions")
 _SHARD = ("shard_index", "num_shards")
 
 GIVEN_ROWS = "python:rows"
@@ -69,7 +72,7 @@ class CustomRows:
             )
         first = source[0]
         self.kind = check_row(first, name)
-        self.fields = fields_of(first)
+        self.fields = fields_of(first, name)
         # A few rows: reading all of them could take hours.
         few = self.rows(np.unique(np.linspace(0, self.num_rows - 1, 16).astype(np.int64)))
         self.fingerprint = f"custom-{digest_of(few, str(self.num_rows))}"
@@ -79,7 +82,8 @@ class CustomRows:
         """As `Part.rows`, of indices int64 [n]; the user's function makes whole rows, then cut.
 
         Raises:
-            ConfigError: a row is missing or has another shape than the first one.
+            ConfigError: a row is missing, has another shape than the first one, or values that its
+                dtype does not hold.
         """
         numbers = np.asarray(indices).tolist()
         found = self._in_threads(numbers) if self._num_threads else map(self._read, numbers)
@@ -175,9 +179,28 @@ def check_row(row: Any, name: str) -> Literal["text", "images"]:
     return kind
 
 
-def fields_of(row: Mapping[str, Any]) -> Fields:
-    """Name -> (shape, dtype it is stored in) of a row."""
-    return {field: (np.shape(value), _stored_as(field)) for field, value in row.items()}
+def fields_of(row: Mapping[str, Any], name: str) -> Fields:
+    """Return name -> (shape, dtype in a batch) of a row of the source `name`.
+
+    Raises:
+        ConfigError: fields that are not numbers, and token fields that are not integers.
+    """
+    fields: Fields = {}
+    problems = []
+    for field, value in row.items():
+        array = _array_of(value)
+        dtype = _batch_dtype(field, array.dtype)
+        if dtype is None or (field in _INTEGERS and dtype != np.int32):
+            allowed = "integers" if field in _INTEGERS else "integers, floats or booleans"
+            problems.append(
+                f"data source {name!r}: {field} has dtype {array.dtype}, not {allowed}. Convert it "
+                "in the function, e.g. with numpy's astype."
+            )
+        else:
+            fields[field] = (array.shape, dtype)
+    if problems:
+        raise ConfigError(problems)
+    return fields
 
 
 def digest_of(rows: Rows, text: str = "") -> str:
@@ -191,7 +214,10 @@ def digest_of(rows: Rows, text: str = "") -> str:
 
 def vocabulary_of(rows: Rows) -> int:
     """One more than the largest token, target or label: the least vocabulary that holds them."""
-    numbers = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
+    named = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
+    numbers = [values for values in named if values.dtype == np.int32]  # others are no classes
+    if not numbers:
+        return 0
     return 1 + max(int(values.max(initial=0)) for values in numbers)
 
 
@@ -203,29 +229,73 @@ def stack_rows(
     `numbers` of the rows, if they have any, and the `name` of the source are for the error.
 
     Raises:
-        ConfigError: a row is missing, or has another shape than the first one.
+        ConfigError: a row or a field is missing, has another shape or kind than in the first row,
+            or holds values that its dtype does not.
     """
     out = {field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()}
     for at, row in enumerate(rows):
-        for field, (shape, _) in fields.items():
-            if row is None or np.shape(row[field]) != shape:
+        for field, (shape, dtype) in fields.items():
+            value = None if row is None or field not in row else _array_of(row[field])
+            if value is None or value.shape != shape or (problem := _misfit(value, dtype)):
                 which = f"row {int(numbers[at])}" if len(numbers) else "a row"
-                raise ConfigError(_unlike(name, which, row, field, shape))
-            out[field][at] = row[field]
+                if row is None or value is None or value.shape != shape:
+                    raise ConfigError(_unlike(name, which, row, field, value, shape))
+                raise ConfigError(f"data source {name!r}: {field} of {which} {problem}")
+            out[field][at] = value
     return out
 
 
-def _unlike(name: str, which: str, row: Any, field: str, shape: tuple[int, ...]) -> str:
+def _array_of(value: Any) -> np.ndarray:
+    """Return a field as an array; of lists of several lengths one of objects."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
+
+
+def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
+    """Return the dtype that a user's field has in a batch; None if it has none."""
+    is_float = dtype.name.startswith(("float", "bfloat"))  # of ml_dtypes too
+    if dtype.kind not in "iub" and not is_float:
+        return None
+    if is_float or field in ("weights", "images"):
+        return np.dtype(np.float32)
+    return np.dtype(np.bool_ if dtype.kind == "b" else np.int32)
+
+
+def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
+    """Return why a batch of `dtype` cannot hold an array [...] without a change; "" if it can."""
+    own = _batch_dtype("", value.dtype)
+    if own is None or (
+        own != dtype and dtype != np.float32 and (own, dtype) != (np.bool_, np.int32)
+    ):
+        return (
+            f"has dtype {value.dtype}, the field is {dtype} in the first row. Give all rows the "
+            "same dtype."
+        )
+    if not value.size or own == np.bool_:
+        return ""
+    if dtype == np.int32 and not -(2**31) <= value.min() <= value.max() < 2**31:
+        return (
+            f"holds {value.min()} to {value.max()}: int32 holds -2147483648 to 2147483647. Scale "
+            "the values, or convert them to floats."
+        )
+    limit = np.finfo(np.float32).max
+    if value.dtype.itemsize >= 8 and (np.abs(value[np.isfinite(value)]) > limit).any():
+        return f"holds values beyond {limit:.4g}, the largest of float32. Scale the values."
+    return ""
+
+
+def _unlike(
+    name: str, which: str, row: Any, field: str, value: np.ndarray | None, shape: tuple[int, ...]
+) -> str:
     if row is None:
         return (
             f"data source {name!r}: {which} is missing, as behind a filter. Filter the records "
             "first, or return an IterDataset (.to_iter_dataset()), which skips what is missing."
         )
+    has = "is missing" if value is None else f"has shape {value.shape}"
     return (
-        f"data source {name!r}: {field} of {which} has shape {np.shape(row[field])}, the first "
+        f"data source {name!r}: {field} of {which} {has}, the first "
         f"row has {shape}. Make all rows alike."
     )
-
-
-def _stored_as(field: str) -> np.dtype:
-    return np.dtype(np.float32 if field in ("weights", "images") else np.int32)

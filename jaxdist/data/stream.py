@@ -126,7 +126,7 @@ def open_stream(
     """
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
-    fields = fields_of(rows[0])
+    fields = fields_of(rows[0], name)
     if len(rows) > 1:
         _check_resumes(name, open_shard, state, rows[1])
     first = stack_rows(rows, fields, name)

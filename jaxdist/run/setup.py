@@ -415,6 +415,13 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     name, size = "vocab_size", parts.model.vocab_size
     if wanted == "images":
         name, size = "num_classes", parts.model.num_classes
+    classes = "targets" if wanted == "text" else "labels"
+    if parts.config.model.kind != "custom" and dataset.fields[classes][1].name != "int32":
+        raise ConfigError(
+            f"data.sources={parts.config.data.sources} has {classes} of dtype "
+            f"{dataset.fields[classes][1]}, {parts.model.name} takes integers. Convert them to "
+            "integers in the function, or use a model of your own (model.kind=custom)."
+        )
     if size and dataset.vocab_size > size:
         setting = parts.config.model.size_settings.get(name)
         own = f"{setting}={dataset.vocab_size}"
