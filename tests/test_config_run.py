@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -301,6 +302,21 @@ def test_settings_are_added_and_removed_knowingly():
     assert sorted({field.name for field in fields_of(RunConfig)}) == listed
     assert set(ADDED_LATER) <= set(listed)
     assert len(listed) - len(ADDED_LATER) <= MAX_SETTINGS
+
+
+def test_a_removed_setting_is_accepted_at_its_fixed_value_alone(tmp_path):
+    """Each stored config of an earlier version holds all settings with their defaults."""
+    fixed = {name: removed.value for name, removed in RunConfig.REMOVED.items()}
+    assert fixed and not set(fixed) & {field.name for field in fields_of(RunConfig)}
+    file = tmp_path / "config.toml"
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fixed.items()))
+    assert stored_run(file) == RunConfig()
+    for name in fixed:
+        file.write_text(f'{name} = "another"\n')
+        with refused(name, "config.toml line 1", "removed", num_problems=1):
+            stored_run(file)
+        with refused(name, f"flag --{name}", num_problems=1):
+            read_run([f"--{name}=another"], command="test")
 
 
 def test_the_settings_reference_is_up_to_date():

@@ -322,9 +322,8 @@ def test_muon_updates_have_the_rms_of_adamws():
 
 
 def test_matrices_decay_and_biases_and_norms_do_not():
-    mask = named(optim.decay_mask(OptimConfig(), AXES))
+    mask = named(optim.decay_mask(AXES))
     assert {name for name, decays in mask.items() if decays} == MATRICES
-    assert all(named(optim.decay_mask(OptimConfig(decay_mask="all"), AXES)).values())
 
 
 def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
@@ -337,7 +336,7 @@ def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
         path[-1].key for path, yes in jax.tree_util.tree_leaves_with_path(mask) if yes
     }
     blocks = {"qkv", "out", "up", "down"}
-    assert names(optim.decay_mask(OptimConfig(), axes)) == blocks | {"table", "positions", "kernel"}
+    assert names(optim.decay_mask(axes)) == blocks | {"table", "positions", "kernel"}
     assert names(optim.hidden_matrices(axes)) == blocks
 
 

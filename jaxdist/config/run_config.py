@@ -110,7 +110,11 @@ class RunConfig:
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
-    REMOVED: ClassVar[Mapping[str, Removed]] = {}
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        "optim.decay_mask": Removed(
+            "matrices", "Biases and norm scales never decay: leave the setting out."
+        ),
+    }
 
     def problems(self) -> list[str]:
         """Violated rules of the top level and between sections (sections have their own)."""

@@ -45,11 +45,9 @@ class OptimConfig:
     )
     weight_decay: float = setting(
         0.1,
-        "decoupled decay: each step takes lr * weight_decay of a parameter away",
+        "decoupled decay: each step takes lr * weight_decay of a parameter away; not of biases "
+        "and norm scales",
         ge=0,
-    )
-    decay_mask: Literal["matrices", "all"] = setting(
-        "matrices", "what decays; matrices = no biases, no norm scales"
     )
     max_grad_norm: float = setting(
         1.0, "largest global norm of the gradient; 0 = no clipping", ge=0

@@ -56,15 +56,14 @@ def _chain(
     }
     parts = [rules[config.optimizer](config, axes)]
     if config.weight_decay:
-        mask = decay_mask(config, axes)
+        mask = decay_mask(axes)
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
     return optax.chain(*parts)
 
 
-def decay_mask(config: OptimConfig, axes: Params) -> Params:
+def decay_mask(axes: Params) -> Params:
     """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
-    every = config.decay_mask == "all"
-    return jax.tree.map(lambda sides: every or sides.is_matrix, sides_of(axes))
+    return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 
 def hidden_matrices(axes: Params) -> Params:
