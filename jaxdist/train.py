@@ -52,7 +52,6 @@ def run(
     from jaxdist.data import open_datasets
     from jaxdist.plan.audit import check_mesh
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
-    from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import (
@@ -82,9 +81,8 @@ def run(
     audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
     fetch_weights(config)
 
-    # 3. The run directory, with what this run is made from.
+    # 3. The run directory. No file in it changes before the session commits to this start.
     directory = open_run_directory(config, job.process_id)
-    program.setup_logging(job.process_id, directory.log(job.process_id))
     program.on_start(directory)
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
@@ -93,9 +91,6 @@ def run(
         log.warning("skip_audit: wrong sums between devices are not detected")
     elif audit.axes:  # of one device there is nothing to say
         log.info("%s", audit.line())
-    for change in directory.write_config(config_text):
-        log.warning("settings changed since this run started: %s", change)
-    directory.write_environment(environment())
     times.mark("setup")
 
     # 4. The newest checkpoint or a new state, and then the loop.
@@ -109,6 +104,7 @@ def run(
         preemption=preemption,
         asked_to_trace=asked_to_trace,
         on_record=program.on_record,
+        open_log=lambda log_file: program.setup_logging(job.process_id, log_file),
         start_times=times,
     ) as session:
         return train(session)

@@ -168,4 +168,4 @@ def test_a_launched_process_does_not_make_its_run_directory_anew(tmp_path, monke
     assert not path.exists()
     RunDirectory.open(tmp_path / "another")  # not the launcher's: made as ever
     (path / "logs").mkdir(parents=True)
-    assert RunDirectory.open(path).metrics.exists()
+    assert RunDirectory.open(path).checkpoints.is_directory()

@@ -40,6 +40,8 @@ class Checkpointer:
         directory: holds one directory per step; made if absent.
         log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
         read_only: for commands that only read: no lock, nothing is written or deleted.
+        is_held: take the lock, but change nothing in the directory before `commit`; `close` without
+            it restores the directory as it was.
 
     Raises:
         ConfigError: another run uses the directory, or it cannot be written.
@@ -52,6 +54,7 @@ class Checkpointer:
         *,
         log: Callable[[str], None] | None = None,
         read_only: bool = False,
+        is_held: bool = False,
     ) -> None:
         self.directory = locate(directory).absolute()
         self.config = config
@@ -60,8 +63,8 @@ class Checkpointer:
             log or logging.getLogger("jaxdist.checkpoint").warning, self._group.is_leader
         )
         self._saver = Saver(self.directory, config, self._group, self._events)
-        self._reader = Reader(self.directory, config, self._group, self._events, read_only)
-        self._read_only = read_only
+        self._reader = Reader(self.directory, config, self._group, self._events, read_only, is_held)
+        self._read_only, self._is_held = read_only, is_held
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None
         self._preflight: concurrent.futures.Future[None] | None = None
@@ -72,6 +75,18 @@ class Checkpointer:
             self._group.decide(self._open)
             if config.local_dir:
                 self._local = self._open_local()
+            if not is_held:
+                self.commit()
+
+    def commit(self) -> None:
+        """Remove unfinished saves, mark the checkpoints passed over; saves may follow."""
+        self._is_held = False
+        self._group.decide(self._clean)
+        self._reader.commit()
+        if self._local is not None:
+            self._local.clean()
+            if (step := self._saver.resumed_from) not in (None, -1):
+                self._local.resumed(step)
 
     def due(self, step: int, now: float | None = None) -> Due:
         """Which save the policies ask for after `step`, for `save`; see `SaveSchedule.due`."""
@@ -139,7 +154,7 @@ class Checkpointer:
         finally:
             self._saver.close()
             if self._lock is not None:
-                self._lock.release()
+                self._lock.release(undo=self._is_held)
                 self._lock = None
 
     def pop_events(self) -> list[Event]:
@@ -347,7 +362,7 @@ class Checkpointer:
 
     def _resumed(self, step: int) -> None:
         self._saver.resumed_from = step
-        if self._local is not None:
+        if self._local is not None and not self._is_held:
             self._local.resumed(step)
 
     def _open(self) -> None:
@@ -358,12 +373,16 @@ class Checkpointer:
                 f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
                 "Choose another --run-dir or make its parent writable."
             ) from error
-        log = lambda text: self._events.log(f"checkpoint directory {self.directory}: {text}")
-        self._lock = DirectoryLock(self.directory, log)
+        self._lock = DirectoryLock(self.directory, self._say)
         self._lock.acquire()
         self._saver.lock_lost = self._lock.lost
         crash_point("lock_taken")
+
+    def _say(self, text: str) -> None:
+        self._events.log(f"checkpoint directory {self.directory}: {text}")
+
+    def _clean(self) -> None:
         if partial := manifest.delete_partial(self.directory):
-            log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
+            self._say(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
         if not self.config.local_dir:
             lineage.forget(self.directory)

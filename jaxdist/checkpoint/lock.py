@@ -42,6 +42,7 @@ class DirectoryLock:
         self._directory = directory
         self._log = log
         self._file: LockFile | None = None
+        self._before: bytes | None = None  # content of the lock file; None: there was no file
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._lost = ""
@@ -65,6 +66,7 @@ class DirectoryLock:
         if path.path in _held:
             raise self._refusal(self._record)
         try:
+            has_file = path.exists()
             file = path.lock()
         except Locked as refused:
             raise self._refusal(_parsed(refused.holder)) from None
@@ -74,6 +76,8 @@ class DirectoryLock:
                 f"({error.strerror}). Choose another --run-dir or make it writable."
             ) from error
         try:
+            content = file.read()
+            self._before = content if content or has_file else None
             self._refuse_living_holder(file)
             if not file.is_exclusive:  # of two that got here, one alone may write it first
                 file.write(self._content())
@@ -100,12 +104,16 @@ class DirectoryLock:
             self._write()
         return self._lost
 
-    def release(self) -> None:
-        """Give the lock up; the next run starts without waiting."""
+    def release(self, *, undo: bool = False) -> None:
+        """Give the lock up; the next run starts without waiting.
+
+        `undo` restores the lock file as it was before `acquire`.
+        """
         if self._file is None or self._beating is None:
             return
         self._stop.set()
-        is_given_up = in_time(f"giving up the lock of {self._directory}", self._give_up, RELEASE_S)
+        give_up = self._undo if undo else self._give_up
+        is_given_up = in_time(f"giving up the lock of {self._directory}", give_up, RELEASE_S)
         _held.discard((self._directory / FILE_NAME).path)
         if is_given_up:  # else a write that is still waited for would go to the next file opened
             self._file.close()
@@ -116,6 +124,16 @@ class DirectoryLock:
         self._beating.join()
         self._record["state"] = "released"
         self._write()
+
+    def _undo(self) -> None:
+        assert self._beating is not None and self._file is not None
+        self._beating.join()
+        if self._lost:
+            return
+        if self._before is None:
+            (self._directory / FILE_NAME).delete()
+        else:
+            self._file.write(self._before)
 
     def _refuse_living_holder(self, file: LockFile) -> None:
         """Raise if the process that the file names is alive though the storage let us in."""

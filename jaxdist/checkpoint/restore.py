@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Collection
 from typing import Any
@@ -25,13 +26,17 @@ _SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arr
 
 @dataclasses.dataclass
 class Reader:
-    """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`."""
+    """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`.
+
+    While `is_held` no mark is written; `commit` writes those of the checkpoints passed over.
+    """
 
     directory: Location
     config: CheckpointConfig
     group: Group
     events: EventLog
     read_only: bool
+    is_held: bool = False
     _verified: set[int] = dataclasses.field(default_factory=set, init=False)
     _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
 
@@ -118,6 +123,13 @@ class Reader:
             self._verified.add(step)
         return reason
 
+    def commit(self) -> None:
+        """Mark the checkpoints that were found corrupt."""
+        self.is_held = False
+        for step, reason in self._corrupt.items():
+            self.group.decide(functools.partial(_mark_corrupt, self.directory / step, reason))
+        self._corrupt.clear()  # the marks hold until the steps are saved again
+
     def remember_corrupt(self, step: int, reason: str) -> None:
         """Remember that a checkpoint turned out corrupt when it was loaded."""
         self._corrupt[step] = reason
@@ -184,9 +196,9 @@ class Reader:
     def _skip(self, step: int, reason: str) -> None:
         """Say that a checkpoint is passed over, and leave word for later starts."""
         if not self.read_only:
-            path = self.directory / step
-            self.group.decide(lambda: _mark_corrupt(path, reason))
-            self._corrupt.pop(step, None)  # the mark says it, until the step is saved again
+            self._corrupt[step] = reason
+            if not self.is_held:
+                self.commit()
         self.events.event("checkpoint_skipped", step=step, reason=reason)
         self.events.log(f"checkpoint {step} skipped: {reason}")
 

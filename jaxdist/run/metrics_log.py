@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Appender, locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -79,13 +79,25 @@ class RecordWriter:
 
     What a full disk or a lost file server refuses is kept in memory and written before what comes
     next: a run does not end for want of room for a line, and no step is missing afterwards.
+
+    While `is_held` records are kept in memory, and the file is not changed before `commit`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, is_held: bool = False):
         self._path = locate(path)
+        self._held: list[Mapping[str, Any]] = []
+        self._file: Appender | None = None
+        self.torn = 0
+        if not is_held:
+            self.commit()
+        self._refused = False  # and that has been said
+
+    def commit(self) -> None:
+        """Open the file and write what was held."""
         self._file = self._path.appender()
         self.torn = self._file.cut_torn_tail()
-        self._refused = False  # and that has been said
+        for record in self._held:
+            self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; it is with the operating system when this returns, or kept and said so.
@@ -93,6 +105,9 @@ class RecordWriter:
         Raises:
             OSError: more is kept than a process should hold.
         """
+        if self._file is None:
+            self._held.append(record)
+            return
         try:
             self._file.append((encode(record) + "\n").encode())
         except OSError as failure:
@@ -112,6 +127,8 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        if self._file is None:
+            return
         try:
             self._file.close()
         except OSError as failure:

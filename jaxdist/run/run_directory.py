@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -37,6 +38,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
         self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
+        self._made: list[Location] = []
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -53,6 +55,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make the directory, or go on in it; `path` is the same on every process (`new_run_path`).
 
+        No file is changed. `discard` removes the directories that this has made.
+
         Raises:
             ConfigError: a run is there and `resume` is False; the path is a file or not writable.
             FileNotFoundError: it was there when the launcher started; made again, it would hide
@@ -63,22 +67,38 @@ class RunDirectory:
         if launched and locate(launched) == run.logs and not run.logs.is_directory():
             raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
         run.resumed = run.metrics.exists() and run.metrics.size() > 0
-        if run.resumed and not resume and run.is_writer:
+        holds_run = run.resumed or any(map(str.isdecimal, run.checkpoints.entries()))
+        if holds_run and not resume and run.is_writer:
             raise ConfigError(
                 f"run directory {run.path} already holds a run, and resuming is off. "
                 "Use --resume auto to go on with it, or another --run-dir."
             )
         try:
-            run.logs.make_directory()
+            run._make(run.logs)
             if run.is_writer:
-                run.checkpoints.make_directory()
-                run.metrics.appender().close()  # fails now, not after the first compilation
+                run._make(run.checkpoints)
+                if run.metrics.exists():
+                    run.metrics.appender().close()  # fails now, not after the first compilation
         except OSError as error:
+            run.discard()
             raise ConfigError(
                 f"run directory {run.path} cannot be written ({error.strerror}). "
                 "Name a directory that can with --run-dir."
             ) from error
         return run
+
+    def _make(self, directory: Location) -> None:
+        above = directory
+        while directory.is_local and not above.exists():
+            self._made.append(above)
+            above = above.parent
+        directory.make_directory()
+
+    def discard(self) -> None:
+        """Remove the directories that `open` has made, if they are empty."""
+        for directory in sorted(self._made, key=str, reverse=True):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
@@ -145,11 +165,11 @@ class RunDirectory:
         if self.is_writer:
             self.summary.write(encode(record, indent=2) + "\n")
 
-    def open_metrics(self) -> RecordWriter:
+    def open_metrics(self, *, is_held: bool = False) -> RecordWriter:
         """Append to metrics.jsonl; for process 0 only."""
         if not self.is_writer:
             raise ValueError("only process 0 writes metrics.jsonl")
-        return RecordWriter(self.metrics)
+        return RecordWriter(self.metrics, is_held=is_held)
 
 
 def new_run_path(name: str) -> Location:

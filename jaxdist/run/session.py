@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record
-from jaxdist.run.monitoring.environment import versions
+from jaxdist.run.monitoring.environment import environment, versions
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience.anomalies import LossGuard, Rollback
@@ -38,6 +39,7 @@ from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.progress import waiting
+from jaxdist.runtime.storage import Location
 
 log = logging.getLogger("jaxdist")
 
@@ -88,6 +90,7 @@ class Session:
         preemption: runtime.Preemption,
         asked_to_trace: Callable[[], bool],
         on_record: Callable[[Record], None] = lambda record: None,
+        open_log: Callable[[Location], None] = lambda log_file: None,
         start_times: runtime.StartTimes | None = None,
     ) -> None:
         self.parts, self.run, self.config_text = parts, run, config_text
@@ -97,11 +100,15 @@ class Session:
         self._times = start_times or runtime.StartTimes()
         resilience = self.config.resilience
         with contextlib.ExitStack() as stack:
+            stack.callback(run.discard)
             self.watchdog = Watchdog(
                 resilience, run.logs, process=job.process_id, num_processes=job.num_processes
             )
+            self.watchdog.is_held = True
             stack.callback(self.watchdog.close)
-            self.checkpointer = Checkpointer(run.checkpoints, self.config.checkpoint, log=log.info)
+            self.checkpointer = Checkpointer(
+                run.checkpoints, self.config.checkpoint, log=log.info, is_held=True
+            )
             stack.callback(self.checkpointer.close)
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
@@ -123,14 +130,18 @@ class Session:
                     config_text=config_text,
                     asked_to_trace=asked_to_trace,
                     on_record=on_record,
+                    is_held=True,
                 )
             )
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
             announce(parts, self.train_data, self.monitor, budget)
+            # On CPU devices a dispatch waits for the step before it.
+            self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
+            self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
+            if budget is not None and not self.config.force:  # the compiled step may be too large
+                self._compile(parts.abstract_batch(self.train_data.fields), math.inf)
+            self._commit(open_log, job.process_id)
             self._stack = stack.pop_all()
-        # On CPU devices a dispatch waits for the step before it.
-        self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
-        self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
         self.reporter = StepReporter(
             monitor=self.monitor,
             timer=self.timer,
@@ -146,6 +157,17 @@ class Session:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def _commit(self, open_log: Callable[[Location], None], process_id: int) -> None:
+        """Write what this start changes in the run directory: no check can reject it any more."""
+        self.run.logs.make_directory()  # a rejected start beside this one may have removed it
+        self.checkpointer.commit()
+        open_log(self.run.log(process_id))
+        for change in self.run.write_config(self.config_text):
+            log.warning("settings changed since this run started: %s", change)
+        self.run.write_environment(environment())
+        self.watchdog.is_held = False
+        self.monitor.commit()
 
     def _restore(self, left_out: Samples | None = None) -> tuple[Any, int, Loader]:
         return restore_or_init(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import logging
 import os
@@ -44,6 +45,17 @@ class _File(logging.FileHandler):
             )
 
 
+class _Held(logging.Handler):
+    """Keeps the newest records in memory, for the log file that a later call names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: collections.deque[logging.LogRecord] = collections.deque(maxlen=1000)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 def setup_logging(
     process_id: int = 0,
     log_file: str | os.PathLike[str] | None = None,
@@ -53,14 +65,18 @@ def setup_logging(
 ) -> logging.Logger:
     """Point the logger `jaxdist` at the console (process 0 only) and at this process's file.
 
-    Calling it again replaces what an earlier call set. With a file, what C code writes to stdout
+    Calling it again replaces what an earlier call set. What was logged without a file goes to the
+    file that a later call names. With a file, what C code writes to stdout
     (gloo, NCCL) goes to the file too: the console holds only our own lines. A program that only
     calls us owns its stdout itself (`owns_stdout=False`), and nothing of it is moved.
     """
+    held = [handler for handler in logging.getLogger("jaxdist").handlers if type(handler) is _Held]
     logger = close_logs()
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    if log_file is not None:
+    if log_file is None:
+        logger.addHandler(_Held())
+    else:
         path = locate(log_file)
         path.parent.make_directory()
         if owns_stdout:
@@ -70,6 +86,8 @@ def setup_logging(
             logging.Formatter(f"%(asctime)s p{process_id} %(levelname)s %(message)s")
         )
         logger.addHandler(to_file)
+        for record in (record for handler in held for record in handler.records):
+            to_file.handle(record)
     if process_id == 0:
         console = logging.StreamHandler(sys.stdout)
         console.setFormatter(_Console("%(message)s"))

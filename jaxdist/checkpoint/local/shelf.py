@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -116,6 +117,11 @@ class Shelf:
     def forget(self, lineage: Lineage) -> None:
         """Delete saves that do not count any more."""
         self.delete(s for s in self._all() if not lineage.counts(s.generation, s.step))
+
+    def close(self) -> None:
+        """Remove the directory of a run without saves."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.root)
 
     def discard(self) -> None:
         """Delete everything of the run."""

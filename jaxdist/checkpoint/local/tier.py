@@ -78,7 +78,6 @@ class LocalTier:
         self._copies = HostCopies()
         self._server: FileServer | None = None
         self._peers = self._open()
-        self._shelf.clean(self._lineage)
 
     @property
     def _me(self) -> int:
@@ -99,6 +98,10 @@ class LocalTier:
         ]
         if lost := [each for each in copied if each[0] not in held]:
             self._start(self._copy_again, lost)
+
+    def clean(self) -> None:
+        """Delete what killed saves left, and saves that do not count any more."""
+        self._shelf.clean(self._lineage)
 
     def begin(self) -> None:
         """Before the first save of a start, here or in the run directory: write where it began.
@@ -163,6 +166,7 @@ class LocalTier:
         if self._server is not None:
             self._server.close()
             self._server = None
+        self._shelf.close()
 
     def discard(self) -> None:
         """Delete the run's local saves: the run directory holds its last state."""

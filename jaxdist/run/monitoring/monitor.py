@@ -56,6 +56,7 @@ class Monitor:
         asked_to_trace: whether a trace was asked for since the last call.
         on_record: called with each train and eval record, on every process.
         clock: seconds since 1970, for the times of records.
+        is_held: write nothing before `commit`; records are kept in memory until then.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Monitor:
         asked_to_trace: Callable[[], bool] = lambda: False,
         on_record: Callable[[Record], None] = lambda record: None,
         clock: Callable[[], float] | None = None,
+        is_held: bool = False,
     ):
         import jax
 
@@ -119,9 +121,14 @@ class Monitor:
             num_processes=jax.process_count(),
             compares=run.is_writer,
         )
+        self._is_held, self._config_text = True, config_text
+        self._first_start = earlier[0]["time"] if earlier else self._begin
         if run.is_writer:
-            first_start = earlier[0]["time"] if earlier else self._begin
-            self._open(config_text, run_id_of(first_start))
+            self._records = run.open_metrics(is_held=True)
+            totals = {"total_steps": total_steps, "num_devices": len(devices), "unit": unit}
+            self._write_event("start", {"time": self._begin, "step": start_step, **totals})
+        if not is_held:
+            self.commit()
 
     # -- reports of a running job ------------------------------------------------------------------
 
@@ -336,7 +343,7 @@ class Monitor:
 
     def abort(self, why: str) -> None:
         """Write summary.json of a run that ends at once; from any thread."""
-        if not self._ended:
+        if not self._ended and not self._is_held:
             self.summary(ExitReason.INTERRUPTED, error=why)
 
     def close(self) -> None:
@@ -353,7 +360,7 @@ class Monitor:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not self._ended:
+        if error is not None and not self._ended and not self._is_held:
             first_line = (str(error).splitlines() or [""])[0]
             is_interrupt = isinstance(error, KeyboardInterrupt)
             reason = ExitReason.INTERRUPTED if is_interrupt else ExitReason.ERROR
@@ -365,10 +372,15 @@ class Monitor:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _open(self, config_text: str, run_id: str) -> None:
+    def commit(self) -> None:
+        """Open the files on process 0, and write what was held."""
+        self._is_held = False
+        if self._records is None:
+            return
         if self.config.prometheus:
             self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
-        self._records = self.run.open_metrics()
+        self._records.commit()
+        config_text = self._config_text
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
@@ -376,15 +388,12 @@ class Monitor:
                 self._tensorboard.text("config", config_text)
         if self.config.tracker:
             identity = Identity(
-                run_id=run_id,
+                run_id=run_id_of(self._first_start),
                 name=self.run.path.name,
                 settings=flatten(tomllib.loads(config_text)),
                 directory=str(self.run.path),
             )
             self._experiments = Trackers(self.config.tracker, identity)
-        totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
-        start = {"time": self._begin, "step": self.start_step}
-        self._write_event("start", {**start, **totals, "unit": self.unit})
         if self._records.torn:
             self.event(
                 "torn_line",

@@ -77,6 +77,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
         self._phase, self._since = "start", time.monotonic()
+        self.is_held = False  # no heartbeat is written, unless this process counts as hung
         self._warm = False  # whether a step has finished
         self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_STEPS)
         self._closed = threading.Event()
@@ -134,7 +135,8 @@ class Watchdog:
             now = time.monotonic()
             if now - last > _READINGS_APART * self._beat_s:
                 self._since += now - last  # the whole process was stopped (Ctrl-Z, frozen host)
-            self._beat_once()
+            if not self.is_held:
+                self._beat_once()
             if self._abort_requested():
                 self._abort()
                 return

@@ -294,15 +294,21 @@ class LockFile:
 
     def __init__(self, path: str) -> None:
         self.is_exclusive = True
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = self.read()
-                os.close(self._descriptor)
-                raise Locked(holder) from None
-            self.is_exclusive = False
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    holder = self.read()
+                    os.close(self._descriptor)
+                    raise Locked(holder) from None
+                self.is_exclusive = False
+            # Its holder may have deleted the file between our two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(path)):
+                    return
+            os.close(self._descriptor)
 
     def read(self) -> bytes:
         """The content; b"" where it cannot be read."""
