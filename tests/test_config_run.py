@@ -291,6 +291,7 @@ ADDED_LATER = {
     "checkpoint.neighbours": "local saves",
     "optim.ema_decay": "the moving average of weights",
     "precision.matmul_dtype": "products in 8 bits",
+    "resilience.max_skipped_steps": "the end of a run that only skips steps",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
 """Settings that came with a feature after the limit was set, and do not count against it."""

@@ -133,10 +133,11 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
         ("from jaxdist.core.settings import ConfigError\nraise ConfigError('mesh dp=3 is bad')", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
         ("from jaxdist.run.resilience import sdc_check as s\nraise s.CorruptState('device 3')", 85),
+        ("from jaxdist.run.resilience import anomalies as s\nraise s.Stopped('nan')", 87),
         ("raise KeyboardInterrupt", 130),
         ("return 0", 0),
     ],
-    ids=["config", "preempted", "damaged", "interrupted", "done"],
+    ids=["config", "preempted", "damaged", "diverged", "interrupted", "done"],
 )
 def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
     launched = Launched(tmp_path, f"(RUN / f'ran-{{ATTEMPT}}').touch()\n{body}")

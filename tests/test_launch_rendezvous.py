@@ -272,7 +272,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(world):
     assert [h.ranks for h in hosts[1:]] == [[1, 2]] * 2
 
 
-@pytest.mark.parametrize("code", [2, 85, 1])
+@pytest.mark.parametrize("code", [2, 85, 87, 1])
 def test_a_final_failure_ends_spares_and_members_alike(world, code):
     world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]

@@ -326,3 +326,15 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     alone = {r["step"]: float(r["loss"]) for r in records(run_dir, "train")}
     # gloo and one process add in other orders: float32 over 40 steps.
     assert two == pytest.approx(alone, rel=2e-5)
+
+
+def test_skipped_steps_in_a_row_do_not_count_labels_and_the_search_for_a_loss_scale():
+    subject = guard()
+    bad = dict(grad_norm=math.inf, applied=False)
+    feed(subject, [1.0] * 16, **bad, loss_scale=2.0)
+    assert subject.skipped == 0
+    feed(subject, [1.0] * 3, **bad, loss_scale=1.0)
+    feed(subject, [None] * 5, weight=0, applied=False)
+    assert subject.skipped == 3
+    feed(subject, [1.0], applied=True)
+    assert subject.skipped == 0

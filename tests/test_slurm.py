@@ -257,6 +257,7 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         ("exit 0", "None", (0, False)),  # a program that writes no exit code, and succeeds
         ("exit 2", "None", (2, False)),
         (EXIT_CODE.format(85, 85), "None", (85, False)),
+        (EXIT_CODE.format(87, 87), "None", (87, False)),
         (EXIT_CODE.format(130, 130), "None", (130, False)),
         # The time limit is near: USR1 is passed on, and srun's processes save.
         (

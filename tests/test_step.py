@@ -143,7 +143,7 @@ def test_a_batch_without_weight_has_no_gradient():
     batch["weights"][:] = 0
     _, metrics = step.train(state, place(step, batch), np.inf)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
-    assert bool(metrics["applied"])
+    assert not metrics["applied"]
     # A weight below 1 is a weight, not 1.
     batch["weights"][0, 0] = 0.125
     _, metrics = step.train(place_state(Case("learned", "dp=2")), place(step, batch), np.inf)
@@ -425,3 +425,30 @@ def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
     monkeypatch.setattr(layer_scan, "layers_of_a_body", lambda model, *_, **__: model.num_layers)
     check(run(case), reference(case.model))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rotary", "dp=1"),
+        Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2),
+        Case("rotary", "cp=2,dp=2"),
+        Case("rotary", "pp=2,dp=2", microbatches=2),
+    ],
+    ids=str,
+)
+def test_a_step_without_labels_changes_nothing_and_one_label_anywhere_does(case):
+    """Weight decay and moments move parameters at gradient 0 as well."""
+    step, state = step_of(case, rule=optax.adamw(1.0, weight_decay=0.1), ema_decay=0.9)
+    empty = text_batch()
+    empty["weights"][:] = 0
+    last = {**empty, "weights": empty["weights"].copy()}
+    last["weights"][-1, -1] = 1.0
+    state, metrics = step.train(state, place(step, text_batch()), np.inf)
+    kept = lambda state: jax.device_get((state.params, state.opt_state, state.ema_params))
+    before = kept(state)
+    state, metrics = step.train(state, place(step, empty), np.inf)
+    assert not metrics["applied"] and int(state.step) == 2
+    assert distance(kept(state), before) == 0
+    state, metrics = step.train(state, place(step, last), np.inf)
+    assert metrics["applied"] and distance(kept(state), before) > 0

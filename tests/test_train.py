@@ -1,7 +1,9 @@
 """The main job as a user starts it, stops it and looks at what it left."""
 
+import dataclasses
 import importlib.metadata
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -10,11 +12,14 @@ import time
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 from commands import ROOT, command, environment, losses, records, run, run_here, tiny
 from refusals import refused
 
+from jaxdist import runtime
 from jaxdist.run.resilience.anomalies import Stopped
+from jaxdist.run.session import Session
 
 STEPS = 10
 SETTINGS = ["--mesh=dp=2,fsdp=2,tp=2", f"--steps={STEPS}", "--eval.interval_steps=4"]
@@ -205,6 +210,69 @@ def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
         run_here("train", *job)
     summary = json.loads((tmp_path / "stop" / "summary.json").read_text())
     assert summary["exit_reason"] == "nonfinite_loss"
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_run_of_skipped_steps_ends_with_87_and_names_a_finite_checkpoint(tmp_path):
+    job = tiny("--steps", 60, "--optim.peak_lr=1e20", "--optim.warmup_steps=0")
+    job += ["--checkpoint.preflight=false", "--checkpoint.save_interval_steps=1"]
+    job += ["--resilience.max_skipped_steps=4", "--run-dir", tmp_path]
+    with refused("step 5", "max_skipped_steps", "step 4.", error=Stopped) as caught:
+        run_here("train", *job)
+    assert caught.value.exit_code == 87 and 87 in runtime.FINAL_CODES
+    assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
+    assert {e["reason"] for e in events(tmp_path, "skipped_step")} == {"nonfinite_loss"}
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    real = Session.dispatch
+
+    def dispatch(self, batch):
+        metrics = real(self, batch)
+        if self.step == 3:
+            spoil = lambda x: x.at[(0,) * x.ndim].set(math.nan)
+            self.state = dataclasses.replace(
+                self.state, params=jax.tree.map(spoil, self.state.params)
+            )
+        return metrics
+
+    monkeypatch.setattr(Session, "dispatch", dispatch)
+    job = tiny("--steps", 3, "--checkpoint.preflight=false", "--checkpoint.save_interval_steps=1")
+    job += ["--eval.interval_steps=0"]
+    with refused("step 3", "NaN", "step 2.", error=Stopped):
+        run_here("train", *job, "--run-dir", tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == ["1", "2"]
+    assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
+
+
+def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path):
+    turns = lambda text: {
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
+    }
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(turns("long " * 60)) + "\n" for _ in range(30)))
+    job = tiny("--steps", 4, "--train.global_batch_size=1", "--data.sources", data)
+    job += ["--data.records=chat", "--data.packing=documents", "--data.tokenizer=bytes"]
+    job += ["--resilience.max_skipped_steps=2", "--checkpoint.preflight=false"]
+    job += ["--mesh=dp=1", "--simulate=1", "--run-dir", tmp_path / "run"]
+    done = run("train", *job)
+    assert done.returncode == 0, done.stderr
+    steps = records(tmp_path / "run", "train")
+    assert [(r["loss"], r["grad_norm"], r["weight"], r["applied"]) for r in steps] == [
+        (None, None, 0, False)
+    ] * 4
+    assert {e["reason"] for e in events(tmp_path / "run", "skipped_step")} == {"no_labels"}
+    assert summary_of(tmp_path / "run")["skipped_steps"] == 4
+    assert events(tmp_path / "run", "eval_no_labels")
+    assert "no labels" in done.stdout + done.stderr
+    assert run("report", tmp_path / "run").returncode == 0
+
+
+def events(run_dir, name):
+    return [e for e in records(run_dir, "event") if e["event"] == name]
 
 
 def test_cnn_trains_on_cifar_with_accuracy(tmp_path, test_data):

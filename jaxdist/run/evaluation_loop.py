@@ -13,6 +13,10 @@ from jaxdist.data import Dataset, eval_batches
 from jaxdist.runtime.progress import Progress
 
 
+class NoLabels(ConfigError):
+    """No row that was evaluated has a label."""
+
+
 def evaluate(
     step: Step,
     params: Params,
@@ -30,7 +34,7 @@ def evaluate(
     over the dataset; 0 = every row once.
 
     Raises:
-        ConfigError: all weights are 0.
+        NoLabels: all weights are 0.
     """
     batches = eval_batches(
         dataset,
@@ -49,7 +53,7 @@ def evaluate(
             progress.advance()
     weight = totals["weight"]
     if not weight:
-        raise ConfigError(
+        raise NoLabels(
             f"nothing in the {min(max_batches or count, count)} batches evaluated counts for the "
             "loss: all their weights are 0. Name other data (data.eval_sources, or --sources of "
             "jaxdist evaluate), or evaluate more batches."

@@ -16,8 +16,8 @@ class ExitReason(enum.StrEnum):
     PREEMPTED = "preempted"  # 75: asked to leave (Ctrl-C too), and did so after a save
     STOPPED_BY_CALLBACK = "stopped_by_callback"  # 0: a callback of a program asked, after a save
     INTERRUPTED = "interrupted"  # 130: a second Ctrl-C, without a save
-    NONFINITE_LOSS = "nonfinite_loss"  # 1: NaN or Inf, under resilience.nonfinite_policy
-    LOSS_SPIKE = "loss_spike"  # 1: under resilience.spike_policy
+    NONFINITE_LOSS = "nonfinite_loss"  # 87: NaN or Inf, see resilience.nonfinite_policy
+    LOSS_SPIKE = "loss_spike"  # 87: under resilience.spike_policy
     SDC = "sdc"  # 85: silent data corruption, under resilience.sdc_policy
     CHECKPOINT_FAILURE = "checkpoint_failure"  # 1: the last save was not committed
     ERROR = "error"  # 1, or 2 for a refused setting: any other exception

@@ -153,6 +153,19 @@ def _set_aside(records: bytes) -> str:
     return f"in {file.name}: append it to metrics.jsonl"
 
 
+def skip_reason(values: Mapping[str, Any]) -> str:
+    """Return why the update of a step was not applied; "" if it was."""
+    if values.get("applied", True):
+        return ""
+    if values.get("weight") == 0:
+        return "no_labels"
+    if not math.isfinite(values.get("loss", 0.0)):
+        return "nonfinite_loss"
+    if not math.isfinite(values.get("grad_norm", 0.0)):
+        return "loss_scale_search" if values.get("loss_scale", 1.0) > 1 else "nonfinite_loss"
+    return "loss_spike"
+
+
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Every record of a metrics.jsonl, in the order written; a torn last line is left out.
 

@@ -23,7 +23,7 @@ from jaxdist.core.types import Batch
 from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.compile_times import CompileTimes
-from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.evaluation_loop import NoLabels, evaluate
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.monitoring.environment import environment, versions
@@ -34,10 +34,11 @@ from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.sample import MIN_STEPS, first_request, write_sample
-from jaxdist.run.setup import Parts
+from jaxdist.run.setup import Parts, nonfinite_names
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.runtime.formatting.numbers import duration
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import Location
 
@@ -246,15 +247,20 @@ class Session:
             return {}
         config = self.config
         with self.phase("evaluation"):
-            metrics = evaluate(
-                self.parts.step,
-                self.state.eval_params,
-                self.eval_data,
-                global_batch_size=config.eval.global_batch_size or config.train.global_batch_size,
-                unit=self.parts.model.unit,
-                max_batches=max_batches,
-                on_batch=self.watchdog.alive,
-            )
+            try:
+                metrics = evaluate(
+                    self.parts.step,
+                    self.state.eval_params,
+                    self.eval_data,
+                    global_batch_size=config.eval.global_batch_size
+                    or config.train.global_batch_size,
+                    unit=self.parts.model.unit,
+                    max_batches=max_batches,
+                    on_batch=self.watchdog.alive,
+                )
+            except NoLabels as error:
+                self.monitor.event("eval_no_labels", message=str(error), level=logging.WARNING)
+                return {}
             evaluated = self.monitor.eval(self.step, metrics)
         self._warn_of_missing_best(evaluated)
         return evaluated
@@ -288,6 +294,13 @@ class Session:
         a local save never does.
         """
         with self.phase("save"):
+            kept = {"params": self.state.params, "ema_params": self.state.ema_params}
+            if names := nonfinite_names(kept):
+                self.reporter.stop(
+                    ExitReason.NONFINITE_LOSS,
+                    f"step {self.step}: {few(names, 8)} hold NaN or infinity, so the state is not "
+                    "saved. Lower optim.peak_lr, or raise optim.eps.",
+                )
             meta = {
                 "data": self.loader.state(),
                 "guard": self.guard.state(),
@@ -333,6 +346,8 @@ class Session:
 
     def finish(self) -> int:
         """Evaluate and save the last state; returns the exit code."""
+        if self.step and self.guard.skipped == self.step:
+            self.reporter.stop_skipping(self.step)
         evaluated = self.evaluate(self.config.eval.final_max_batches)
         with waiting("saving the last state"):
             if self.step not in self.checkpointer.steps():

@@ -216,12 +216,21 @@ class Parts:
         return params
 
 
+@jax.jit
+def _finite(params: Params) -> Params:
+    """Whether each leaf [...] holds neither NaN nor infinity: bool []."""
+    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), params)
+
+
+def nonfinite_names(params: Params) -> list[str]:
+    """Return the names of the parameters that hold NaN or infinity; collective."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(params)))
+    return ["/".join(key.key for key in path) for path, is_finite in leaves if not is_finite]
+
+
 def _check_finite(params: Params, path: str) -> None:
     """Refuse weights with NaN or Inf: every loss would be NaN, and every step be skipped."""
-    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree))(params)
-    found = jax.tree_util.tree_leaves_with_path(jax.device_get(finite))
-    names = ["/".join(key.key for key in place) for place, is_finite in found if not is_finite]
-    if names:
+    if names := nonfinite_names(params):
         raise ConfigError(
             f"weights of {path}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''} hold NaN "
             "or Inf. Use weights that were saved before they did, or name them in --reinit-params."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.step import REPLICA_NORMS, Metrics
@@ -76,8 +76,20 @@ class StepReporter:
         anomaly = self.guard.check(step, values, loader, link.first_sample)
         if anomaly is not None:
             self._act_on(anomaly)
+        if self.guard.skipped >= self.guard.config.max_skipped_steps:
+            self.stop_skipping(step)
 
-    def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, float]:
+    def stop_skipping(self, step: int) -> NoReturn:
+        """End a run whose last steps were all skipped; raises `Stopped`."""
+        self.stop(
+            ExitReason.NONFINITE_LOSS,
+            f"step {step}: the updates of the last {self.guard.skipped} steps were not applied, "
+            "because loss or gradients were NaN or infinite, or the loss was too high "
+            "(resilience.max_skipped_steps). Lower optim.peak_lr, or look at the rows in "
+            "anomalies.jsonl.",
+        )
+
+    def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:
         """Wait for the step's numbers and hand them to the monitor; returns them."""
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
@@ -139,6 +151,16 @@ class StepReporter:
         if anomaly.action == "rollback":
             raise Rollback(anomaly)
         if anomaly.action == "stop":
-            self.checkpointer.wait()
-            self.monitor.summary(anomaly.kind, error=str(anomaly))
-            raise Stopped(self.guard.stop_text(anomaly))
+            self.stop(anomaly.kind, self.guard.stop_text(anomaly))
+
+    def stop(self, kind: str, text: str) -> NoReturn:
+        """Finish the save, write the summary and raise `Stopped`; names the newest checkpoint.
+
+        No save of non-finite parameters is begun, so that the newest checkpoint has finite ones.
+        """
+        self.checkpointer.wait()
+        steps = self.checkpointer.steps()
+        newest = f"that of step {steps[-1]}" if steps else "none"
+        text = f"{text} The last checkpoint with finite parameters: {newest}."
+        self.monitor.summary(kind, error=text)
+        raise Stopped(text)

@@ -18,6 +18,7 @@ from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.distributed import JoinedJob, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
+    EXIT_DIVERGED,
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_INTERRUPTED,

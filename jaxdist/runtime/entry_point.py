@@ -32,8 +32,9 @@ EXIT_PREEMPTED = (
 )
 EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
 EXIT_HANG = 86  # the watchdog ended a process that made no progress
+EXIT_DIVERGED = 87  # losses, gradients or parameters stayed NaN or infinite
 EXIT_INTERRUPTED = 130  # from the keyboard
-FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_INTERRUPTED)
+FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_DIVERGED, EXIT_INTERRUPTED)
 """What a restart would not repair."""
 
 

@@ -34,8 +34,9 @@ class Step:
 
     Attributes:
         train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-            left out where the loss is above `limit` (float32 [], inf = no limit) or where loss or
-            gradients are not finite; `applied` in the metrics says so.
+            left out if the loss is above `limit` (float32 [], inf = no limit), if loss or
+            gradients are not finite, or if the global weight is 0 (no row has a label);
+            `applied` in the metrics tells.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: what the model is told (kernels, dtypes), for logs.
         options: what the compiler is told about `train`, for logs; none on CPUs.
@@ -147,7 +148,8 @@ def _make_train(
         params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(objective(sums)) & jnp.isfinite(norm)
         means = _means(sums)
-        applied = finite & (means["loss"] <= limit)
+        labeled = sums["weight"] != 0
+        applied = finite & labeled & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
@@ -167,7 +169,11 @@ def _make_train(
             params=params,
             opt_state=keep(opt_state, state.opt_state),
             ema_params=ema_params,
-            loss_scale=update_loss_scale(state.loss_scale, finite),
+            loss_scale=jax.tree.map(
+                lambda n, o: jnp.where(labeled, n, o),
+                update_loss_scale(state.loss_scale, finite),
+                state.loss_scale,
+            ),
             key=state.key,
         )
         metrics = means | {

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdist.run.metrics_log import skip_reason
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
@@ -63,20 +64,26 @@ class Alerts:
             "or use a faster disk.",
         )
 
-    def values(self, step: int, values: Mapping[str, float]) -> None:
+    def values(self, step: int, values: Mapping[str, Any]) -> None:
         """Report a step whose update was not applied."""
-        if values.get("applied", True):
+        if not (reason := skip_reason(values)):
             return
-        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
+        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k) or 0.0)]
         self._summary.skipped_steps += 1
         skipped = self._summary.skipped_steps
         why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
+        why = {
+            "no_labels": " (none of its rows has a label)",
+            "loss_scale_search": f" by the loss-scale search: gradients overflow at the scale "
+            f"{values.get('loss_scale', 1.0):g}, which is halved",
+        }.get(reason, why)
         self._event(
             "skipped_step",
             step=step,
+            reason=reason,
             skipped_steps=skipped,
             **{k: values[k] for k in bad},
-            level=logging.WARNING,
+            level=logging.INFO if reason == "loss_scale_search" else logging.WARNING,
             message=f"step {step} was skipped{why}; {skipped} skipped so far",
         )
 

@@ -74,6 +74,8 @@ def step_line(
             shown.append((last, label, form(record[name]), suffix))
 
     add(9, "loss", "loss", lambda x: _bold(f"{x:7.4f}"), "")
+    if record.get("weight") == 0:
+        shown.append((9, "", "no labels", ""))
     add(3, "lr", "learning_rate", lambda x: f"{x:.2e}", "")
     add(6, "grad", "grad_norm", lambda x: f"{x:<4.3g}", "")
     for name in metrics:
@@ -198,7 +200,7 @@ def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> li
 
 def _losses(summary: Mapping[str, Any]) -> list[str]:
     losses = []
-    if "loss" in summary:
+    if summary.get("loss") is not None:
         losses.append(f"{summary['loss']:.4f} train")
     newest, best = summary.get("eval", {}), summary.get("best_eval")
     if "loss" in newest:

@@ -142,7 +142,7 @@ class Monitor:
         data_wait_s: float,
         device_wait_s: float | None = None,
         link: Link | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Report one step; reads its metrics from the devices, which blocks until they exist.
 
         Call it for step n−1 after dispatching step n, so that the devices never wait for the host,
@@ -159,9 +159,11 @@ class Monitor:
             link: of the data ledger, where the batch came from a loader.
 
         Returns:
-            The metrics as Python numbers.
+            The metrics as Python numbers; loss and gradient norm are None without labels.
         """
         values = read(metrics)
+        if values.get("weight") == 0:  # means over no labels
+            values |= dict.fromkeys(values.keys() & {"loss", "accuracy", "grad_norm"})
         self._steps_here += 1
         self.run_summary.units += tokens
         if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
@@ -457,7 +459,7 @@ class Monitor:
             self._experiments.log(step, points)
 
 
-def read(metrics: Mapping[str, Any]) -> dict[str, float]:
+def read(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
     import jax
     import numpy as np

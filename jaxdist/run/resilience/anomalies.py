@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from jaxdist import runtime
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import decode, encode
+from jaxdist.run.metrics_log import decode, encode, skip_reason
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import locate
@@ -90,13 +91,19 @@ class Rollback(Exception):
 
 
 class Stopped(FloatingPointError):
-    """The run ends, because a policy says so."""
+    """The run ends because its losses are bad; a restart would repeat them."""
+
+    exit_code = runtime.EXIT_DIVERGED
 
 
 class LossGuard:
     """Checks the loss of every step. All processes see the same losses and decide alike.
 
     Anomalies are written to `path`; None on processes that do not write.
+
+    Attributes:
+        skipped: consecutive steps whose update was not applied, without those that had no labels
+            or that lowered the loss scale.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
@@ -104,6 +111,7 @@ class LossGuard:
         self._path = None if path is None else locate(path)
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
+        self.skipped = 0
 
     def update_limit(self, step: int) -> float:
         """The loss above which the compiled step leaves its update out; inf = no limit."""
@@ -125,12 +133,17 @@ class LossGuard:
         return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
 
     def check(
-        self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
+        self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
         """Look for an anomaly in a step's metrics, and append it to anomalies.jsonl.
 
         Its batch came from this `data.Loader`, and began with `first_sample`.
         """
+        reason = skip_reason(values)
+        if reason == "no_labels":
+            return None
+        if reason != "loss_scale_search":
+            self.skipped = self.skipped + 1 if reason else 0
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
         if not kind:
@@ -184,7 +197,7 @@ class LossGuard:
             return ExitReason.NONFINITE_LOSS
         if not math.isfinite(values["grad_norm"]):
             # With a loss scale, gradients overflow now and then on purpose: the scale is lowered.
-            return "" if "loss_scale" in values else ExitReason.NONFINITE_LOSS
+            return "" if values.get("loss_scale", 1.0) > 1 else ExitReason.NONFINITE_LOSS
         return ExitReason.LOSS_SPIKE if values["loss"] > limit else ""
 
     def _action(self, kind: str) -> str:

@@ -31,7 +31,13 @@ class ResilienceConfig:
         "skip",
         "what to do when the loss or a gradient is NaN or Inf (that update is never applied): "
         "skip = continue; rollback = return to the newest checkpoint and leave that batch out; "
-        "stop = end the run",
+        "stop = exit with 87, after which the launcher does not restart",
+    )
+    max_skipped_steps: int = setting(
+        20,
+        "consecutive skipped steps that end the run with exit code 87, after which the launcher "
+        "does not restart; steps without labels and those that lower the loss scale do not count",
+        ge=1,
     )
     spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
         "report",

@@ -8,7 +8,7 @@ next:
 |---|---|
 | 0 | the job is done when all have ended so |
 | 75: asked to leave, and saved | the Job replaces the pod, which does not count as a failure |
-| 2, 85, 130: a restart cannot help | the Job fails by its pod failure policy, the JobSet too |
+| 2, 85, 87, 130: a restart cannot help | the Job fails by its pod failure policy, the JobSet too |
 | another code, or not at all | the JobSet starts all pods again, up to `max_restarts` times |
 """
 
@@ -275,6 +275,7 @@ def _comments(config: KubernetesConfig) -> dict[str, str]:
         "podReplacementPolicy": "Never two pods with one process id.",
         "podFailurePolicy": (
             f"{runtime.EXIT_CONFIG}: bad settings. {runtime.EXIT_SDC}: a device computes wrongly. "
+            f"{runtime.EXIT_DIVERGED}: NaN.\n"
             f"{runtime.EXIT_INTERRUPTED}: ended by hand. A restart\n"
             f"would repair none. {runtime.EXIT_PREEMPTED}: asked to leave, and saved: a new pod "
             "goes on."

@@ -385,7 +385,7 @@ echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${n
     "checkpoint ${newest:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
-    {{ final_codes }}) exit "$job_code" ;; # settings, a wrong device, ended by hand: no repair
+    {{ final_codes }}) exit "$job_code" ;; # settings, a wrong device, NaN, ended by hand
     75) rm -f "$state/crashes" ;;  # saved: go on
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)

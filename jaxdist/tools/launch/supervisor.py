@@ -7,13 +7,14 @@
 | 75, elastic, this host was not asked to stop | starts a round with the hosts that are here |
 | 2 | exits with 2: bad configuration, which a restart would not repair |
 | 85 | exits with 85: a device holds wrong bits, which a restart on it would not repair |
+| 87 | exits with 87: losses stayed NaN or infinite, which a restart would repeat |
 | 130 | exits with 130: interrupted from the keyboard |
 | anything else | starts all again, up to `--max-restarts` times without a new checkpoint |
 | elastic, too few hosts or GPUs | exits with 75: the same command resumes when more are back |
 
 A new checkpoint resets the count of restarts. A long run therefore survives any number of lost
 hosts, while a crash loop ends after a few attempts. What ends an elastic job for good on one host
-(2, 85, 130, too many restarts) ends it on all hosts, spares too.
+(2, 85, 87, 130, too many restarts) ends it on all hosts, spares too.
 """
 
 from __future__ import annotations
