@@ -21,9 +21,17 @@ from monitored import header, of_kind, scalars, start, train
 from refusals import refused
 
 from jaxdist.core.settings import problems_of
-from jaxdist.run.metrics_log import RecordWriter, current, decode, encode, read_records
+from jaxdist.run.metrics_log import (
+    RecordWriter,
+    current,
+    decode,
+    encode,
+    read_outline,
+    read_records,
+)
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.environment import environment
+from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("propagating")
@@ -141,6 +149,7 @@ import itertools, sys
 import jax, jax.numpy as jnp
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.run_directory import RunDirectory
 monitor = Monitor(MonitoringConfig(log_interval_steps=1), RunDirectory.open(sys.argv[1]),
                   total_steps=10**9)
@@ -381,3 +390,22 @@ def test_times_are_seconds_since_1970(tmp_path):
     train(monitor, 1)
     times = [record["time"] for record in read_records(monitor.run.metrics)]
     assert times and before <= min(times) <= max(times) <= time.time()
+
+
+@pytest.mark.parametrize("resumed_at", [0, 3, 6, 8, 9])
+def test_an_outline_continues_a_run_like_the_whole_file(tmp_path, resumed_at):
+    path, time = tmp_path / "metrics.jsonl", iter(range(100))
+    line = lambda kind, step, **fields: (
+        encode({"kind": kind, "time": next(time), "step": step, **fields}) + "\n"
+    )
+    train = lambda steps: "".join(line("train", s, tokens=10 * s, loss=1.0 / s) for s in steps)
+    event = lambda name, step: line("event", step, event=name, num_devices=2)
+    text = event("start", 0) + train(range(1, 8)) + event("skipped_step", 7)
+    text += line("eval", 7, loss=0.5) + train([8]) + event("start", 3) + train(range(4, 10))
+    path.write_text(text + '{"kind": "train", "st')
+    whole, outline = read_records(path), read_outline(path, resumed_at)
+    assert len(outline) < len(whole)
+    first, second = (
+        vars(RunSummary(r, start_step=resumed_at, unit="tokens")) for r in (whole, outline)
+    )
+    assert first == second

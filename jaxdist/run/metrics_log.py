@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,8 @@ Record = dict[str, Any]
 
 _MAX_PENDING_BYTES = 64 << 20
 """Bytes of records that cannot be written yet: about 100,000 steps."""
+
+_TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step": (\d+)')
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -195,6 +198,32 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
             )
         records.append(record)
     return records
+
+
+def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
+    """Read what a run that goes on from `step` needs of a metrics.jsonl, in the order written.
+
+    These are all events and evaluations, and of the train records between two of them the last one
+    and the last one up to `step`. No other line is decoded or kept, so that memory does not grow
+    with the number of steps.
+    """
+    lines: list[bytes] = []
+    newest = fitting = tail = b""
+    for block in locate(path).stream():
+        *whole, tail = (tail + block).split(b"\n")
+        for line in whole:
+            if line.startswith(_TRAIN_LINE):
+                newest = line
+                if (match := _STEP.search(line)) and int(match[1]) <= step:
+                    fitting = line
+            else:
+                lines += [*dict.fromkeys((fitting, newest)), line]
+                newest = fitting = b""
+    lines += dict.fromkeys((fitting, newest))
+    try:
+        return [decode(line.decode()) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{path} has a line that is no JSON ({error}). Remove it.") from error
 
 
 def current(records: list[Record]) -> list[Record]:

@@ -23,7 +23,7 @@ from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import OptimConfig, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.metrics_log import read_records
+from jaxdist.run.metrics_log import read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
@@ -126,7 +126,7 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
     """
     saved, problem = position.ledger[-1].digest, ""
     if run.is_writer and run.resumed and saved:
-        recorded = [r for r in read_records(run.metrics) if r["kind"] == "train"]
+        recorded = [r for r in read_outline(run.metrics, step) if r["kind"] == "train"]
         told = next((r for r in reversed(recorded) if r["step"] == step), {}).get("data_ledger")
         if told not in (None, saved):
             problem = (

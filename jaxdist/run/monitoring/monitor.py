@@ -12,7 +12,7 @@ from typing import Any
 from jaxdist.data.ledger import Link
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import Record, RecordWriter, read_records
+from jaxdist.run.metrics_log import Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.config import MonitoringConfig
@@ -110,7 +110,8 @@ class Monitor:
         self._tensorboard: TensorBoard | None = None
         self._prometheus: Prometheus | None = None
         self._experiments: Trackers | None = None
-        earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
+        resumed = run.is_writer and run.resumed
+        earlier = read_outline(run.metrics, start_step) if resumed else []
         self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
         self._share_units()
         self._alerts = Alerts(
@@ -257,7 +258,7 @@ class Monitor:
         """Record a rollback to the checkpoint of `step`: what came after it no longer counts."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
         if self._records is not None:
-            kept = RunSummary(read_records(self.run.metrics), start_step=step, unit=self.unit)
+            kept = RunSummary(read_outline(self.run.metrics, step), start_step=step, unit=self.unit)
             for name in ("units", "last", "evals", "skipped_steps"):
                 setattr(self.run_summary, name, getattr(kept, name))
         self._share_units()
