@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -14,7 +15,8 @@ import pytest
 from refusals import missing
 
 from jaxdist import runtime
-from jaxdist.runtime import rendezvous
+from jaxdist.core.settings import ConfigError
+from jaxdist.runtime import entry_point, rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 
@@ -89,6 +91,48 @@ def test_who_is_missing_is_named_to_all_that_came():
     assert set(said) == {0, 2, 3} and len(set(said.values())) == 1
     facts = "process 1, 4 of 5", job.plan.coordinator_address, "1 s (runtime.join_timeout_s)"
     assert missing(said[0], *facts, f"0 on {host}", f"3 on {host}") == []
+
+
+@pytest.fixture
+def few_files():
+    """Leave this process 40 more open files than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    yield few
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_command_raises_its_soft_limits_and_a_larger_job_joins(few_files, monkeypatch):
+    monkeypatch.setattr(entry_point, "_leave", lambda code, line: None)
+    runtime.run_command(lambda: 0)
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK):
+        soft, hard = resource.getrlimit(limit)
+        assert soft == hard or soft == 1 << 20
+    job = Job(40)
+    job.start(*range(40))
+    assert job.end() == dict.fromkeys(range(40), "")
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(few_files):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(ConfigError) as error:
+        wait_for_all(Job(60).plan, 1.0)
+    facts = "of 60", f"open {few_files} files", "RLIMIT_NOFILE", f"hard limit {hard}"
+    assert missing(str(error.value), *facts) == []
+    assert "joined" not in str(error.value)
+
+
+def test_a_connection_without_a_free_file_is_named(monkeypatch):
+    def no_file(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", no_file)
+    job = Job(2, timeout_s=0.5)
+    job.start(0)
+    time.sleep(0.2)
+    with socket.create_connection(job.address):
+        assert missing(job.end()[0], os.strerror(errno.EMFILE), "ulimit -n") == []
 
 
 def test_without_process_0_the_others_say_so():

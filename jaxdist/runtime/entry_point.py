@@ -22,6 +22,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
 from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.limits import raise_limits
 from jaxdist.runtime.storage import flush_appended, is_url, locate
 
 EXIT_OK = 0  # finished
@@ -101,6 +102,7 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     # Tracing and reading weights make millions of objects that live on. Looking through them after
     # every 700 new ones takes a fifth of a start, and stops one process of many at a time later.
     gc.set_threshold(100_000, 50, 100)
+    raise_limits()
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
     line = ""

@@ -15,6 +15,7 @@ follows asks for no token, so the port belongs on a network that only the cluste
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
@@ -27,6 +28,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
+from jaxdist.runtime.limits import check_open_files
 
 log = logging.getLogger("jaxdist")
 
@@ -61,10 +63,12 @@ def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
 
     Raises:
         RendezvousError: the port is taken, process 0 is not there, or others are missing: named.
+        ConfigError: process 0 may not open a file for every process.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
     if plan.process_id == 0:
+        check_open_files(plan.num_processes)
         return _accept_all(_listen(host, int(port)), plan, until, timeout_s)
     _check_in(host, int(port), plan, until, timeout_s)
     return plan.coordinator_address
@@ -128,6 +132,7 @@ class _CheckIn:
         self._plan, self._server = plan, server
         self._hosts = {0: socket.gethostname()}
         self._turned_away: Counter[str] = Counter()
+        self._no_file = ""  # why a connection could not be accepted
         # Those that have not said who they are, oldest first: until when they may, and what came.
         self._silent: dict[socket.socket, tuple[float, bytes]] = {}
         self._selector = selectors.DefaultSelector()
@@ -163,6 +168,7 @@ class _CheckIn:
             f"process {names} of {plan.num_processes} has not joined at {plan.coordinator_address} "
             f"within {timeout_s:.0f} s (runtime.join_timeout_s); there: {there}"
             + (f"; turned away: {others}" if others else "")
+            + (f"; connections could not be accepted: {self._no_file}" if self._no_file else "")
         )
 
     def close(self) -> None:
@@ -174,7 +180,9 @@ class _CheckIn:
     def _welcome(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError:  # it has gone again, or there are too many open files for now
+        except OSError as failure:  # it has gone again, or there are too many open files for now
+            if failure.errno in (errno.EMFILE, errno.ENFILE):
+                self._no_file = f"{failure.strerror}; raise ulimit -n or fs.file-max"
             time.sleep(0.01)
             return
         connection.setblocking(False)

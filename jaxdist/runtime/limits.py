@@ -1,0 +1,42 @@
+"""Limits that the kernel sets on a process: open files, processes, locked memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+from jaxdist.core.settings import ConfigError
+
+_RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+_MOST_FILES = 1 << 20  # some libraries visit every possible file number
+_SPARE_FILES = 192  # connections without an identity yet, logs, checkpoints, libraries
+
+
+def raise_limits() -> None:
+    """Raise the soft limits of this process to its hard limits; child processes inherit them."""
+    for limit in _RAISED:
+        soft, hard = resource.getrlimit(limit)
+        goal = hard
+        if limit == resource.RLIMIT_NOFILE and hard > _MOST_FILES:
+            goal = max(soft, _MOST_FILES)
+        if soft != goal:
+            with contextlib.suppress(OSError, ValueError):  # a check names a limit that is too low
+                resource.setrlimit(limit, (goal, hard))
+
+
+def check_open_files(num_processes: int) -> None:
+    """Check that process 0 can hold a connection to every other process of the job.
+
+    Raises:
+        ConfigError: the limit of open files is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_processes + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"process 0 of {num_processes} may open {soft} files (RLIMIT_NOFILE, hard limit "
+            f"{hard}), and the connections of the other processes need {needed}. Raise the hard "
+            f"limit on its host to {needed} or more: `ulimit -Hn`, /etc/security/limits.conf, "
+            "LimitNOFILE of systemd, or --ulimit nofile of the container."
+        )
