@@ -498,3 +498,15 @@ def test_a_failure_of_the_audit_itself_stops_the_run(monkeypatch):
             check(parts_of("dp=2"))
         [problem] = error.value.problems
         assert missing(problem, "ZeroDivisionError: internal", "--skip-audit", "dp=2") == []
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_a_block_without_its_sum_is_refused_by_axis_and_file(mesh):
+    def unsummed(params, x, aux, context):
+        return x + jnp.tanh(context.enter(x) @ params["up"]) @ params["down"], {}
+
+    model, *rest = make_parts(BlockCase(mesh))
+    with pytest.raises(ConfigError) as error:
+        audit_of(dataclasses.replace(model, block=unsummed), *rest)
+    place = f"{__file__}:{unsummed.__code__.co_firstlineno}"
+    assert missing(str(error.value), "omitted sum over tensor", place, "Context.leave") == []
