@@ -10,6 +10,8 @@ import pyarrow.parquet
 import pytest
 from refusals import refused
 
+from jaxdist.config import read_run
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.files import find_files
@@ -156,3 +158,16 @@ def test_prompt_files_are_split_at_newlines_only(tmp_path):
     for name, data in (("q.txt", lines), ("r.txt", b"a\0b\n")):
         with refused(name):
             prompts_of(written(tmp_path / name, data))
+
+
+@pytest.mark.parametrize("flag", ["config", "data.tokenizer", "data.chat_template"])
+def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with refused(path):
+            read_run([f"--{flag}={path}", "--data.records=chat", "--data.sources=/dev"], command="")
+
+
+def test_a_mesh_of_many_names_is_one_problem():
+    with refused("100000"):
+        MeshSpec.parse(",".join(f"a{i}=1" for i in range(100_000)))

@@ -26,6 +26,7 @@ def trials_of(argv):
     return read_sweep(argv).trials
 
 
+MILLION = [f"--grid={name}={','.join(map(str, range(1, 1001)))}" for name in ("seed", "steps")]
 RATES = "--grid=optim.peak_lr=1e-4,3e-4,1e-3"
 
 
@@ -82,6 +83,13 @@ def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
         ([RATES, "--resume=runs/x"], ["resume='runs/x'"]),
         ([RATES, "--stepz=3"], ["--stepz"]),
         (["--grid=name=a,b"], ["name"]),
+        (
+            [
+                f"--grid=train.{name}={','.join(map(str, range(1, 1001)))}"
+                for name in ("steps", "seq_len")
+            ],
+            ["1000000", "10000"],
+        ),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(flags, facts):

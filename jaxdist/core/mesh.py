@@ -275,6 +275,12 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
     stripped = text.strip()
     if stripped in ("", "1"):
         return sizes, problems
+    if (count := stripped.count(",") + 1) > 2 * len(known):
+        problems.append(
+            f"mesh {text[:60]!r}... names {count} axes: there are {len(axes.names())}. Use "
+            f"{notation()}; e.g. --mesh dp=2,tp=4."
+        )
+        return sizes, problems
     for part in stripped.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in known:

@@ -142,7 +142,7 @@ class DataConfig:
             file = tokenizer_file(self.tokenizer)
         except ConfigError as error:
             return [f"data.tokenizer={self.tokenizer!r}: {problem}" for problem in error.problems]
-        if file.exists() and not file.is_directory():
+        if _is_file(str(file)):
             return []
         return [
             f'data.tokenizer={self.tokenizer!r} is not a file: it is "auto", "code", "bytes", the '
@@ -207,7 +207,7 @@ def _missing(name: str, source: str) -> str:
 
 def _is_file(path: str) -> bool:
     place = locate(path)
-    return place.exists() and not place.is_directory()
+    return place.exists() and not place.is_directory() if is_url(path) else Path(path).is_file()
 
 
 def source_exists(source: str) -> bool:

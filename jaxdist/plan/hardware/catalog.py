@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxdist.core.settings import ConfigError
 from jaxdist.plan.hardware.gpu import Gpu
 from jaxdist.plan.hardware.toml_files import read_tables
+from jaxdist.runtime.storage import locate
 
 _ALIASES = {
     "a100": "a100-80",
@@ -84,7 +85,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
         ConfigError: the file cannot be read, or with every problem found in it.
     """
     try:
-        tables = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "

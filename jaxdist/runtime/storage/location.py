@@ -126,6 +126,8 @@ class Location(os.PathLike[str]):
 
     def read(self) -> bytes:
         """All of the file."""
+        if not stat.S_ISREG(os.stat(self.path).st_mode) and not self.is_directory():
+            raise OSError(errno.EINVAL, "it is not a regular file but a pipe or device", self.path)
         return Path(self.path).read_bytes()
 
     def text(self) -> str:

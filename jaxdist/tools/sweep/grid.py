@@ -22,6 +22,7 @@ COMMAND = "jaxdist.sweep"
 _OF_THE_SWEEP = ("name", "run_dir", "resume", "replay")
 """Settings of a run that the sweep decides: they cannot vary."""
 
+_MOST_TRIALS = 10_000
 _LONGEST_NAME = 255  # bytes of a directory's name on the file systems of Linux
 
 
@@ -97,6 +98,11 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
         SweepConfig, argv, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
     )
     axes, problems = _axes_of(config)
+    if (count := math.prod(map(len, axes.values()))) > _MOST_TRIALS:
+        problems.append(
+            f"the grid has {count} combinations, {_MOST_TRIALS} are allowed. Vary fewer settings, "
+            "or give fewer values."
+        )
     if problems:
         raise ConfigError(problems, asked=COMMAND)
     plain = without_flags(argv, "grid", "run_dir", "slurm")
@@ -115,7 +121,6 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
                 found.setdefault(problem, []).append(name)
             continue
         trials.append(Trial(name=name, path=path, arguments=arguments, config=settings))
-    count = math.prod(map(len, axes.values()))
     problems = [
         problem if len(names) == count else f"{' and '.join(names[:2])}: {problem}"
         for problem, names in found.items()
