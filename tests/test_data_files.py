@@ -10,8 +10,10 @@ import pyarrow.parquet
 import pytest
 from refusals import refused
 
+import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.files import find_files
@@ -171,3 +173,21 @@ def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
 def test_a_mesh_of_many_names_is_one_problem():
     with refused("100000"):
         MeshSpec.parse(",".join(f"a{i}=1" for i in range(100_000)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jaxdist.train(3),
+        lambda: jaxdist.train(model=3),
+        lambda: jaxdist.train(callbacks=3),
+        lambda: jaxdist.train(callbacks=[3]),
+        lambda: jaxdist.open(3),
+        lambda: jaxdist.open("runs/none", step="x"),
+        lambda: jaxdist.plan("h100:8", 3),
+        lambda: jaxdist.plan(3),
+    ],
+)
+def test_python_calls_with_wrong_types_are_rejected(call):
+    with pytest.raises(ConfigError):
+        call()

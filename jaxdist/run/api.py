@@ -75,7 +75,10 @@ def train(
     run_config = _read("jaxdist.train", config, values)
     if run_config.replay:
         raise ConfigError("replay trains nothing. Use python -m jaxdist.train --replay RUN:STEP.")
-    callbacks = [callbacks] if callable(callbacks) else list(callbacks)
+    is_many = isinstance(callbacks, Iterable) and not callable(callbacks)
+    callbacks = list(callbacks) if is_many else [callbacks]  # type: ignore[arg-type, list-item]
+    are_functions = all(map(callable, callbacks))
+    _check_type("callbacks", callbacks, are_functions, "a function or a list of functions")
     shows = has_watcher() if progress is None else progress
     started: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
@@ -131,6 +134,9 @@ def open(
     Raises:
         ConfigError: there is no run.
     """
+    _check_type("path", path, isinstance(path, str | os.PathLike), "the path of a run")
+    is_step = step is None or (isinstance(step, int) and not isinstance(step, bool))
+    _check_type("step", step, is_step, "a whole number or None")
     make_model, rows = _objects(model, data, {})
     return Run(path, step=step, mesh=mesh, weights=weights, model=make_model, rows=rows)
 
@@ -183,7 +189,16 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _file_flags(config: Config) -> list[str]:
-    return [] if config is None else ["--config", os.fspath(config)]  # type: ignore[arg-type]
+    if config is None:
+        return []
+    _check_type("config", config, isinstance(config, str | os.PathLike), "a TOML file or a table")
+    return ["--config", os.fspath(config)]  # type: ignore[arg-type]
+
+
+def _check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
+    """Raise ConfigError for an argument of a wrong type."""
+    if not is_allowed:
+        raise ConfigError(f"{name} is {type(value).__name__}. Use {allowed}.")
 
 
 def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
@@ -207,6 +222,8 @@ def _objects(
     if isinstance(model, str | Mapping):
         values |= _flat({"model": model})
     elif model is not None:
+        is_model = isinstance(model, Model) or callable(model)
+        _check_type("model", model, is_model, "a Model, a function that makes one, or settings")
         name = _importable(model)
         values |= {"model.kind": "custom", "model.factory": name or GIVEN_MODEL}
         if isinstance(model, Model):
