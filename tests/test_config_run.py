@@ -273,6 +273,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 MAX_SETTINGS = 120
 ADDED_LATER = {
     "skip_audit": "apart from force, which skips the memory check",
+    "data.text_format": "tokens that begin each text",
     "mesh.context_attention": "context parallelism",
     "mesh.fsdp_over_context": "context parallelism",
     "eval.sample": "a text at the end of a run",

@@ -16,7 +16,7 @@ from jaxdist.core.settings.reader import GivenValues
 from jaxdist.core.settings.schema import BadValueError, read_value
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
-from jaxdist.data.tokenizer import BUILT_IN
+from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import read_config
@@ -78,11 +78,12 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     here = os.path.abspath(os.path.expanduser(file))
     is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
     file = here if is_file else _with_commit(file, directory)
-    return dataclasses.replace(
+    run = dataclasses.replace(
         run,
         init_from=_with_commit(run.init_from, directory),
         data=dataclasses.replace(run.data, tokenizer=file),
     )
+    return _with_text_format(run, locate(directory) / "config.toml") if directory else run
 
 
 def _with_commit(name: str, directory: str) -> str:
@@ -108,6 +109,19 @@ def _hub_names_of(directory: str) -> list[str]:
     except (OSError, ValueError, AttributeError):  # new, or damaged: said when it is opened
         return []
     return [str(name) for name in named if "@" in str(name)]
+
+
+def _with_text_format(run: RunConfig, stored: str | os.PathLike[str]) -> RunConfig:
+    """Keep the text format of the stored `config.toml` of a run; without one it is the old."""
+    path = locate(stored)
+    if path.name != "config.toml":
+        return run
+    try:
+        stored_format = tomllib.loads(path.text()).get("data", {}).get("text_format")
+    except (OSError, ValueError, AttributeError):  # new, or damaged: reported when it is opened
+        return run
+    text_format = min(run.data.text_format, stored_format or OLD_TEXT_FORMAT)
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, text_format=text_format))
 
 
 def _base_of(given: GivenValues) -> RunConfig | None:
@@ -186,6 +200,7 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
     Their rules were checked when the run started; some (does the data exist?) need not hold on
     the machine that looks at the run now.
     """
-    return read_settings(
+    run = read_settings(
         RunConfig, ["--config", str(path)], command=f"settings of {path}", check_rules=False
     )
+    return _with_text_format(run, path)

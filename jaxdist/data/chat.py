@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
-from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
+from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, begin_text, token_texts
 from jaxdist.runtime.storage import Location, locate
 
 ROLES = ("system", "user", "assistant")
@@ -104,6 +104,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
     if not record["completion"].strip():
         raise BadRecord("has an empty completion. Repair or remove the line.")
     prompt, completion = tokenizer.encode_batch([record["prompt"], record["completion"]])
+    prompt = begin_text(tokenizer, prompt)
     return _joined([(prompt, 0), (completion, 1), (_end(tokenizer), 1)])
 
 
@@ -136,6 +137,7 @@ class PlainTemplate:
                 texts[-1] += message["content"]
         parts: list[tuple[np.ndarray, int]] = []
         for number, tokens in enumerate(self._tokenizer.encode_batch(texts)):
+            tokens = tokens if number else begin_text(self._tokenizer, tokens)
             parts.append((tokens, int(number in answers)))
             if number in answers:
                 parts.append((self._end, 1))

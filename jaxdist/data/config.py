@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
-from jaxdist.data.tokenizer import tokenizer_file
+from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 
 SMALLEST_SHARE = 1e-3
@@ -48,6 +48,14 @@ class DataConfig:
         "",
         "token put after each document, as the tokenizer spells it; empty = the tokenizer's own "
         "end of text (byte 0 for bytes), none if it has none",
+    )
+    text_format: int = setting(
+        TEXT_FORMAT,
+        "how a text begins. 2: with the tokens that the tokenizer's post-processor "
+        "puts there; 1: without them, as in runs and token folders that carry no "
+        "text_format, which keep it",
+        ge=1,
+        le=2,
     )
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
@@ -258,6 +266,7 @@ def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
     settings: dict[str, Any] = {
         "tokenizer": "bytes" if made_with.get("name") == "bytes" else file,
         "eos_token": made_with.get("eos_token", ""),
+        "text_format": about.get("text_format", OLD_TEXT_FORMAT),
         **{name: about[name] for name in ("records", "chat_template") if name in about},
     }
     return settings, about.get("vocab_size", 0)

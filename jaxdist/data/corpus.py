@@ -37,7 +37,14 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
-from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer, Tokenizer, load_tokenizer
+from jaxdist.data.tokenizer import (
+    OLD_TEXT_FORMAT,
+    TEXT_FORMAT,
+    TOKENIZER_FILES,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import Progress
@@ -88,7 +95,8 @@ class Corpus:
         ]
         self.weighted = bool(self._weights)
         self._ends = open_file("documents.bin", np.dtype("<u8"), self.num_documents)
-        self._about_tokenizer: dict[str, Any] = about["tokenizer"]
+        text_format = about.get("text_format", OLD_TEXT_FORMAT)
+        self._about_tokenizer: dict[str, Any] = {**about["tokenizer"], "text_format": text_format}
         self._requests: ThreadPoolExecutor | None = None
         if not self.folder.is_local:
             self._requests = ThreadPoolExecutor(REQUESTS, "corpus")
@@ -111,7 +119,7 @@ class Corpus:
         """
         about = self._about_tokenizer
         name = "bytes" if about["name"] == "bytes" else str(self.folder / "tokenizer.json")
-        tokenizer = load_tokenizer(name, about["eos_token"])
+        tokenizer = load_tokenizer(name, about["eos_token"], about["text_format"])
         if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
                 f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
@@ -311,6 +319,7 @@ def _fill(
         digest.update(weights.digest.digest())
     about = {
         "format": FORMAT,
+        "text_format": TEXT_FORMAT if tokenizer.begin_ids else OLD_TEXT_FORMAT,
         "dtype": dtype.str,
         "num_tokens": shards.num_tokens,
         "num_documents": len(all_ends),

@@ -26,7 +26,7 @@ from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
-from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
+from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
 
 log = logging.getLogger("jaxdist")
@@ -148,7 +148,7 @@ def open_datasets(
 
 def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
     encoder = make_encoder(
-        load_tokenizer(config.tokenizer_name, config.eos_token),
+        load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format),
         records=config.records,
         text_field=config.text_field,
         chat_template=config.chat_template,
@@ -158,6 +158,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     others = [_open_corpus(source, encoder) for source in config.eval_sources]
     sources = [*config.sources, *config.eval_sources]
     _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
+    _warn_of_starts(config, sources, [*opened, *others])
     packing = _packing(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
@@ -248,6 +249,18 @@ def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Co
         raise ConfigError(problems)
 
 
+def _warn_of_starts(config: DataConfig, sources: list[str], corpora: list[Corpus]) -> None:
+    """Warn of texts that lack the tokens with which the tokenizer begins each text."""
+    begin = load_tokenizer(config.tokenizer_name, config.eos_token).begin_ids
+    for source, corpus in zip(sources, corpora, strict=True):
+        if tuple(corpus.tokenizer.begin_ids) != begin:
+            log.warning(
+                "texts of %s do not begin with token %s, as the tokenizer specifies: they keep "
+                "data.text_format=%d. Tokenize the text in a new run or token folder to change it",
+                source, " ".join(map(str, begin)), OLD_TEXT_FORMAT,
+            )  # fmt: skip
+
+
 def _with_rows(
     part: Part, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
 ) -> Part:
@@ -292,7 +305,7 @@ def _open_custom(
     opened, held_rows, divides = open_custom(
         source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
     )
-    tokenizer = load_tokenizer(config.tokenizer_name, config.eos_token)
+    tokenizer = load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format)
 
     def dataset(part: CustomRows) -> Dataset:
         used = tokenizer if part.kind == "text" else None

@@ -19,7 +19,7 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
-from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.tokenizer import Tokenizer, begin_text
 
 BATCH_CHARACTERS = 4 << 20
 """Text given to the tokenizer at once, so that it can use all cores."""
@@ -63,7 +63,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, text_field: str):
         self.tokenizer, self._text_field = tokenizer, text_field
-        self.identity = [tokenizer.fingerprint, text_field]
+        self.identity = [tokenizer.fingerprint, text_field, *map(str, tokenizer.begin_ids)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
@@ -72,6 +72,7 @@ class TextEncoder:
             for piece in read_pieces(path, self._text_field):
                 yield piece, len(piece.text), piece.position
 
+        self._is_start = True
         for held, position in _batches(files, pieces, BATCH_CHARACTERS):
             yield self._encoded(held, position)
 
@@ -81,7 +82,9 @@ class TextEncoder:
         parts: list[np.ndarray] = []
         ends, total = [], 0
         encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
-        for piece, tokens in zip(pieces, encoded, strict=True):
+        for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            tokens = begin_text(self.tokenizer, piece_tokens) if self._is_start else piece_tokens
+            self._is_start = piece.last
             parts.append(tokens)
             total += len(tokens)
             if piece.last:
@@ -104,7 +107,7 @@ class RecordEncoder:
         self.tokenizer, self.template = tokenizer, template
         self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
-        self.identity = [tokenizer.fingerprint, kind]
+        self.identity = [tokenizer.fingerprint, kind, *map(str, tokenizer.begin_ids)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""

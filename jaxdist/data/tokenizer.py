@@ -37,6 +37,10 @@ TOKENIZER_FILES = (
 """What belongs to a tokenizer; wherever it is copied, those that there are go with it."""
 
 
+OLD_TEXT_FORMAT, TEXT_FORMAT = 1, 2
+"""Values of `data.text_format`: without and with the tokens that begin each text."""
+
+
 class ByteTokenizer:
     """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document.
 
@@ -46,6 +50,7 @@ class ByteTokenizer:
         vocab_size: one more than the largest token number.
         end_id: token put after each document, or None.
         bos_id: token that begins a text, or None; for models that are exported.
+        begin_ids: tokens that the post-processor puts in front of each text.
         stop_ids: tokens at which generation stops.
         fingerprint: changes whenever the same text could become other tokens.
     """
@@ -55,6 +60,7 @@ class ByteTokenizer:
     vocab_size = BYTE_VALUES
     end_id: int | None = 0
     bos_id: int | None = None
+    begin_ids: tuple[int, ...] = ()
     stop_ids = frozenset({0})
     fingerprint = "bytes-end0"
 
@@ -73,7 +79,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, used without its special-token template.
+    """A Hugging Face `tokenizer.json`; of its post-processor only the start of a text is used.
 
     The files next to it say which token ends a text: `tokenizer_config.json`, then
     `generation_config.json` or `config.json`, then one of `END_TOKENS`. Generation stops at each
@@ -134,6 +140,10 @@ class FileTokenizer:
         self.end_id = next(iter(ends), None)
         self.stop_ids = frozenset(ends)
         self.bos_id = next(iter([*begins, *_ids(generation, "bos_token_id")]), None)
+        encoded = self._inner.encode("a")
+        is_added = encoded.special_tokens_mask
+        start = is_added.index(0) if 0 in is_added else 0
+        self.begin_ids = tuple(encoded.ids[:start])
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
@@ -161,8 +171,18 @@ class FileTokenizer:
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
+def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Tokens of a text, unsigned [n], after those that begin each text; never twice."""
+    begin = tokenizer.begin_ids
+    if not begin or tuple(tokens[: len(begin)].tolist()) == begin:
+        return tokens
+    return np.concatenate([np.array(begin, np.uint32), tokens])
+
+
+def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMAT) -> Tokenizer:
     """The tokenizer of this name, as `data.tokenizer` gives it once `auto` is decided.
+
+    With `text_format=1` no token begins a text, as in runs of earlier versions.
 
     Raises:
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
@@ -170,6 +190,8 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     if name != "bytes":
         tokenizer = FileTokenizer(tokenizer_file(name), eos_token)
         tokenizer.name = name if name in BUILT_IN else tokenizer.name
+        if text_format == OLD_TEXT_FORMAT:
+            tokenizer.begin_ids = ()
         return tokenizer
     if eos_token:
         raise ConfigError(

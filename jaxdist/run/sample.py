@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxdist.core.types import Params
 from jaxdist.data import DataConfig, Dataset, TrainData
+from jaxdist.data.tokenizer import begin_text
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
@@ -68,6 +69,7 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
     else:
         text = first_prompt(config.data, rows)
         prompt = rows.tokenizer.encode(text) if text else np.zeros(0, np.int32)
+        prompt = begin_text(rows.tokenizer, prompt) if text else prompt
     room = min(config.train.seq_len, parts.model.decoding.max_len) - len(prompt)
     if not len(prompt) or room < 1:
         return "", ""

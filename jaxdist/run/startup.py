@@ -34,6 +34,8 @@ from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
+_SHOWN_TOKENS = 16
+
 _ROWS_WEIGHED = 16
 """Packed rows that are read to say how even the work of devices is that share rows."""
 
@@ -194,6 +196,9 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
     if budget is not None:
         notes += [budget.line(), *([budget.remat.line()] if budget.remat else [])]
+    if isinstance(data, Dataset) and data.kind == "text" and data.tokenizer is not None:
+        start = data.tokenizer.decode(data[0]["tokens"][:_SHOWN_TOKENS], show_special=True)
+        notes.append(f"the first row begins {start!r}")
     facts = {
         "mesh": str(parts.spec),
         "mesh_reason": reason,

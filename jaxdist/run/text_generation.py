@@ -11,7 +11,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Params
 from jaxdist.data import load_tokenizer
 from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
-from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.tokenizer import Tokenizer, begin_text
 from jaxdist.run.decoding import Decoder, Sampling
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_settings import TextSettings
@@ -91,7 +91,7 @@ class Writer:
     def _encode(self, request: Mapping[str, Any]) -> np.ndarray:
         """Token ids of one request, unsigned [length]."""
         if self._template is None:
-            return self._tokenizer.encode(request["prompt"])
+            return begin_text(self._tokenizer, self._tokenizer.encode(request["prompt"]))
         try:
             return self._template.prompt(request["messages"])
         except BadRecord as error:
@@ -117,7 +117,7 @@ def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> 
         raise ConfigError(
             f"model {parts.model.name!r} does not generate text. Name a decoder's run."
         )
-    tokenizer = load_tokenizer(data.tokenizer_name, data.eos_token)
+    tokenizer = load_tokenizer(data.tokenizer_name, data.eos_token, data.text_format)
     template = load_template(data.chat_template, tokenizer) if chat else None
     return Writer(settings, tokenizer, template, max_len=parts.model.decoding.max_len)
 
