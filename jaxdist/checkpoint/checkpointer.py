@@ -85,7 +85,7 @@ class Checkpointer:
         self._reader.commit()
         if self._local is not None:
             self._local.clean()
-            if (step := self._saver.resumed_from) not in (None, -1):
+            if (step := self._saver.resumed_from) is not None and step >= 0:
                 self._local.resumed(step)
 
     def due(self, step: int, now: float | None = None) -> Due:

@@ -378,7 +378,7 @@ class Session:
         )
         return code if committed else runtime.EXIT_FAILURE
 
-    def _compile(self, batch: Batch, limit: float) -> None:
+    def _compile(self, batch: Mapping[str, Any], limit: float) -> None:
         """Before the first step of a start: compile it, while the save path is tried.
 
         Says how long the program took to compile the last time, and compares what the compiled step

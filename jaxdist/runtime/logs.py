@@ -70,7 +70,9 @@ def setup_logging(
     (gloo, NCCL) goes to the file too: the console holds only our own lines. A program that only
     calls us owns its stdout itself (`owns_stdout=False`), and nothing of it is moved.
     """
-    held = [handler for handler in logging.getLogger("jaxdist").handlers if type(handler) is _Held]
+    held = [
+        handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
+    ]
     logger = close_logs()
     logger.setLevel(logging.INFO)
     logger.propagate = False
