@@ -345,6 +345,12 @@ BAD_CHATS = {
     "role": ({"messages": [{"role": "human", "content": "a"}, SAY]}, "'human'", "assistant"),
     "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}, SAY]}, "type list"),
     "tools": ({"messages": [ASK, {**SAY, "tool_calls": [1]}]}, "message 2", "tool_calls"),
+    **{
+        f"mask_{name}": ({"messages": [ASK, {**SAY, name: value}]}, "message 2", name)
+        for name, value in [("weight", 0), ("train", False), ("loss_mask", 0), ("trainable", False)]
+    },
+    "record_tools": ({"messages": [ASK, SAY], "tools": [{"type": "function"}]}, "tools"),
+    "record_system": ({"messages": [ASK, SAY], "system": "Be brief."}, "system"),
     "silent": ({"messages": [ASK]}, "no message of the assistant"),
     "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2", "empty"),
     "a_list": (["a"], "not an object", "list"),
@@ -416,3 +422,11 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
         open_datasets(DataConfig(sources=[str(out)], packing="stream"), seq_len=8)
     with refused("--train-bpe", "--records chat"):
         main([str(chats), "--out", str(out) + "2", "--records", "chat", "--train-bpe=300"])
+
+
+def test_a_template_gets_no_tools_as_none(folder, tmp_path):
+    source = "{% if tools is not none or documents is not none %}[TOOLS]{% endif %}"
+    source += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = load_template_tokenizer(with_template(folder, tmp_path, source, "file"))
+    tokens, _ = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
+    assert "[TOOLS]" not in tokenizer.decode(tokens)

@@ -34,6 +34,9 @@ ROLES = ("system", "user", "assistant")
 
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters: no text has them
 
+_MASKS = ("weight", "train", "training", "loss_mask", "trainable")
+"""Fields of a message with which other trainers exclude it; 1 and true are the rule here."""
+
 Message = dict[str, str]
 
 
@@ -55,6 +58,12 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
     """
     messages = record.get("messages")
+    more = [key for key in ("tools", "system", "functions", "documents") if record.get(key)]
+    if more:
+        raise BadRecord(
+            f"has {', '.join(more)} next to 'messages', which would be lost. Write system as the "
+            "first message, and remove the others if they do not matter."
+        )
     if "messages" not in record and isinstance(record.get("conversations"), list):
         raise BadRecord(
             "holds ShareGPT's 'conversations': 'messages' are read. Write each "
@@ -66,7 +75,12 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
-        more = [key for key in message if key not in ("role", "content") and message[key]]
+        more = [
+            key
+            for key, value in message.items()
+            if key not in ("role", "content")
+            and (value not in (None, "", [], {}) if key not in _MASKS else value not in (None, 1))
+        ]
         if more:
             raise BadRecord(
                 f"message {number} has {', '.join(more)}: only role and content are read. Leave "
@@ -164,7 +178,7 @@ class JinjaTemplate:
             ConfigError: the template is broken.
         """
         self.name = name
-        told = json.dumps([source, variables], sort_keys=True)
+        told = json.dumps([source, variables, "v2"], sort_keys=True)
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
@@ -255,6 +269,8 @@ class JinjaTemplate:
             return self._template.render(
                 {
                     "messages": list(messages),
+                    "tools": None,
+                    "documents": None,
                     "add_generation_prompt": asks,
                     **self._variables,
                 }
