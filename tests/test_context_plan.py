@@ -197,18 +197,17 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
 
 
 @pytest.mark.parametrize("exchange", ["ring", "hybrid"])
-def test_layers_without_a_window_send_their_keys_all_round(exchange):
-    """Every second layer's keys go past all devices, the others' as far as the window reaches."""
+def test_a_window_does_not_change_what_a_ring_sends(exchange):
+    """Layers with a window run block by block, and their keys go past all devices."""
     config = long_rows(6, 6, mesh=MeshConfig(context_attention=exchange))
-    sent = {}
-    for name, window, every in [("full", 0, 0), ("near", 4096, 0), ("both", 4096, 2)]:
+    sent = []
+    for window, every, kernel in [(0, 0, "cudnn"), (4096, 0, "blockwise"), (4096, 2, "blockwise")]:
         model = dataclasses.replace(config.model, sliding_window=window, full_attention_every=every)
         job = Job.of(dataclasses.replace(config, model=model), MeshSpec(context=16), TWO_NODES)
         permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
-        sent[name] = sum(f.wire_bytes for f in permutes)
-        assert job.attention == "cudnn" and estimate_time(job).seconds > 0
-    assert sent["near"] < 0.5 * sent["full"]
-    assert sent["both"] == (sent["near"] + sent["full"]) / 2
+        sent.append(sum(f.wire_bytes for f in permutes))
+        assert job.attention == kernel and estimate_time(job).seconds > 0
+    assert sent[0] > 0 and sent == sent[:1] * 3
 
 
 def test_times_count_the_work_of_the_busiest_device():
@@ -240,16 +239,14 @@ SMALL = RunConfig(
     check.missing_compiler() is not None,
     reason="the extra `plan` (XLA:GPU compiler) is not installed",
 )
-@pytest.mark.parametrize(("exchange", "window"), [("ring", 0), ("ring", 700), ("all_to_all", 0)])
-def test_traffic_of_the_gpu_program_is_the_planned(exchange, window):
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_traffic_of_the_gpu_program_is_the_planned(exchange):
     """Keys, values, heads and their gradients, in bfloat16 and float32 as the GPU sends them.
 
-    Every permute of a ring has a product beside it, round it and, under a window of two of its
-    eight parts, along the row.
+    Every permute of a ring has a product beside it.
     """
     mesh = MeshConfig(context_attention=exchange, fsdp_over_context=False)
-    model = dataclasses.replace(SMALL.model, sliding_window=window)
-    config = dataclasses.replace(SMALL, mesh=mesh, model=model)
+    config = dataclasses.replace(SMALL, mesh=mesh)
     spec, nodes = MeshSpec(context=4), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=4)
     step = check.compile_step(config, spec, nodes, timeout_s=300)
     assert isinstance(step, check.CompiledStep), step
@@ -262,10 +259,7 @@ def test_traffic_of_the_gpu_program_is_the_planned(exchange, window):
             planned[key] = planned.get(key, 0.0) + flow.wire_bytes
     assert sent == pytest.approx(planned, rel=0.01)
     # Every step of the ring is one call: forward, again in backward, and two in backward itself.
-    # Of a window own keys and the part before, which it sees in three blocks, take two calls where
-    # keys leave; backward four, and two beside gradients alone. The last part is a triangle.
-    forward, backward = (2 + 2 * 3 + 1, 2 + 2 * 3 + 2 + 2) if window else (4, 2 * 4)
-    calls = 2 * forward + backward if exchange == "ring" else 3
+    calls = 2 * 4 + 2 * 4 if exchange == "ring" else 3
     assert step.attention == "cudnn"
     assert step.times.calls["attention"] == 4 * calls
     if exchange == "ring":
