@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from refusals import missing, refused
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
-from jaxdist.config.reference import reference
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.core.settings.schema import fields_of
@@ -323,7 +323,8 @@ def test_a_removed_setting_is_accepted_at_its_fixed_value_alone(tmp_path):
 
 def test_the_settings_reference_is_up_to_date():
     path = Path(__file__).parent.parent / "docs" / "settings.md"
-    assert path.read_text() == reference(), "run python -m jaxdist.config.reference"
+    script = path.parent.parent / "scripts" / "bench" / "settings_reference.py"
+    assert path.read_text() == runpy.run_path(str(script))["reference"](), f"run {script}"
 
 
 def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
     run_config     `RunConfig`, the settings of a training run, and the rules between rooms
     elastic        the same run on fewer devices than its mesh names
     command_line   a run's settings as commands are given them
-    reference      docs/settings.md
 
 Importing this starts no device and imports neither flax nor orbax.
 """

@@ -1,6 +1,6 @@
-"""The settings reference, made from the code: `python -m jaxdist.config.reference`.
+"""Print the settings reference, made from the code.
 
-python -m jaxdist.config.reference > docs/settings.md
+python scripts/bench/settings_reference.py > docs/settings.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def reference() -> str:
 def _lines() -> Iterator[str]:
     yield "# Settings of a run"
     yield ""
-    yield "Made by `python -m jaxdist.config.reference > docs/settings.md`; do not edit it by hand."
+    yield "Made by `python scripts/bench/settings_reference.py > docs/settings.md`; do not edit it."
     yield ""
     yield "A flag has dashes, a TOML key underscores: `--train.global-batch-size 64` is"
     yield "`global_batch_size = 64` under `[train]`. Flags win over the file, the file wins over"
