@@ -366,11 +366,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 54_930,
-    "package code lines": 36_310,
-    "test lines": 37_930,
+    "package lines": 54_760,
+    "package code lines": 36_330,
+    "test lines": 38_640,
     "two-way folder pairs": 7,
-    "settings of a run": 138,
+    "settings of a run": 141,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 
