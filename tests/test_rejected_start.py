@@ -20,8 +20,8 @@ def snapshot(directory) -> dict:
     return {str(p.relative_to(directory)): None if p.is_dir() else p.read_bytes() for p in paths}
 
 
-def train(directory, *flags) -> int:
-    return run_here("train", *tiny("--train.steps=2", f"--run-dir={directory}", *flags))
+def train(directory, *flags, steps=2) -> int:
+    return run_here("train", *tiny(f"--train.steps={steps}", f"--run-dir={directory}", *flags))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_start_rejected_for_damage_changes_nothing(copy, damage):
     damage(copy)
     before = snapshot(copy)
     with pytest.raises((ConfigError, CheckpointError)):
-        train(copy, "--train.steps=3")
+        train(copy, steps=3)
     assert snapshot(copy) == before
 
 

@@ -36,7 +36,7 @@ class Reader:
     group: Group
     events: EventLog
     read_only: bool
-    is_held: bool = False
+    is_held: bool = dataclasses.field(default=False, init=False)
     _verified: set[int] = dataclasses.field(default_factory=set, init=False)
     _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
 
