@@ -63,8 +63,14 @@ class Checkpointer:
             log or logging.getLogger("jaxdist.checkpoint").warning, self._group.is_leader
         )
         self._saver = Saver(self.directory, config, self._group, self._events)
-        self._reader = Reader(self.directory, config, self._group, self._events, read_only)
-        self._reader.is_held = is_held
+        self._reader = Reader(
+            directory=self.directory,
+            config=config,
+            group=self._group,
+            events=self._events,
+            read_only=read_only,
+            is_held=is_held,
+        )
         self._read_only, self._is_held = read_only, is_held
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None

@@ -24,7 +24,7 @@ from jaxdist.runtime.storage import Location
 _SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arrays only
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Reader:
     """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`.
 
@@ -36,7 +36,7 @@ class Reader:
     group: Group
     events: EventLog
     read_only: bool
-    is_held: bool = dataclasses.field(default=False, init=False)
+    is_held: bool
     _verified: set[int] = dataclasses.field(default_factory=set, init=False)
     _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
 
