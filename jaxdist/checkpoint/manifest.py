@@ -16,6 +16,7 @@ No JAX here: a checkpoint can be verified on any machine that sees its files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import zlib
@@ -30,6 +31,9 @@ from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import REQUESTS, Location, locate
 
 FILE_NAME = "manifest.json"
+DOCUMENT = "meta/metadata"
+"""The JSON next to the arrays."""
+
 CORRUPT = "CORRUPT"
 SUPERSEDED = "SUPERSEDED"
 
@@ -77,6 +81,23 @@ def named_step(path: str) -> tuple[Location, int | None]:
         f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
         "checkpoints directory, or one checkpoint in there."
     )
+
+
+def stored_config(directory: Location, step: int | None = None) -> str:
+    """Return the settings (TOML) stored with the newest whole checkpoint, or that of `step`.
+
+    A `step` without a whole checkpoint stands for the newest one before it. "" = none is stored.
+    """
+    for candidate in reversed(steps_in(directory)):
+        checkpoint = directory / candidate
+        with contextlib.suppress(ValueError, KeyError):
+            if step is not None and candidate > step:
+                continue
+            files = read(checkpoint)["files"]
+            damaged = size_problems(checkpoint, files)
+            if not (damaged or content_problems(checkpoint, files, [DOCUMENT])):
+                return str((checkpoint / DOCUMENT).json()["meta"].get("config", ""))
+    return ""
 
 
 def files_of(checkpoint: Location) -> list[str]:

@@ -26,9 +26,6 @@ from jaxdist.runtime.storage import REQUESTS, Location
 CHUNK_BYTES = 16 << 20
 """Largest chunk of an array: one object, uploaded in one request, which must not take 30 s."""
 
-DOCUMENT = "meta/metadata"
-"""The JSON next to the arrays."""
-
 _ZARRAY = ".zarray"
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.checkpoint import object_io
+from jaxdist.checkpoint import manifest, object_io
 from jaxdist.checkpoint.blocks import Index
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.object_io import ObjectWriter
@@ -138,14 +138,14 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
 
 def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
     """Write the JSON next to the arrays."""
-    file = checkpoint / object_io.DOCUMENT
+    file = checkpoint / manifest.DOCUMENT
     file.parent.make_directory()
     file.write(json.dumps(document))
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
     """The JSON that was written next to the arrays."""
-    return (checkpoint / object_io.DOCUMENT).json()
+    return (checkpoint / manifest.DOCUMENT).json()
 
 
 def open_array(

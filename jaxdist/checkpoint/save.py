@@ -30,7 +30,6 @@ from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
-from jaxdist.checkpoint.object_io import DOCUMENT
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
@@ -309,7 +308,7 @@ class Saver:
         """On process 0; returns the files that must be read for their fingerprints."""
         self._check_reachable()  # it may have gone while the arrays were written
         orbax_io.write_document(path, document)
-        return manifest.files_of(path) if self._writer.fingerprints is None else [DOCUMENT]
+        return manifest.files_of(path) if self._writer.fingerprints is None else [manifest.DOCUMENT]
 
     def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]

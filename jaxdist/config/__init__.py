@@ -7,6 +7,12 @@
 Importing this starts no device and imports neither flax nor orbax.
 """
 
-from jaxdist.config.command_line import ALIASES, read_run, stored_run
+from jaxdist.config.command_line import (
+    ALIASES,
+    parse_run,
+    read_run,
+    settings_of_run,
+    stored_run,
+)
 from jaxdist.config.elastic import fit_devices, legal_sizes
 from jaxdist.config.run_config import RunConfig

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.run_config import RunConfig
 from jaxdist.core.settings import ConfigError, read_settings
@@ -83,7 +84,7 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
         init_from=_with_commit(run.init_from, directory),
         data=dataclasses.replace(run.data, tokenizer=file),
     )
-    return _with_text_format(run, locate(directory) / "config.toml") if directory else run
+    return _with_text_format(run, _table_of(directory)) if directory else run
 
 
 def _with_commit(name: str, directory: str) -> str:
@@ -103,32 +104,36 @@ def _with_commit(name: str, directory: str) -> str:
 
 def _hub_names_of(directory: str) -> list[str]:
     """Names with a commit in the settings of a run; [] where there is none."""
-    try:
-        table = tomllib.loads((locate(directory) / "config.toml").text())
-        named = table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")
-    except (OSError, ValueError, AttributeError):  # new, or damaged: said when it is opened
-        return []
+    table = _table_of(directory)
+    named = table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")
     return [str(name) for name in named if "@" in str(name)]
 
 
-def _with_text_format(run: RunConfig, stored: str | os.PathLike[str]) -> RunConfig:
-    """Keep the text format of the stored `config.toml` of a run; without one it is the old."""
-    path = locate(stored)
-    if path.name != "config.toml":
-        return run
+def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the stored settings of a run as a table; {} for a new or a damaged run."""
+    run = locate(directory)
     try:
-        stored_format = tomllib.loads(path.text()).get("data", {}).get("text_format")
-    except (OSError, ValueError, AttributeError):  # new, or damaged: reported when it is opened
+        text = manifest.stored_config(run / "checkpoints") or (run / "config.toml").text()
+        table = tomllib.loads(text)
+        return table if isinstance(table.get("data", {}), dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
+    """Keep the text format of the stored settings of a run; without one it is the old."""
+    if not stored:
         return run
+    stored_format = stored.get("data", {}).get("text_format")
     text_format = min(run.data.text_format, stored_format or OLD_TEXT_FORMAT)
     return dataclasses.replace(run, data=dataclasses.replace(run.data, text_format=text_format))
 
 
 def _base_of(given: GivenValues) -> RunConfig | None:
     """What stands in the place of the defaults, where something does."""
-    run = _stored(given)
-    if run and (locate(run) / "config.toml").exists():
-        return dataclasses.replace(stored_run(locate(run) / "config.toml"), run_dir="")
+    run, step = _stored(given)
+    if run and (_table_of(run) or (locate(run) / "config.toml").exists()):
+        return dataclasses.replace(settings_of_run(run, step), run_dir="")
     start = given.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:
@@ -156,12 +161,13 @@ def _with_tokens(run: RunConfig, given: GivenValues) -> RunConfig:
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, **settings))
 
 
-def _stored(given: GivenValues) -> str:
-    """The run that `--resume` or `--replay` names, if one does."""
+def _stored(given: GivenValues) -> tuple[str, int | None]:
+    """The run that `--resume` or `--replay` names, if one does, and the step to replay from."""
     if given.get("replay"):
-        return str(given["replay"]).rpartition(":")[0]
+        run, _, step = str(given["replay"]).rpartition(":")
+        return run, int(step) - 1 if re.fullmatch("[0-9]{1,18}", step) else None
     resume = str(given.get("resume") or "")
-    return "" if resume in ("auto", "never") else resume
+    return "" if resume in ("auto", "never") else resume, None
 
 
 def _debug_run(has_mesh: bool) -> RunConfig:
@@ -203,4 +209,26 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
     run = read_settings(
         RunConfig, ["--config", str(path)], command=f"settings of {path}", check_rules=False
     )
-    return _with_text_format(run, path)
+    place = locate(path)
+    return (
+        _with_text_format(run, tomllib.loads(place.text())) if place.name == "config.toml" else run
+    )
+
+
+def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> RunConfig:
+    """Return the settings stored with a checkpoint of a run, as `manifest.stored_config` picks it.
+
+    A run without checkpoints, or whose checkpoint stores none, has those of its `config.toml`.
+    """
+    run = locate(path)
+    text = manifest.stored_config(run / "checkpoints", step)
+    return parse_run(text, str(run)) if text else stored_run(run / "config.toml")
+
+
+def parse_run(text: str, origin: str) -> RunConfig:
+    """Return the settings in the text of a stored `config.toml`; their rules are not checked."""
+    table = tomllib.loads(text)
+    run = read_settings(
+        RunConfig, [], command=f"settings of {origin}", check_rules=False, values=table
+    )
+    return _with_text_format(run, table)
