@@ -1,5 +1,6 @@
 """A rejected start leaves the run directory as it was, byte for byte."""
 
+import importlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import pytest
 from commands import run_here, tiny
 from damaged import flip_bit
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointError
 from jaxdist.core.settings import ConfigError
@@ -109,3 +111,43 @@ def test_a_rejected_first_start_leaves_nothing_behind(finished, tmp_path):
         train(directory, f"--init-from={finished}", "--model.d_model=64")
     assert list(tmp_path.iterdir()) == []
     assert train(directory) == 0
+
+
+CHANGES = {
+    "optimizer": [("optim.optimizer", "'adamw'", "sgd")],
+    "freeze": [("optim.freeze", "[]", "embed")],
+    "loss_scale": [("precision.compute_dtype", "'auto'", "float16")],
+    "tied": [("model.tie_embeddings", "False", "True")],
+    "several": [("optim.optimizer", "'adamw'", "muon"), ("model.num_layers", "2", "3")],
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_a_rejected_resume_names_the_changed_settings_alone(finished, changes):
+    with refused() as caught:
+        train(
+            finished,
+            *(f"--{name}={value.lower()}" for name, _, value in changes),
+            "--seed=3",
+            steps=4,
+        )
+    text = str(caught.value)
+    for name, before, value in changes:
+        flag = f"--{name.replace('_', '-')}"
+        assert missing(text, f"{name}={before}", value, flag) == []
+    assert text.count(" (now ") == len(changes)
+    assert "params/" not in text and "opt_state/" not in text and "\n" not in text
+
+
+def test_a_mismatch_that_no_setting_explains_names_three_arrays(copy, monkeypatch):
+    read = "jaxdist.checkpoint.orbax_io.read_document"
+    original = importlib.import_module("jaxdist.checkpoint.orbax_io").read_document
+
+    def without_config(checkpoint):
+        document = original(checkpoint)
+        del document["meta"]["config"]
+        return document
+
+    monkeypatch.setattr(read, without_config)
+    with refused("more arrays", num_problems=3):
+        train(copy, "--model.d_model=64")

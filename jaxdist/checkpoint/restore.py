@@ -14,9 +14,8 @@ from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, MismatchError
 from jaxdist.checkpoint.events import EventLog, one_line
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
@@ -160,14 +159,15 @@ class Reader:
         the rest see `Checkpointer.restore` and `restore_params`.
 
         Raises:
-            ConfigError: what does not fit, all of it.
+            MismatchError: arrays do not fit.
             CorruptCheckpoint: other bits than were saved; on every process alike.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
+        document = self.document(step)
         stored = {
             name: entry
-            for name, entry in self.document(step)["arrays"].items()
+            for name, entry in document["arrays"].items()
             if name.partition("/")[0] in items
         }
         lacked = [name for name in optional if not any(pytree.under(n, [name]) for n in stored)]
@@ -182,7 +182,7 @@ class Reader:
         )
         problems += _unmatched(ignore, list(stored), "ignore_params", "the checkpoint")
         if problems:
-            raise ConfigError([f"checkpoint {step} does not fit: {line}" for line in problems])
+            raise MismatchError(step, problems, document)
         entries = [stored[leaf.name] for leaf in leaves]
         arrays = self._arrays(step, leaves, entries)
         values = (pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True))

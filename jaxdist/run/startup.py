@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.errors import MismatchError
 from jaxdist.config import RunConfig
 from jaxdist.core import matmul
 from jaxdist.core.parallel.context import CONTEXT
@@ -24,6 +25,7 @@ from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import OptimConfig, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.metrics_log import read_outline
+from jaxdist.run.mismatch import with_settings
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
@@ -104,7 +106,10 @@ def restore_or_init(
             checkpointer.start_preflight(state)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
-            state, meta, step = parts.restore(checkpointer, chosen)
+            try:
+                state, meta, step = parts.restore(checkpointer, chosen)
+            except MismatchError as error:
+                raise with_settings(error, parts, str(run.path)) from None
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
