@@ -510,3 +510,14 @@ def test_a_block_without_its_sum_is_refused_by_axis_and_file(mesh):
         audit_of(dataclasses.replace(model, block=unsummed), *rest)
     place = f"{__file__}:{unsummed.__code__.co_firstlineno}"
     assert missing(str(error.value), "omitted sum over tensor", place, "Context.leave") == []
+
+
+def test_a_value_without_a_dtype_does_not_stop_the_audit():
+    model, layout, *rest = make_parts(BlockCase("dp=2"))
+
+    def head(params, x, batch, context):
+        jax.lax.after_all(jax.lax.create_token(x))
+        return model.head_loss(params, x, batch, context)
+
+    audit = audit_of(dataclasses.replace(model, head_loss=head), layout, *rest)
+    assert audit.is_clean and audit.axes == {"data": 2}

@@ -301,11 +301,12 @@ def _narrow_gradients(
 ) -> list[Violation]:
     """Gradients that are summed in fewer bits than the settings say."""
     found = []
-    for equation in path.program.eqns:
+    # Operands of other equations need not have a dtype: tokens have none.
+    for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):
         dtypes = [v.aval.dtype for v in equation.invars]
         narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
         axes = [axis for axis in names_of(equation) if axis in sizes]
-        if equation.primitive.name not in SUMS or not narrow or narrow[0] == wanted or not axes:
+        if not narrow or narrow[0] == wanted or not axes:
             continue
         gradient = names.gradient(outputs_reached(path, equation.outvars))
         if gradient is None:
