@@ -24,6 +24,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
+from jaxdist.core.step.omitted_sums import check_equal, explain_types
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 
@@ -72,7 +73,7 @@ def make_value_and_grad(
         if config.replica_norms and has_replica_norms(layout):
             found = replica_norms(grads, micro_specs, sums["weight"], layout) / scale
             norms = {REPLICA_NORMS: found}
-        sums = _sum_over_devices(sums, layout) | norms
+        sums = _sum_over_devices(sums, model, layout) | norms
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
@@ -82,9 +83,8 @@ def make_value_and_grad(
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
         return sums, statistics.put(model.axes, grads, shown), norm
 
-    return _manual(
-        local, layout, (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
-    )
+    specs = (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
+    return _manual(local, model, layout, *specs)
 
 
 def _make_pipeline(
@@ -146,9 +146,11 @@ def _make_accumulation(
     return value_and_grad
 
 
-def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
+def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
     """Sums, float32 [] each, over replicas and stages: then equal on every device."""
     axes = layout.loss_axes
+    for name, value in sums.items():
+        check_equal(value, {*axes}, f"the sum {name!r} leaves Model.head_loss", model.head_loss)
     if not axes:
         return sums
     return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}
@@ -176,9 +178,9 @@ def make_evaluate(
 
     def local(params: Params, batch: Batch) -> Sums:
         batch = data.number_rows(batch, layout.batch_axes)
-        return _sum_over_devices(evaluate(params, batch, context), layout)
+        return _sum_over_devices(evaluate(params, batch, context), model, layout)
 
-    return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_specs), P())
+    return _manual(local, model, layout, (layout.param_specs(model.axes), layout.batch_specs), P())
 
 
 def _accumulate(
@@ -197,7 +199,7 @@ def _accumulate(
     return total
 
 
-def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+def _manual(function: Any, model: Model, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
     """`function` on each device's own part; an argument's specs may follow from the argument."""
     if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
         function = in_order(function, hidden=layout.auto_tensor)
@@ -207,13 +209,14 @@ def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any
         specs = tuple(specs(x) if callable(specs) else specs for specs, x in given), out_specs
         if layout.auto_tensor:
             specs = _over(specs, layout.manual_axes)
-        return jax.shard_map(
-            function,
-            mesh=layout.mesh,
-            axis_names=set(layout.manual_axes),
-            in_specs=specs[0],
-            out_specs=specs[1],
-        )(*arguments)
+        with explain_types(model, layout.manual_axes):
+            return jax.shard_map(
+                function,
+                mesh=layout.mesh,
+                axis_names=set(layout.manual_axes),
+                in_specs=specs[0],
+                out_specs=specs[1],
+            )(*arguments)
 
     return over_devices
 

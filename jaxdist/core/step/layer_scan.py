@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
+from jaxdist.core.step.omitted_sums import check_equal, varying_axes
 from jaxdist.core.types import Array, Context, Model, Params, Sums
 from jaxdist.optim.matrices import sides_of
 
@@ -240,7 +239,9 @@ def _run(
     told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
     out = block(weights, x, aux, told)
     y, sums = _checked(out, x)
-    _check_summed(block, y, x)
+    owner = getattr(block, "__self__", None)
+    block = owner.block if isinstance(owner, Model) else block  # pipelines wrap it in a method
+    check_equal(y, varying_axes(x), "x leaves Model.block", block)
     return y, sums
 
 
@@ -266,28 +267,6 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
     first = jax.tree.leaves(x)[0]  # of several groups of rows all vary alike
     rows = tuple(axis for axis in collectives.varying_axes(first) if axis != TENSOR.name)
     return y, collectives.vary(sums, rows)
-
-
-def _check_summed(block: Any, y: Any, x: Any) -> None:
-    """Check that the devices of an axis agree on a block's output if they agree on its input.
-
-    Raises:
-        ConfigError: the output varies over an axis over which the input does not.
-    """
-    varying = lambda tree: {a for v in jax.tree.leaves(tree) for a in collectives.varying_axes(v)}
-    extra = sorted(varying(y) - varying(x))
-    if extra:
-        owner = getattr(block, "__self__", None)
-        block = owner.block if isinstance(owner, Model) else block  # pipelines wrap it in a method
-        function = inspect.unwrap(getattr(block, "func", block))
-        code = getattr(function, "__code__", None)
-        place = f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
-        raise ConfigError(
-            f"omitted sum over {', '.join(extra)}: Model.block{place} returns x with a different "
-            "value on each device of the axis, although its input is equal on them. Sum each "
-            "product of split weights over the axis before adding it to x (Context.leave, "
-            "collectives.all_reduce)."
-        )
 
 
 def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:

@@ -7,13 +7,9 @@ import linecache
 from pathlib import Path
 from typing import Any
 
-import jax
+from jaxdist.core.step.omitted_sums import JAX, OWN
 
-import jaxdist
-
-_JAX = (str(Path(jax.__file__).parent), str(Path(jax.__file__).parent.parent / "flax"))
-_OWN = str(Path(jaxdist.__file__).parent)
-_MACHINERY = tuple(str(Path(_OWN, name)) for name in ("core", "plan", "run", "tools"))
+_MACHINERY = tuple(str(Path(OWN, name)) for name in ("core", "plan", "run", "tools"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +28,7 @@ class SourceLine:
 
     def __str__(self) -> str:
         path = Path(self.file)
-        name = path.relative_to(Path(_OWN).parent) if path.is_relative_to(_OWN) else path
+        name = path.relative_to(Path(OWN).parent) if path.is_relative_to(OWN) else path
         return f"{name}:{self.number}"
 
     @property
@@ -48,7 +44,7 @@ def lines_of(equation: Any) -> list[SourceLine]:
     return [
         SourceLine(frame.file_name, getattr(frame, "line_num", 0), frame.function_name)
         for frame in frames
-        if not frame.file_name.startswith(_JAX) and not frame.file_name.startswith("<")
+        if not frame.file_name.startswith(JAX) and not frame.file_name.startswith("<")
     ]
 
 
@@ -69,4 +65,4 @@ def model_line(equation: Any) -> SourceLine | None:
 
 def is_own(line: SourceLine) -> bool:
     """Whether a line is the package's."""
-    return line.file.startswith(_OWN)
+    return line.file.startswith(OWN)

@@ -1,0 +1,106 @@
+"""Refuse models in which the devices of a mesh axis differ on a value that must be equal there."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.core import collectives
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Model
+
+OWN = str(Path(__file__).parents[2])
+"""Directory of the package."""
+
+JAX = (str(Path(jax.__file__).parent), str(Path(jax.__file__).parent.parent / "flax"))
+"""Directories of jax and flax."""
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def check_equal(value: Any, axes: set[str], name: str, function: Callable[..., Any]) -> None:
+    """Check that a tree of arrays [...] from a model's function varies over no other axes.
+
+    Raises:
+        ConfigError: it varies over another axis.
+    """
+    if extra := sorted(varying_axes(value) - axes):
+        raise ConfigError(
+            f"omitted sum over {', '.join(extra)}: {name}{_definition(function)} with a different "
+            f"value on each device of the axis. {_fix(extra)}"
+        )
+
+
+def varying_axes(tree: Any) -> set[str]:
+    """Mesh axes over which any array [...] of the tree varies."""
+    return {axis for leaf in jax.tree.leaves(tree) for axis in collectives.varying_axes(leaf)}
+
+
+@contextlib.contextmanager
+def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
+    """Replace jax's errors about values that vary over a mesh axis, while a step is traced.
+
+    Raises:
+        ConfigError: the axis, the line of the model and the fix.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        differing = [] if isinstance(error, ConfigError) else _differing(str(error), axes)
+        if not differing:
+            raise
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+        place = f" in Model.head_loss{_definition(model.head_loss)} or in a function that it calls"
+        if frames:
+            place = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
+        kind = "omitted sum" if TENSOR.name in differing else "unequal values"
+        raise ConfigError(
+            f"{kind} over {', '.join(differing)}{place}: a value is equal on all devices of the "
+            "axis at the start of a loop, in one branch or in the forward pass. At its end, in "
+            "another branch or in the backward pass it differs between them. "
+            f"{_fix(differing)}"
+        ) from error
+
+
+def _fix(axes: Sequence[str]) -> str:
+    if TENSOR.name in axes:
+        return (
+            "Sum each product of split weights over the axis (Context.leave, Context.tensor_sum). "
+            "Use Context.enter before such a product."
+        )
+    return (
+        "Each device has its own rows. Start a loop from a value that varies as they do "
+        "(collectives.zeros_like(x), collectives.vary), or sum over the rows of all devices "
+        "(Context.sum_rows)."
+    )
+
+
+def _differing(message: str, axes: Sequence[str]) -> list[str]:
+    """Axes over which one type in jax's message varies and the type beside it does not."""
+    types = re.findall(r"type \w+\[[^\]]*\](?:\{V:\(?([\w, ]*)\)?\})?", message)
+    varying = [set(re.findall(r"\w+", axes)) for axes in types]
+    pairs = zip(varying[::2], varying[1::2], strict=False)
+    found = set().union(*(left ^ right for left, right in pairs))
+    return [axis for axis in axes if axis in found]
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file holds neither a library nor generated code."""
+    in_python = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    return not (file.startswith((*JAX, OWN, "<@")) or in_python)
+
+
+def _definition(function: Any) -> str:
+    """Return ` at file:line` of a function, or "" if that is not defined."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(function, "__code__", None)
+    return f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
