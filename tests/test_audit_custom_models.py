@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from refusals import refused
-from test_block_sums import ROWS, SEQ, VOCAB, make_model
+from test_block_sums import ROWS, SEQ, make_model
 
 from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
