@@ -145,6 +145,73 @@ def test_parquet_that_is_not_clear_text_is_rejected(tmp_path):
         texts_of(save(tmp_path / "b.parquet", pa.array([b"\xff"])))
 
 
+def thrift(value):
+    """Type and bytes of a value in Thrift's compact protocol; (n,) is an integer of 64 bits."""
+    varint = lambda n: bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+    if isinstance(value, int | tuple):
+        return (5, varint(value << 1)) if isinstance(value, int) else (6, varint(value[0] << 1))
+    if isinstance(value, bytes):
+        return 8, varint(len(value)) + value
+    if isinstance(value, list):
+        items = [thrift(v) for v in value]
+        return 9, bytes([len(items) << 4 | items[0][0]]) + b"".join(data for _, data in items)
+    out, last = b"", 0
+    for number, field in value.items():
+        kind, data = thrift(field)
+        out, last = out + bytes([(number - last) << 4 | kind]) + data, number
+    return 12, out + b"\0"
+
+
+def forged_parquet(pages, num_rows=1, codec=0, optional=0):
+    """Parquet of a column "text" with these pages: (kind, values, bytes claimed, stored bytes)."""
+    encodings = {0: (5, {2: 0, 3: 3, 4: 3}), 2: (7, {2: 0}), 8: (5, {2: 8, 3: 3, 4: 3})}
+    parts = []
+    for kind, num_values, num_bytes, data in pages:
+        field, encoding = encodings[kind]
+        header = {1: kind % 8, 2: num_bytes, 3: len(data), field: {1: num_values, **encoding}}
+        parts.append(thrift(header)[1] + data)
+    size, rows, has_dictionary = (sum(map(len, parts)),), (num_rows,), pages[0][0] == 2
+    offsets = {9: (4 + len(parts[0]),), 11: (4,)} if has_dictionary else {9: (4,)}
+    column = {1: 6, 2: [0], 3: [b"text"], 4: codec, 5: rows, 6: size, 7: size, **offsets}
+    schema = [{4: b"s", 5: 1}, {1: 6, 3: optional, 4: b"text", 6: 0}]
+    group = {1: [{2: (4,), 3: column}], 2: size, 3: rows}
+    footer = thrift({1: 2, 2: schema, 3: rows, 4: [group]})[1]
+    return b"PAR1" + b"".join(parts) + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+WORD = b"\1\0\0\0a"
+LONG_WORD = (8 << 20).to_bytes(4, "little") + b"a" * (8 << 20)
+ZSTD = pa.compress(LONG_WORD * 32, "zstd", asbytes=True)
+MANY = 5 * 10**8
+MANY_EQUAL = thrift(MANY)[1] + b"\0"  # an encoded run of the value 0
+BOMBS = {
+    "dictionary": ([(2, 212_500_000, 5, WORD), (8, 1, 4, b"\1\2\0\0")],),
+    "snappy": ([(0, 1, 2**31 - 1, pa.compress(WORD, "snappy", asbytes=True))], 1, 1),
+    "zstd": ([(0, 32, len(LONG_WORD) * 32, ZSTD)], 32, 6),
+    "nulls": ([(0, MANY, 10, b"\6\0\0\0" + MANY_EQUAL)], MANY, 0, 1),
+    "repeated": ([(2, 1, 5, WORD), (8, MANY, 7, b"\1" + MANY_EQUAL)], MANY),
+    "rows": ([(0, 1, 5, WORD)], 2**40),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_parquet_that_claims_too_much_memory_is_rejected_at_once(tmp_path, bomb):
+    pool = pa.default_memory_pool()
+    before = pool.max_memory()
+    path = written(tmp_path / "a.parquet", forged_parquet(*BOMBS[bomb]))
+    with refused("a.parquet", "values" if bomb != "rows" else "page"):
+        next(read_records(path, ["text"]))
+    assert pool.max_memory() <= max(before, 64 << 20)
+
+
+def test_parquet_that_repeats_one_long_text_is_rejected(tmp_path):
+    pages = [(2, 1, len(LONG_WORD), LONG_WORD), (8, 9**5, 5, b"\1" + thrift(9**5)[1] + b"\0")]
+    path = written(tmp_path / "a.parquet", forged_parquet(pages, 9**5))
+    with refused("a.parquet", "200"):
+        texts_of(path)
+    assert pa.default_memory_pool().max_memory() < 1 << 30
+
+
 def prompts_of(path: Path) -> list[str]:
     config = GenerateConfig(run="none", prompt_file=str(path))
     return [request["prompt"] for request in config.requests()]

@@ -15,7 +15,8 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from jaxdist.core.settings import ConfigError
-from jaxdist.data.files import DataFile, kind_of, open_file, open_ranges, read_errors, size_of
+from jaxdist.data.files import DataFile, kind_of, open_file, read_errors
+from jaxdist.data.parquet import read_columns
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 PIECE_BYTES = 4 << 20
@@ -281,47 +282,9 @@ def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(path: DataFile, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:
-    """Rows of some columns, which must hold text where `texts`; `fix` says what to do else."""
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    size = size_of(path)
-    try:
-        with parquet.ParquetFile(open_ranges(path)) as file:
-            schema = file.schema_arrow
-            problem = ""
-            if doubled := [column for column in columns if schema.names.count(column) > 1]:
-                problem = f"several columns named {', '.join(doubled)}"
-            elif missing := [column for column in columns if column not in schema.names]:
-                problem = f"no column {', '.join(missing)} (it has: {', '.join(schema.names)})"
-            elif texts:
-                kinds = {column: schema.field(column).type for column in columns}
-                wrong = [
-                    f"{name} of {kind}" for name, kind in kinds.items() if not _holds_text(kind)
-                ]
-                problem = f"column {', '.join(wrong)}, not of text" if wrong else ""
-            if problem:
-                raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
-            number, total = 0, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    for name, value in row.items():
-                        if isinstance(value, bytes):
-                            row[name] = _decode(path, value, 0, number)
-                    yield Record(row, f"{path}:{number}", size * number // total)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]}). Copy it "
-            "again, or write it anew."
-        ) from None
-
-
-def _holds_text(kind: Any) -> bool:
-    """Return whether a Parquet column of this Arrow type holds text or bytes of text."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-    return str(kind) in text
+    rows = read_columns(path, columns, fix, texts=texts)
+    for number, (row, position) in enumerate(rows, start=1):
+        for name, value in row.items():
+            if isinstance(value, bytes):
+                row[name] = _decode(path, value, 0, number)
+        yield Record(row, f"{path}:{number}", position)

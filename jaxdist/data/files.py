@@ -180,10 +180,10 @@ def size_of(path: DataFile) -> int:
     return path.num_bytes if isinstance(path, StoredFile) else path.stat().st_size
 
 
-def open_file(path: DataFile) -> BinaryIO:
-    """A file to read from front to back; of an object `BLOCK_BYTES` at a time."""
+def open_file(path: DataFile, block_bytes: int = BLOCK_BYTES) -> BinaryIO:
+    """Open a file for reading; an object is read `block_bytes` at a time."""
     if isinstance(path, StoredFile):
-        return io.BufferedReader(_Ranges(path), BLOCK_BYTES)
+        return io.BufferedReader(_Ranges(path), block_bytes)
     return path.open("rb")
 
 
