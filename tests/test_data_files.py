@@ -199,7 +199,7 @@ def test_parquet_that_claims_too_much_memory_is_rejected_at_once(tmp_path, bomb)
     pool = pa.default_memory_pool()
     before = pool.max_memory()
     path = written(tmp_path / "a.parquet", forged_parquet(*BOMBS[bomb]))
-    with refused("a.parquet", "values" if bomb != "rows" else "page"):
+    with refused("a.parquet", "values" if bomb != "rows" else "header"):
         next(read_records(path, ["text"]))
     assert pool.max_memory() <= max(before, 64 << 20)
 

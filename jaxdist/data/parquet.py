@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -17,8 +18,12 @@ _EXPANSION = 200
 _NUM_VALUES, _VALUES_PER_BYTE = 1 << 20, 16
 """A column of more values may have so many per byte of the file."""
 
-_NUM_BYTES, _NUM_STORED, _DATA, _DICTIONARY, _DATA_V2 = (2,), (3,), (5, 1), (7, 1), (8, 1)
-"""Fields of a page header: bytes without and with compression, values in each kind of page."""
+_BOOLEANS, _INTEGER, _BYTES, _LIST, _STRUCT = (1, 2), 4, 8, 9, 12
+"""Types of Thrift's compact protocol."""
+
+
+_BROKEN_HEADER = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
+"""Errors of reading fields that are cut off or have another type than the format defines."""
 
 
 def read_columns(
@@ -41,9 +46,12 @@ def read_columns(
                 raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
             number, grown, size = 0, 0, size_of(path)
             total = max(1, file.metadata.num_rows)
-            for group in range(file.num_row_groups):
-                largest = _check_pages(path, file.metadata.row_group(group), columns, stream)
-                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest))
+            prefixes = tuple(f"{column}." for column in columns)
+            leaves = [file.schema.column(i).path for i in range(len(file.schema))]
+            read = [i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(prefixes)]
+            for group, chunks in enumerate(_read_groups(stream, size)):
+                pages = [_check_pages(path, leaves[i], chunks[i], stream) for i in read]
+                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(pages, default=1)))
                 for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
                     for row in batch.to_pylist():
                         number += 1
@@ -54,10 +62,12 @@ def read_columns(
                                 "is no text. Decompress it yourself if it is."
                             )
                         yield row, size * number // total
-    except (pa.ArrowException, UnicodeDecodeError, EOFError, RecursionError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, *_BROKEN_HEADER) as error:
+        is_header = not isinstance(error, pa.ArrowException | UnicodeDecodeError)
+        reason = "broken header" if is_header else str(error).splitlines()[0]
         raise ConfigError(
-            f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]}). Copy it "
-            "again, or write it anew."
+            f"{str(path)!r} is not a whole Parquet file ({reason}). Copy it again, or write it "
+            "anew."
         ) from None
 
 
@@ -79,75 +89,69 @@ def _holds_text(kind: Any) -> bool:
     return str(kind) in text
 
 
-def _check_pages(path: DataFile, group: Any, columns: list[str], stream: BinaryIO) -> int:
-    """Return the largest page size of a row group in bytes, decompressed, from the page headers.
+def _read_groups(stream: BinaryIO, size: int) -> list[list[Any]]:
+    """Read the metadata of each column chunk, by row group. pyarrow's own access can abort."""
+    stream.seek(size - 8)
+    num_bytes = int.from_bytes(stream.read(4), "little")
+    stream.seek(size - 8 - num_bytes)
+    footer = _read_struct(io.BytesIO(stream.read(num_bytes)))
+    return [[chunk[3] for chunk in group[1]] for group in footer.get(4, [])]
+
+
+def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: BinaryIO) -> int:
+    """Return the size of the largest page of a column chunk in bytes, without compression.
 
     Raises:
         ConfigError: a page claims more values or bytes than the size of the file justifies.
     """
-    size, largest = size_of(path), 1
-    for column in map(group.column, range(group.num_columns)):
-        if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
-            continue
-        at = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
-        num_values = 0
-        while num_values < column.num_values:
-            stream.seek(at)
-            header = _read_header(stream)
-            num_bytes, entries = header.get(_NUM_BYTES, -1), header.get(_DICTIONARY, 0)
-            num_values += header.get(_DATA, 0) + header.get(_DATA_V2, 0)
-            if not (
-                0 <= entries <= num_bytes <= max(_BATCH_BYTES, _EXPANSION * size)
-                and 0 <= num_values <= max(_NUM_VALUES, _VALUES_PER_BYTE * size)
-            ):
-                raise ConfigError(
-                    f"{str(path)!r} has {size} bytes, but a page of {column.path_in_schema} claims "
-                    f"{num_bytes} bytes and {max(entries, num_values)} values: the file is damaged "
-                    "or no text. Copy it again, or write it anew."
-                )
-            largest = max(largest, num_bytes)
-            at = stream.tell() + max(0, header.get(_NUM_STORED, 0))
+    size, largest, num_values, at = size_of(path), 1, 0, min(chunk.get(11) or chunk[9], chunk[9])
+    while num_values < chunk[5]:
+        stream.seek(at)
+        header = _read_struct(stream)
+        at = stream.tell() + max(0, header[3])
+        num_bytes, entries = header[2], header.get(7, {}).get(1, 0)  # of a dictionary
+        num_values += (header.get(5) or header.get(8) or {}).get(1, 0)
+        if not (
+            0 <= entries <= num_bytes <= max(_BATCH_BYTES, _EXPANSION * size)
+            and 0 <= num_values <= max(_NUM_VALUES, _VALUES_PER_BYTE * size)
+        ):
+            raise ConfigError(
+                f"{str(path)!r} has {size} bytes, but a page of {column} claims {num_bytes} bytes "
+                f"and {max(entries, num_values)} values: the file is damaged or no text. Copy it "
+                "again, or write it anew."
+            )
+        largest = max(largest, num_bytes)
     return largest
 
 
-def _read_header(stream: BinaryIO, *inside: int) -> dict[tuple[int, ...], int]:
-    """Read the integers of a page header, a structure of Thrift's compact protocol.
-
-    Returns:
-        Value by field number; for a nested structure, by all field numbers from the outside.
-    """
-    fields: dict[tuple[int, ...], int] = {}
+def _read_struct(stream: BinaryIO) -> dict[int, Any]:
+    """Read a structure of Thrift's compact protocol: field number -> value."""
+    fields: dict[int, Any] = {}
     number = 0
-    while head := _read_byte(stream):
-        step, kind = head >> 4, head & 15
-        number = number + step if step else _read_integer(stream)
-        if kind in (4, 5, 6):
-            fields[*inside, number] = _read_integer(stream)
-        elif kind == 8:  # bytes of statistics
-            stream.seek(_read_varint(stream), 1)
-        elif kind == 12:
-            fields |= _read_header(stream, *inside, number)
-        elif kind not in (1, 2):  # booleans have no content
-            raise EOFError(f"a page header has a field of type {kind}")
+    while head := stream.read(1)[0]:
+        number = number + (head >> 4) if head >> 4 else _read_value(stream, _INTEGER)
+        fields[number] = None if head & 15 in _BOOLEANS else _read_value(stream, head & 15)
     return fields
 
 
-def _read_integer(stream: BinaryIO) -> int:
+def _read_value(stream: BinaryIO, kind: int) -> Any:
+    if kind == _STRUCT:
+        return _read_struct(stream)
+    if kind in _BOOLEANS:
+        return stream.read(1)[0]
+    if kind == _LIST:
+        head = stream.read(1)[0]
+        count = head >> 4 if head >> 4 < 15 else _read_varint(stream)
+        return [_read_value(stream, head & 15) for _ in range(count)]
     value = _read_varint(stream)
-    return (value >> 1) ^ -(value & 1)
+    if kind != _BYTES:
+        return (value >> 1) ^ -(value & 1)
+    return stream.read(min(value, _BATCH_BYTES))
 
 
 def _read_varint(stream: BinaryIO) -> int:
-    value = 0
-    for shift in range(0, 35, 7):
-        byte = _read_byte(stream)
+    value = shift = 0
+    while (byte := stream.read(1)[0]) > 127:
         value |= (byte & 127) << shift
-        if byte < 128:
-            break
-    return value
-
-
-def _read_byte(stream: BinaryIO) -> int:
-    if data := stream.read(1):
-        return data[0]
-    raise EOFError("a page header is cut off")
+        shift += 7
+    return value | byte << shift
