@@ -12,7 +12,7 @@ from data_cases import cache as cache
 from jaxdist.config import read_run, stored_run
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
-from jaxdist.data.chat import load_template
+from jaxdist.data.chat import PlainTemplate, encode_completion, load_template
 from jaxdist.data.corpus import Corpus
 from jaxdist.run.text_generation import Writer
 from jaxdist.run.text_settings import TextSettings
@@ -139,3 +139,68 @@ def test_tokenizers_without_such_tokens_keep_their_fingerprints(documents):
         for number in (1, 2)
     }
     assert len(prints) == 1
+
+
+PAIRS = [("def f", "oo()"), ("return (", "x)"), ("return x", " y"), ("a\n", "b"), ("", "x")]
+
+
+def spaced_tokenizer(folder, target, kind):
+    """A tokenizer that puts a space in front of each text, in one of the published ways."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    path = with_settings(folder, target)
+    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    if kind == "metaspace":
+        inner.normalizer = normalizers.Replace(" ", "\u2581")
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif kind == "byte_level":
+        words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "oo", "fo"]
+        vocab = {word: number for number, word in enumerate(words)}
+        inner.model = models.BPE(vocab, [("o", "o"), ("f", "o")])
+        inner.normalizer, inner.decoder = None, decoders.ByteLevel()
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    inner.save(str(path / "tokenizer.json"))
+    return str(path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace", "byte_level"])
+def test_pieces_of_a_text_decode_to_the_text(folder, tmp_path, monkeypatch, kind):
+    name = spaced_tokenizer(folder, tmp_path / "tokenizer", kind)
+    tokenizer = load_tokenizer(name)
+    space = " " * (kind == "byte_level")  # which is part of the first token of any text
+    for prompt, completion in PAIRS:
+        record = {"prompt": prompt, "completion": completion}
+        tokens, weights = encode_completion(record, tokenizer)
+        assert tokenizer.decode(tokens) == space + prompt + completion
+        start = [BOS, *tokenizer.encode(prompt)]
+        assert tokens[: len(start)].tolist() == start and weights.tolist().index(1) == len(start)
+    talk = [("user", "x"), ("assistant", "foo"), ("user", "y"), ("assistant", " foo")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    plain = PlainTemplate(tokenizer)
+    text = "<|user|>\nx\n<|assistant|>\nfoo\n<|user|>\ny\n<|assistant|>\n foo"
+    tokens = plain.encode(messages).tokens
+    assert tokenizer.decode(tokens) == space + text
+    assert plain.prompt(messages[:1]).tolist() == tokens[: len(plain.prompt(messages[:1]))].tolist()
+    monkeypatch.setattr("jaxdist.data.documents.PIECE_BYTES", 16)
+    long = "return x\n" * 5 + "def foo()"
+    (tmp_path / "long.txt").write_text(long)
+    data = DataConfig(sources=[str(tmp_path / "long.txt")], tokenizer=name, eval_fraction=0.0)
+    rows, _ = open_datasets(data, seq_len=4)
+    corpus = rows.parts[0].corpus
+    assert tokenizer.decode(corpus.tokens(0, corpus.num_tokens)) == space + long
+
+
+def test_completions_of_an_old_run_keep_their_pieces_with_a_warning(folder, tmp_path, caplog):
+    name = spaced_tokenizer(folder, tmp_path / "tokenizer", "metaspace")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "def f", "completion": "oo()"}) + "\n")
+    settings = {"sources": [str(path)], "records": "completion", "tokenizer": name}
+    texts = []
+    for text_format in (1, 2):
+        data = DataConfig(**settings, eval_fraction=0.0, text_format=text_format)
+        rows, _ = open_datasets(data, seq_len=16)
+        tokens = rows.parts[0].corpus.tokens(0, rows.parts[0].corpus.num_tokens)
+        texts.append(rows.tokenizer.decode(tokens))
+        assert rows.parts[0].corpus.tokenizer.text_format == text_format
+    assert texts == ["def f oo()", "def foo()"]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

@@ -26,7 +26,13 @@ import numpy as np
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
-from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, begin_text, token_texts
+from jaxdist.data.tokenizer import (
+    FileTokenizer,
+    Tokenizer,
+    begin_text,
+    encode_pieces,
+    token_texts,
+)
 from jaxdist.runtime.storage import Location, locate
 
 ROLES = ("system", "user", "assistant")
@@ -105,8 +111,8 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
 def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
     """`prompt`, then `completion` and the end token, tokens and weights [length].
 
-    Only the completion and the end token have weight 1. Prompt and completion are tokenised apart,
-    as the prompt is when text is generated.
+    Only the completion and the end token have weight 1. The prompt is encoded alone, as when text
+    is generated.
 
     Raises:
         BadRecord: one of them is missing or no text, or there is nothing to learn.
@@ -117,7 +123,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
             raise BadRecord(f"has no text {field!r} (it has: {have}).")
     if not record["completion"].strip():
         raise BadRecord("has an empty completion. Repair or remove the line.")
-    prompt, completion = tokenizer.encode_batch([record["prompt"], record["completion"]])
+    prompt, completion = encode_pieces(tokenizer, [record["prompt"], record["completion"]])
     prompt = begin_text(tokenizer, prompt)
     return _joined([(prompt, 0), (completion, 1), (_end(tokenizer), 1)])
 
@@ -150,7 +156,7 @@ class PlainTemplate:
             else:
                 texts[-1] += message["content"]
         parts: list[tuple[np.ndarray, int]] = []
-        for number, tokens in enumerate(self._tokenizer.encode_batch(texts)):
+        for number, tokens in enumerate(encode_pieces(self._tokenizer, texts)):
             tokens = tokens if number else begin_text(self._tokenizer, tokens)
             parts.append((tokens, int(number in answers)))
             if number in answers:

@@ -51,9 +51,9 @@ class DataConfig:
     )
     text_format: int = setting(
         TEXT_FORMAT,
-        "how a text begins. 2: with the tokens that the tokenizer's post-processor "
-        "puts there; 1: without them, as in runs and token folders that carry no "
-        "text_format, which keep it",
+        "how texts are tokenized. 2: they begin with the tokens of the tokenizer's "
+        "post-processor, and pieces such as prompt and completion decode to the whole text; "
+        "1: neither, as in runs and token folders that carry no text_format, which keep it",
         ge=1,
         le=2,
     )

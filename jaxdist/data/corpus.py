@@ -39,7 +39,6 @@ from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
-    TEXT_FORMAT,
     TOKENIZER_FILES,
     FileTokenizer,
     Tokenizer,
@@ -319,7 +318,7 @@ def _fill(
         digest.update(weights.digest.digest())
     about = {
         "format": FORMAT,
-        "text_format": TEXT_FORMAT if tokenizer.begin_ids else OLD_TEXT_FORMAT,
+        "text_format": tokenizer.text_format,
         "dtype": dtype.str,
         "num_tokens": shards.num_tokens,
         "num_documents": len(all_ends),

@@ -250,14 +250,19 @@ def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Co
 
 
 def _warn_of_starts(config: DataConfig, sources: list[str], corpora: list[Corpus]) -> None:
-    """Warn of texts that lack the tokens with which the tokenizer begins each text."""
-    begin = load_tokenizer(config.tokenizer_name, config.eos_token).begin_ids
+    """Warn of texts whose old rule differs from the one that the tokenizer's files specify."""
+    new = load_tokenizer(config.tokenizer_name, config.eos_token)
     for source, corpus in zip(sources, corpora, strict=True):
-        if tuple(corpus.tokenizer.begin_ids) != begin:
+        used, old = corpus.tokenizer, []
+        if used.begin_ids != new.begin_ids:
+            old.append(f"do not begin with token {' '.join(map(str, new.begin_ids))}")
+        if corpus.weighted and used.marks_start != new.marks_start:
+            old.append("have a space more in front of each answer")
+        if old:
             log.warning(
-                "texts of %s do not begin with token %s, as the tokenizer specifies: they keep "
-                "data.text_format=%d. Tokenize the text in a new run or token folder to change it",
-                source, " ".join(map(str, begin)), OLD_TEXT_FORMAT,
+                "texts of %s %s, unlike the tokenizer specifies: they keep data.text_format=%d. "
+                "Tokenize the text in a new run or token folder to change it",
+                source, " and ".join(old), OLD_TEXT_FORMAT,
             )  # fmt: skip
 
 

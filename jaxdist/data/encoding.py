@@ -19,7 +19,7 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
-from jaxdist.data.tokenizer import Tokenizer, begin_text
+from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 
 BATCH_CHARACTERS = 4 << 20
 """Text given to the tokenizer at once, so that it can use all cores."""
@@ -63,7 +63,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, text_field: str):
         self.tokenizer, self._text_field = tokenizer, text_field
-        self.identity = [tokenizer.fingerprint, text_field, *map(str, tokenizer.begin_ids)]
+        self.identity = [tokenizer.fingerprint, text_field, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
@@ -83,7 +83,11 @@ class TextEncoder:
         ends, total = [], 0
         encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
-            tokens = begin_text(self.tokenizer, piece_tokens) if self._is_start else piece_tokens
+            tokens = piece_tokens
+            if self._is_start:
+                tokens = begin_text(self.tokenizer, tokens)
+            elif self.tokenizer.marks_start:
+                tokens = encode_after(self.tokenizer, "\n.", piece.text)
             self._is_start = piece.last
             parts.append(tokens)
             total += len(tokens)
@@ -107,7 +111,7 @@ class RecordEncoder:
         self.tokenizer, self.template = tokenizer, template
         self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
-        self.identity = [tokenizer.fingerprint, kind, *map(str, tokenizer.begin_ids)]
+        self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
@@ -151,6 +155,11 @@ def make_encoder(
         return TextEncoder(tokenizer, text_field)
     template = load_template(chat_template, tokenizer) if records == "chat" else None
     return RecordEncoder(tokenizer, template)
+
+
+def _rules(tokenizer: Tokenizer) -> list[str]:
+    """Names of the rules for the starts of texts and pieces; [] if they change no token."""
+    return [*map(str, tokenizer.begin_ids), *["pieces-1"] * tokenizer.marks_start]
 
 
 def _batches(

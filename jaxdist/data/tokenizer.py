@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 
 
 OLD_TEXT_FORMAT, TEXT_FORMAT = 1, 2
-"""Values of `data.text_format`: without and with the tokens that begin each text."""
+"""Values of `data.text_format`: the old rule, and texts as the tokenizer's files specify them."""
 
 
 class ByteTokenizer:
@@ -51,6 +51,8 @@ class ByteTokenizer:
         end_id: token put after each document, or None.
         bos_id: token that begins a text, or None; for models that are exported.
         begin_ids: tokens that the post-processor puts in front of each text.
+        text_format: rule of `data.text_format` for texts; bytes are the same under both.
+        marks_start: whether each encoded piece gets a space in front, as with sentencepiece.
         stop_ids: tokens at which generation stops.
         fingerprint: changes whenever the same text could become other tokens.
     """
@@ -61,6 +63,8 @@ class ByteTokenizer:
     end_id: int | None = 0
     bos_id: int | None = None
     begin_ids: tuple[int, ...] = ()
+    text_format = OLD_TEXT_FORMAT
+    marks_start = False
     stop_ids = frozenset({0})
     fingerprint = "bytes-end0"
 
@@ -89,6 +93,8 @@ class FileTokenizer:
         files: name -> content of the file and of those next to it.
         settings: what `tokenizer_config.json` holds.
     """
+
+    text_format = TEXT_FORMAT
 
     def __init__(self, path: str | os.PathLike[str], eos_token: str = ""):
         """Read the files.
@@ -144,6 +150,8 @@ class FileTokenizer:
         is_added = encoded.special_tokens_mask
         start = is_added.index(0) if 0 in is_added else 0
         self.begin_ids = tuple(encoded.ids[:start])
+        one, two = self.encode("a"), self.encode("aa")
+        self.marks_start = self.decode([*one, *one]) != self.decode(two)
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
@@ -179,10 +187,38 @@ def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([np.array(begin, np.uint32), tokens])
 
 
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
+    """Encode pieces of one text so that their tokens together decode to the text.
+
+    Each piece is encoded alone, as a prompt is when text is generated. If the tokenizer marks the
+    start of a text, a later piece is encoded after the previous piece, or after a character that
+    shares no token with it, and only the tokens of the piece are kept.
+
+    Returns:
+        Tokens of each piece, unsigned [length].
+    """
+    encoded = tokenizer.encode_batch(pieces)
+    if tokenizer.marks_start:
+        for number in range(1, len(pieces)):
+            if before := pieces[number - 1]:
+                encoded[number] = encode_after(tokenizer, (before, "\n", "."), pieces[number])
+    return encoded
+
+
+def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
+    """Tokens of `text`, unsigned [length], after the first of `before` that ends at a token."""
+    for start in before:
+        first, both = tokenizer.encode_batch([start, start + text])
+        if len(first) and np.array_equal(both[: len(first)], first):
+            return both[len(first) :]
+    return tokenizer.encode(text)
+
+
 def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMAT) -> Tokenizer:
     """The tokenizer of this name, as `data.tokenizer` gives it once `auto` is decided.
 
-    With `text_format=1` no token begins a text, as in runs of earlier versions.
+    With `text_format=1` no token begins a text and pieces are encoded alone, as in runs of earlier
+    versions.
 
     Raises:
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
@@ -191,7 +227,8 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
         tokenizer = FileTokenizer(tokenizer_file(name), eos_token)
         tokenizer.name = name if name in BUILT_IN else tokenizer.name
         if text_format == OLD_TEXT_FORMAT:
-            tokenizer.begin_ids = ()
+            tokenizer.text_format, tokenizer.begin_ids = text_format, ()
+            tokenizer.marks_start = False
         return tokenizer
     if eos_token:
         raise ConfigError(
