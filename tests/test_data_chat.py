@@ -23,11 +23,16 @@ from jaxdist.data.corpus import Corpus
 THINKING = """\
 {{- bos_token }}
 {%- for message in messages %}
-{%- set said = message['content'].split('</think>')[-1] | trim %}
-{%- if loop.last and message['role'] == 'assistant' %}{% set said = '<think>\\n\\n</think>\\n\\n' + said %}{% endif %}
+{%- set said = message['content'] | trim %}
+{%- if message['role'] == 'assistant' %}
+{%- set thought = said.split('</think>')[0].split('<think>')[-1] if '</think>' in said else '' %}
+{%- set said = said.split('</think>')[-1] | trim %}
+{%- if loop.last %}{% set said = '<think>' + thought + '</think>\\n\\n' + said %}{% endif %}
+{%- endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' + said + '<|im_end|>\\n' }}
 {%- endfor %}
-"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
 TALKS = [
     [("user", "What is a mesh?"), ("assistant", "Devices with names.")],
     [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hi\n"), ("user", "Bye"),
@@ -127,9 +132,43 @@ def test_answers_are_found_where_a_template_trims_and_rearranges_them(folder, tm
     talk = [("user", "Hi "), ("assistant", "<think>hm</think> Hi"), ("user", "Hi"),
             ("assistant", " Hi Hi  ")]  # fmt: skip
     messages = conversation(talk)["messages"]
-    tokens, weights = load_template("auto", tokenizer).encode(messages)
-    assert learned(tokenizer, tokens, weights) == ["Hi<|im_end|>", "Hi Hi<|im_end|>"]
+    template = load_template("auto", tokenizer)
+    tokens, weights = template.encode(messages)
+    thinking = "<think></think>\n\n"
+    assert learned(tokenizer, tokens, weights) == ["Hi<|im_end|>", f"{thinking}Hi Hi<|im_end|>"]
     assert tokens[0] == tokenizer._inner.token_to_id("<|endoftext|>")
+    assert tokens[: len(prompt := template.prompt(messages[:3]))].tolist() == prompt.tolist()
+    assert weights[len(prompt)] and not weights[len(prompt) - 1]
+    old = load_tokenizer(tokenizer.name, text_format=1)
+    assert learned(old, *load_template("auto", old).encode(messages))[1] == "Hi Hi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("header", "written", "expected"),
+    [  # the end of a generation prompt, and what the template writes before an answer
+        ("[a]", "[a]<think></think>", ["<think></think>No.<|im_end|>"] * 2),
+        ("[a]<think>", "[a]<think>", ["No.<|im_end|>"] * 2),
+        ("[a]<think>", "[a]", ["No.<|im_end|>"] * 2),  # the answer does not think
+        ("", "[a]", ["[a]No.<|im_end|>"] * 2),  # the generation prompt is ignored
+        ("[a]", "[a]<think></think>{{ loop.last }} ", [
+            "<think></think>False No.<|im_end|>", "<think></think>True No.<|im_end|>"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("moved", [False, True])
+def test_prompt_and_answer_add_up_to_the_text(folder, tmp_path, header, written, expected, moved):
+    """With `moved` the last question is written differently, as templates with tools do."""
+    mark = "{% if loop.index0 == messages | length - 2 or loop.last %}!{% endif %}" if moved else ""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}" + mark + "[u]{{ m.content }}{% else %}"
+        + written + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + header + "{% endif %}"
+    )  # fmt: skip
+    tokenizer = load_template_tokenizer(with_template(folder, tmp_path, source, "file"))
+    talk = [("user", "Hi"), ("assistant", "No."), ("user", "Hm"), ("assistant", "No.")]
+    tokens, weights = load_template("auto", tokenizer).encode(conversation(talk)["messages"])
+    if moved and not header:
+        expected = ["No.<|im_end|>", *expected[1:]]
+    assert learned(tokenizer, tokens, weights) == expected
 
 
 def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folder, tmp_path):
@@ -139,7 +178,7 @@ def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folde
     messages = conversation(TALKS[0])["messages"]
     tokens, weights = load_template("auto", tokenizer).encode(messages)
     assert tokens[-1] == tokenizer.end_id and weights[-1] == 1
-    assert learned(tokenizer, tokens, weights) == [TALKS[0][-1][1], "<|im_end|>"]
+    assert learned(tokenizer, tokens, weights) == ["[assistant] " + TALKS[0][-1][1], "<|im_end|>"]
 
 
 def test_the_plain_template_is_what_its_description_shows():

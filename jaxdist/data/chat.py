@@ -27,6 +27,7 @@ import numpy as np
 from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import (
+    OLD_TEXT_FORMAT,
     FileTokenizer,
     Tokenizer,
     begin_text,
@@ -171,9 +172,10 @@ class PlainTemplate:
 class JinjaTemplate:
     """A tokenizer's own template, as Hugging Face's `apply_chat_template` renders it.
 
-    What the assistant says is found by rendering the conversation once more with something else in
-    its place: what changed is the answer, however the template trims or rearranges it. The special
-    token that follows it is learned too. Deviation: the template knows no date of today
+    An answer is learned from the end of its generation prompt, so that prompt and answer add up to
+    the whole text, with any `<think>` block that the template writes. It ends where rendering the
+    conversation with another answer gives the same text again, however the template trims it. The
+    special token that follows is learned too. Deviation: the template knows no date of today
     (`strftime_now`), because data must not depend on the day.
     """
 
@@ -184,7 +186,8 @@ class JinjaTemplate:
             ConfigError: the template is broken.
         """
         self.name = name
-        told = json.dumps([source, variables, "v2"], sort_keys=True)
+        rule = "v2" if tokenizer.text_format == OLD_TEXT_FORMAT else "v3"
+        told = json.dumps([source, variables, rule], sort_keys=True)
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
@@ -204,11 +207,14 @@ class JinjaTemplate:
             BadRecord: the conversation does not fit the template.
         """
         text = self._rendered(messages)
-        spans = [
-            self._span(text, messages, number)
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+        spans: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start, stop = self._span(text, messages, number)
+                if self._tokenizer.text_format != OLD_TEXT_FORMAT:
+                    after = spans[-1][1] if spans else 0
+                    start = self._prompt_end(text, messages[:number], after, start, stop)
+                spans.append((start, stop))
         tokens, offsets, special = self._tokenizer.encode_spans(text)
         weights = np.zeros(len(tokens), np.uint8)
         ended = True
@@ -269,6 +275,34 @@ class JinjaTemplate:
                 "of it. Use data.chat_template=plain."
             )
         return start, stop
+
+    def _prompt_end(
+        self, text: str, messages: Sequence[Message], after: int, start: int, stop: int
+    ) -> int:
+        """Return where an answer begins in a conversation's `text`.
+
+        It is the end of the generation prompt for the `messages` before it. If the template writes
+        those differently in `text`, it is the end of the prompt's header, such as
+        `<|im_start|>assistant`, or of the part of it that `text` has. Otherwise it is `start`.
+
+        Args:
+            text: the whole conversation.
+            messages: those before the answer.
+            after: end of the previous answer in `text`.
+            start: first character of the answer's content in `text`.
+            stop: end of the answer's content in `text`.
+        """
+        try:
+            prompt = self._rendered(messages, asks=True)
+            header = prompt[_common(prompt, self._rendered(messages)) :]
+        except BadRecord:  # the template needs the answer
+            return start
+        if text.startswith(prompt):
+            return len(prompt) if len(prompt) < stop else start
+        if (at := text.rfind(header, after, start)) >= 0:
+            return at + len(header)
+        common = _common(text, prompt)
+        return min(common, start) if common > len(prompt) - len(header) else start
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         try:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from jaxdist.core.settings import ConfigError, problems_of
+from jaxdist.data.chat import JinjaTemplate
 from jaxdist.data.config import DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
@@ -158,7 +159,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     others = [_open_corpus(source, encoder) for source in config.eval_sources]
     sources = [*config.sources, *config.eval_sources]
     _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
-    _warn_of_starts(config, sources, [*opened, *others])
+    _warn_of_old_rules(config, encoder, sources, [*opened, *others])
     packing = _packing(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
@@ -249,7 +250,9 @@ def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Co
         raise ConfigError(problems)
 
 
-def _warn_of_starts(config: DataConfig, sources: list[str], corpora: list[Corpus]) -> None:
+def _warn_of_old_rules(
+    config: DataConfig, encoder: Encoder, sources: list[str], corpora: list[Corpus]
+) -> None:
     """Warn of texts whose old rule differs from the one that the tokenizer's files specify."""
     new = load_tokenizer(config.tokenizer_name, config.eos_token)
     for source, corpus in zip(sources, corpora, strict=True):
@@ -258,10 +261,12 @@ def _warn_of_starts(config: DataConfig, sources: list[str], corpora: list[Corpus
             old.append(f"do not begin with token {' '.join(map(str, new.begin_ids))}")
         if corpus.weighted and used.marks_start != new.marks_start:
             old.append("have a space more in front of each answer")
+        if isinstance(encoder.template, JinjaTemplate) and used.text_format == OLD_TEXT_FORMAT:
+            old.append("may leave unlearned what the template writes before an answer (<think>)")
         if old:
             log.warning(
-                "texts of %s %s, unlike the tokenizer specifies: they keep data.text_format=%d. "
-                "Tokenize the text in a new run or token folder to change it",
+                "texts of %s %s, unlike the tokenizer's files specify: they keep "
+                "data.text_format=%d. Tokenize the text in a new run or token folder to change it",
                 source, " and ".join(old), OLD_TEXT_FORMAT,
             )  # fmt: skip
 
