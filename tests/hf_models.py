@@ -65,3 +65,11 @@ def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: floa
             values = values.astype(dtype)
             tensors[source.name] = safetensors.Tensor(values.shape, values.dtype, [values])
     safetensors.write(path / "model.safetensors", tensors, {})
+
+
+def rewrite_tensors(path: Path, change) -> None:
+    """Change a directory's tensors, name -> values, in place."""
+    values = {name: tensor.read() for name, tensor in safetensors.open_all(path).items()}
+    change(values)
+    tensors = {name: safetensors.Tensor(x.shape, x.dtype, [x]) for name, x in values.items()}
+    safetensors.write(path / "model.safetensors", tensors, {})

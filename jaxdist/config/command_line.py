@@ -19,8 +19,7 @@ from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
 from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
-from jaxdist.models.huggingface.families import read_config
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
@@ -194,7 +193,7 @@ def _run_of_model(start: str) -> RunConfig:
     name = hub.short_name(start) if is_hub else folder.absolute().name
     return RunConfig(
         name=re.sub(r"[^\w.+-]", "-", name).lstrip(".+-") or "tuned",
-        model=read_config(read_json(folder)),
+        model=read_model(folder),
         data=DataConfig(tokenizer=start if is_hub else str(folder / "tokenizer.json")),
         optim=OptimConfig(peak_lr=_TUNING_LR),
     )

@@ -28,8 +28,8 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
-from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
-from jaxdist.models.huggingface.families import left_out, read_config
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_json, read_model
+from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
@@ -297,7 +297,7 @@ class RunConfig:
         if not self.init_from or not is_model(self.init_from):
             return found
         try:
-            stored = read_config(read_json(folder_of(self.init_from)))
+            stored = read_model(folder_of(self.init_from))
         except ConfigError as error:
             return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
         if self.model.kind != stored.kind:
@@ -305,10 +305,11 @@ class RunConfig:
                 f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
                 f"{stored.kind}. Leave model.kind out."
             ]
-        free = {"dropout", "attention_dropout", "attention", "init_std"}
+        # Weights decide whether the head is tied, and loading checks it.
+        free = {"dropout", "attention_dropout", "attention", "init_std", "tie_embeddings"}
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
         if self.reinit_params:  # a head or table of another size; loading sees the rest
-            free |= {"vocab_size", "tie_embeddings"}
+            free |= {"vocab_size"}
         return [
             f"model.{field.name}={getattr(self.model, field.name)} is not what the weights of "
             f"init_from={self.init_from!r} were made for: its config.json gives "

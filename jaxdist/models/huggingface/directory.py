@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -17,6 +18,12 @@ from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, locate, url_problem
 
+log = logging.getLogger("jaxdist")
+
+HEAD = "lm_head.weight"
+"""Tensor of an output head that is not the embedding table."""
+
+_COMPARED_ROWS = 4096  # of two tables, at a time
 _CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
 
 
@@ -58,6 +65,20 @@ def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
 
 
+def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
+    """Return the settings of a directory's model, as `open_weights` does if its weights are there.
+
+    Raises:
+        ConfigError: an unsupported model.
+    """
+    theirs = read_json(folder)
+    model = read_config(theirs)
+    try:
+        return _resolve_head(model, theirs["model_type"], safetensors.open_all(folder))[0]
+    except ConfigError:  # not fetched yet, or damaged: loading them reports it
+        return model
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """The tensors of a directory.
@@ -90,8 +111,15 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
             dropped; files that are cut short.
     """
     theirs = read_json(folder)
-    model = read_config(theirs)
-    tensors = safetensors.open_all(folder)
+    config = read_config(theirs)
+    model, tensors = _resolve_head(config, theirs["model_type"], safetensors.open_all(folder))
+    if model != config:
+        log.warning(
+            "%s: config.json sets tie_word_embeddings, but %s differs from the embedding table. "
+            "Both are loaded, and the head is not tied.",
+            folder,
+            HEAD,
+        )
     listed: dict[str, list[Piece]] = {}
     for piece in pieces(model, theirs["model_type"]):
         listed.setdefault(piece.name, []).append(_found(piece, tensors))
@@ -111,22 +139,49 @@ def _found(piece: Piece, tensors: dict[str, safetensors.StoredTensor]) -> Piece:
     return dataclasses.replace(piece, sources=tuple(renamed))
 
 
+def _resolve_head(
+    model: DecoderConfig, family: str, tensors: dict[str, safetensors.StoredTensor]
+) -> tuple[DecoderConfig, dict[str, safetensors.StoredTensor]]:
+    """Decide whether the head of a tied model is tied, as transformers 5 does.
+
+    Returns:
+        The model, untied if the stored head differs from the embedding table, and the tensors. A
+        tied head without a table is the table.
+    """
+    head = tensors.get(HEAD)
+    if not model.tie_embeddings or head is None:
+        return model, tensors
+    name = _found(next(pieces(model, family)), tensors).theirs[0]
+    if name not in tensors:
+        return model, {**tensors, name: head}
+    pair = (head, tensors[name])
+    is_equal = head.shape == tensors[name].shape and all(
+        np.array_equal(*(x.read((slice(first, first + _COMPARED_ROWS),)) for x in pair))
+        for first in range(0, head.shape[0], _COMPARED_ROWS)
+    )
+    return dataclasses.replace(model, tie_embeddings=is_equal), tensors
+
+
 def _check_complete(
     listed: list[Piece], tensors: dict[str, safetensors.StoredTensor], model: DecoderConfig
 ) -> None:
     """Refuse missing tensors, tensors of other shapes, and tensors that would be dropped."""
     needed = {source.name: source.shape for piece in listed for source in piece.sources}
-    problems = [f"tensor {name} is missing." for name in sorted(needed.keys() - tensors.keys())]
+    fix = {HEAD: " If the embedding table is the head, set tie_word_embeddings in config.json."}
+    problems = [
+        f"tensor {name} is missing.{fix.get(name, '')}"
+        for name in sorted(needed.keys() - tensors.keys())
+    ]
     problems += [
         f"tensor {name} is {list(tensors[name].shape)}, and config.json describes {list(shape)}."
         for name, shape in sorted(needed.items())
         if name in tensors and tensors[name].shape != shape
     ]
-    tied = ("lm_head.weight",) if model.tie_embeddings else ()
+    tied = {HEAD} if model.tie_embeddings else set()
     problems += [
         f"tensor {name} has no place in the model that config.json describes."
-        for name in sorted(tensors.keys() - needed.keys())
-        if not name.endswith((*_CONSTANTS, *tied))
+        for name in sorted(tensors.keys() - needed.keys() - tied)
+        if not name.endswith(_CONSTANTS)
     ]
     if problems:
         raise ConfigError(problems[:20])

@@ -1,0 +1,85 @@
+"""Hugging Face directories that contradict themselves: load what transformers loads, or reject."""
+
+import json
+
+import numpy as np
+import pytest
+from decoders import FAMILIES, VARIANTS, logits_of, random_tokens
+from hf_models import rewrite_tensors, write_model
+from refusals import refused
+from test_convert_hf import SEQ, TOLERANCE, change, tree_of
+
+from jaxdist.models import build
+from jaxdist.models.huggingface.directory import open_weights, read_model
+from jaxdist.tools.convert.__main__ import main
+
+TABLES = {"llama3.1": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
+
+
+def transformers_logits(path, tokens):
+    """Logits of the directory as transformers loads it."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+def our_logits(path, tokens):
+    return logits_of(build(read_model(path), seq_len=SEQ), tree_of(path), {"tokens": tokens})
+
+
+def check_logits(path) -> None:
+    """Compare logits with those of transformers."""
+    tokens = random_tokens(2, SEQ)
+    expected = transformers_logits(path, tokens)
+    np.testing.assert_allclose(our_logits(path, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+# --- tie_word_embeddings and lm_head.weight
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("case", ["differs", "equal", "head_only"])
+def test_a_tied_model_with_a_head_has_the_logits_of_transformers(tmp_path, name, case):
+    write_model(tmp_path / "in", FAMILIES[name], scale=0.1)
+
+    def add_head(tensors):
+        head = tensors[TABLES[name]].copy()
+        if case == "differs":
+            head[-1, -1] += 1.0  # the last value of the last row
+        tensors["lm_head.weight"] = head
+        if case == "head_only":
+            del tensors[TABLES[name]]
+
+    rewrite_tensors(tmp_path / "in", add_head)
+    is_tied = case != "differs"
+    assert read_model(tmp_path / "in").tie_embeddings == is_tied
+    assert ("params/head/kernel" in open_weights(tmp_path / "in").pieces) == (not is_tied)
+    check_logits(tmp_path / "in")
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] == is_tied
+    check_logits(tmp_path / "out")
+
+
+def test_a_gemma_keeps_a_head_that_differs(tmp_path):
+    write_model(tmp_path, VARIANTS["gemma2"], scale=0.1)
+    rewrite_tensors(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": -tensors["model.embed_tokens.weight"]}),
+    )
+    check_logits(tmp_path)
+
+
+def test_heads_without_a_place_are_rejected(tmp_path):
+    write_model(tmp_path, FAMILIES["llama3.1"])
+    head = np.zeros((97, 32), np.float32)
+    rewrite_tensors(tmp_path, lambda tensors: tensors.update({"model.lm_head.weight": head}))
+    with refused("model.lm_head.weight"):
+        open_weights(tmp_path)
+    rewrite_tensors(tmp_path, lambda tensors: tensors.pop("model.lm_head.weight"))
+    change(tmp_path, tie_word_embeddings=False)
+    with refused("lm_head.weight is missing", "tie_word_embeddings"):
+        open_weights(tmp_path)
