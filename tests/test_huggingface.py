@@ -241,7 +241,7 @@ def test_the_index_says_what_is_read_and_a_stray_file_never_wins(tmp_path, caplo
     write_tensor(tmp_path / "model-1.safetensors", "a", 1.0)
     write_tensor(tmp_path / "model-2.safetensors", "b", 2.0)
     write_tensor(tmp_path / "stray.safetensors", "a", 9.0)
-    with refused("model-1.safetensors", "stray.safetensors", "hold a"):
+    with refused("model-1.safetensors", "stray.safetensors", safetensors.INDEX):
         safetensors.open_all(tmp_path)
     index = tmp_path / safetensors.INDEX
     places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}

@@ -1,6 +1,7 @@
 """Hugging Face directories that contradict themselves: load what transformers loads, or reject."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from refusals import refused
 from test_convert_hf import SEQ, TOLERANCE, change, tree_of
 
 from jaxdist.models import build
+from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.directory import open_weights, read_model
 from jaxdist.tools.convert.__main__ import main
 
@@ -83,3 +85,67 @@ def test_heads_without_a_place_are_rejected(tmp_path):
     change(tmp_path, tie_word_embeddings=False)
     with refused("lm_head.weight is missing", "tie_word_embeddings"):
         open_weights(tmp_path)
+
+
+# --- several sets of weights
+
+
+def write_shards(path, scale: float, *, without: str = "") -> None:
+    """Write a model's weights times `scale` as shards with an index, without `model.safetensors`.
+
+    The index does not name the tensor `without`.
+    """
+    write_model(path, FAMILIES["llama2"], scale=scale)
+    tensors = safetensors.open_all(path)
+    stored = {n: safetensors.Tensor(t.shape, t.dtype, [t.read()]) for n, t in tensors.items()}
+    (path / safetensors.SINGLE).unlink()
+    safetensors.write_shards(path, stored, 4e-5, {})
+    index = json.loads((path / safetensors.INDEX).read_text())
+    index["weight_map"].pop(without, None)
+    (path / safetensors.INDEX).write_text(json.dumps(index))
+
+
+def test_a_single_file_wins_over_an_index(tmp_path):
+    write_shards(tmp_path, scale=0.05)
+    assert len(safetensors.indexed_files(safetensors.locate(tmp_path))) > 1
+    write_model(tmp_path, FAMILIES["llama2"], scale=0.1)
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        shutil.copy(tmp_path / "config.json", tmp_path / name)  # not weights: a read would fail
+    assert {t.file.name for t in open_weights(tmp_path).tensors.values()} == {safetensors.SINGLE}
+    check_logits(tmp_path)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_not_dropped(tmp_path):
+    write_shards(tmp_path, scale=0.1, without="lm_head.weight")
+    check_logits(tmp_path)
+    change(tmp_path, tie_word_embeddings=True)
+    assert not read_model(tmp_path).tie_embeddings
+    check_logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"], "-of-00003"),
+        (["weights.safetensors", "pytorch_model.bin"], "pytorch_model.bin"),
+        (["weights.safetensors", "pytorch_model.bin.index.json"], "pytorch_model.bin.index.json"),
+        (["pytorch_model.bin"], "pytorch_model.bin"),
+        (["model.safetensors", "adapter_config.json"], "adapter_config.json"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_an_ambiguous_set_of_weights_is_rejected(tmp_path, files, reason):
+    write_model(tmp_path, FAMILIES["llama2"])
+    content = (tmp_path / safetensors.SINGLE).read_bytes()
+    (tmp_path / safetensors.SINGLE).unlink()
+    for name in files:
+        (tmp_path / name).write_bytes(content)
+    with refused(reason):
+        open_weights(tmp_path)
+
+
+def test_one_file_of_another_name_is_read(tmp_path):
+    write_model(tmp_path, FAMILIES["llama2"])
+    before = set(open_weights(tmp_path).tensors)
+    (tmp_path / safetensors.SINGLE).rename(tmp_path / "weights.safetensors")
+    assert set(open_weights(tmp_path).tensors) == before

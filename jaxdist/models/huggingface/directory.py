@@ -48,10 +48,9 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Locatio
     name = os.fspath(path)
     folder = locate(hub.fetch(name, ("config.json", safetensors.INDEX, *TOKENIZER_FILES)))
     if weights:
-        files = safetensors.indexed_files(folder) or ["model.safetensors"]
-        hub.fetch(name, tuple(files))
-        if not any((folder / file).exists() for file in files):  # another name, and no index
-            hub.fetch(name, ("*.safetensors",))
+        hub.fetch(name, (safetensors.SINGLE,))
+        if not (folder / safetensors.SINGLE).exists():  # shards, or another name and no index
+            hub.fetch(name, tuple(safetensors.indexed_files(folder)) or ("*.safetensors",))
     return folder
 
 

@@ -31,6 +31,9 @@ from jaxdist.runtime.storage import BLOCK_BYTES, Location, locate
 
 log = logging.getLogger("jaxdist")
 
+SINGLE = "model.safetensors"
+"""The file of a model that is stored in one."""
+
 INDEX = "model.safetensors.index.json"
 """Which file of a directory holds which tensor, by Hugging Face's convention."""
 
@@ -120,7 +123,7 @@ def write_shards(
     count = len(groups)
     files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
-        files = ["model.safetensors"]
+        files = [SINGLE]
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with Progress("writing weights", total, "B") as progress:
         for file, group in zip(files, groups, strict=True):
@@ -205,30 +208,38 @@ class StoredTensor:
 
 
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Every tensor of a model directory.
+    """Open every tensor of a model directory, from the files that transformers would load.
 
-    Those that its index names, from the files that it names; without an index those of
-    `model.safetensors`, else of all its safetensors files. What lies beside them is not read.
+    These are `model.safetensors`, else the files that the index names. A directory with neither
+    may hold one safetensors file. Other files are not read.
 
     Raises:
-        ConfigError: there is no such file, a header is malformed, or tensors are missing or double.
+        ConfigError: without an index there is no such file, several, or one next to another
+            format; there is an adapter; a header is malformed; tensors are missing or duplicate.
     """
     directory = locate(directory)
-    present = [name for name in directory.entries() if name.endswith(".safetensors")]
-    if not present:
+    entries = directory.entries()
+    if "adapter_config.json" in entries:
         raise ConfigError(
-            f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
-            "safe_serialization=True) or name its directory."
+            f"{directory} holds adapter_config.json: transformers would add the adapter to the "
+            "weights. Merge the adapter (merge_and_unload), or remove its files."
         )
-    places = _read_index(directory)
-    single = ["model.safetensors"] if "model.safetensors" in present else present
+    present = [name for name in entries if name.endswith(".safetensors")]
+    places = {} if SINGLE in present else _read_index(directory)
+    others = [name for name in entries if name.startswith("pytorch_model")]
+    if not places and SINGLE not in present and (len(present) != 1 or others):
+        raise ConfigError(
+            f"{directory} holds neither {SINGLE} nor {INDEX}, but {[*present, *others][:5]}. Save "
+            "the model with save_pretrained(..., safe_serialization=True), or add the index."
+        )
+    single = [SINGLE] if SINGLE in present else present
     files = sorted(set(places.values())) if places else single
-    if unread := [name for name in present if name not in files]:
+    if unread := [name for name in [*present, *others] if name not in files]:
         log.info("%s: not read, as no part of the model: %s", directory, ", ".join(unread))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in _open(directory / file).items():
-            if places and places.get(name) != file:
+            if places.get(name, file) != file:
                 continue
             if name in tensors:
                 raise ConfigError(
@@ -244,7 +255,7 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def indexed_files(directory: Location) -> list[str]:
-    """Names of the files that the directory's index names; [] without an index."""
+    """Return the files that the directory's index names; [] without an index."""
     return sorted(set(_read_index(directory).values()))
 
 
