@@ -275,7 +275,7 @@ WRONG = {
     "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),
     "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "has no place in the model"),
     "no_config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),
-    "no_weights": (lambda p: (p / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
+    "no_weights": (lambda p: (p / "model.safetensors").unlink(), "holds neither"),
     "cut_short": (
         lambda p: (p / "model.safetensors").write_bytes(
             (p / "model.safetensors").read_bytes()[:-9]
