@@ -19,18 +19,18 @@ _LLAMA = {
     "num_hidden_layers": int,
     "num_attention_heads": int,
     "intermediate_size": int,
-    "max_position_embeddings": int,
-    "rms_norm_eps": float,
 }
 _GPT2 = {
     "vocab_size": int,
     "n_embd": int,
     "n_layer": int,
     "n_head": int,
-    "n_positions": int,
-    "layer_norm_epsilon": float,
 }
 _OPTIONAL = {
+    "max_position_embeddings": int,
+    "n_positions": int,
+    "rms_norm_eps": float,
+    "layer_norm_epsilon": float,
     "num_key_value_heads": int,
     "head_dim": int,
     "sliding_window": int,
@@ -56,6 +56,39 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
 }
 """Optional keys of one family."""
 
+_DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, num_key_value_heads=None,
+    head_dim=None, sliding_window=None, tie_word_embeddings=False, attention_bias=False,
+    mlp_bias=False,
+)  # fmt: skip
+_QWEN_DEFAULTS = dict(_DEFAULTS, max_position_embeddings=32768, num_key_value_heads=32)
+_GEMMA_DEFAULTS = dict(
+    _DEFAULTS, max_position_embeddings=131072, num_key_value_heads=4, head_dim=256,
+    sliding_window=4096, tie_word_embeddings=True, query_pre_attn_scalar=256,
+    final_logit_softcapping=None, attn_logit_softcapping=None,
+)  # fmt: skip
+DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
+    llama=_DEFAULTS,
+    mistral=dict(
+        _DEFAULTS, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
+    ),
+    phi3=dict(_DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5),
+    olmo2=dict(_DEFAULTS, rms_norm_eps=1e-5),
+    qwen2=_QWEN_DEFAULTS,
+    qwen3=dict(_QWEN_DEFAULTS, head_dim=128),
+    gemma2=dict(
+        _GEMMA_DEFAULTS, max_position_embeddings=8192, final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+    ),
+    gemma3_text=dict(_GEMMA_DEFAULTS, rope_theta=1e6, rope_local_base_freq=10000.0),
+    gpt2=dict(n_positions=1024, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+)  # fmt: skip
+"""Family -> value of each key that is read and may be absent, as in transformers' config class."""
+
+_NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
+                 "attn_logit_softcapping")  # fmt: skip
+"""Keys whose null turns the feature off, and does not stand for the default."""
+
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
 """Family whose layers differ -> every how many layers one has no window, where nothing says so."""
 
@@ -70,6 +103,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -119,9 +153,14 @@ reads the original length for `longrope` alone. Gemma reads `hidden_activation`.
 
 
 def key_problems(theirs: Any, family: str) -> list[str]:
-    """What is wrong with the keys of a `config.json` for a family that is read, one line each."""
+    """List the problems of the keys of a `config.json`, defaults included, one line each."""
     needed = _GPT2 if family == "gpt2" else _LLAMA
-    found = [f"{name} is missing." for name in needed if theirs.get(name) is None]
+    found = [
+        f"{name}=null is not supported for {family}. Leave the key out for {default!r}."
+        for name, default in DEFAULTS[family].items()
+        if default and theirs[name] is None and name not in _NULL_IS_NONE
+    ]
+    found += [f"{name} is missing." for name in needed if theirs.get(name) is None]
     for name, value in theirs.items():
         kind = {**_OPTIONAL, **_BY_FAMILY.get(family, {}), **needed}.get(name)
         if value is None or name in _HARMLESS or (family, name) in _HARMLESS_THERE:
@@ -143,7 +182,7 @@ def key_problems(theirs: Any, family: str) -> list[str]:
             found.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
     if family in ("llama", "olmo2") and theirs.get("sliding_window"):
         found.append(f"sliding_window is no key of {family}. Use model_type=mistral if it has one.")
-    return found or _rope_problems(theirs)
+    return found or ([] if family == "gpt2" else _rope_problems(theirs))
 
 
 def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,8 +192,7 @@ def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = theirs.get("rope_parameters") or {}
     found = {**(theirs.get("rope_scaling") or {}), **(given.get("full_attention") or given)}
-    usual = 1e6 if theirs.get("model_type") == "gemma3_text" else 10000.0
-    found.setdefault("rope_theta", theirs.get("rope_theta", usual))
+    found.setdefault("rope_theta", theirs["rope_theta"])
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     return {name: value for name, value in found.items() if name != "type"}
 
@@ -163,7 +201,7 @@ def local_rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The same of Gemma 3's layers with a window."""
     given = theirs.get("rope_parameters") or {}
     found = dict(given.get("sliding_attention") or {})
-    found.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+    found.setdefault("rope_theta", theirs["rope_local_base_freq"])
     return found
 
 
@@ -192,7 +230,10 @@ def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
     ]
     if found:
         return found
-    found = _problems_of_rope(rope_of(theirs))
+    rope = rope_of(theirs)
+    found = _problems_of_rope(rope)
+    if not found and theirs["model_type"] == "phi3" and rope["rope_type"] != "default":
+        found.append(f"rope_type={_short(rope['rope_type'])}: phi3 has only default and longrope.")
     if theirs.get("model_type") == "gemma3_text":
         local = local_rope_of(theirs)
         if local.get("rope_type", "default") != "default":

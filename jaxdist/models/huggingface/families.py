@@ -16,6 +16,7 @@ from typing import Any
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
 from jaxdist.models.huggingface.config_keys import (
+    DEFAULTS,
     GEMMAS,
     full_every,
     key_problems,
@@ -74,7 +75,9 @@ _WINDOWED = ("mistral", "phi3", *GEMMAS)
 
 
 def read_config(theirs: Any) -> DecoderConfig:
-    """Our sizes from what a Hugging Face `config.json` holds.
+    """Read the model settings of a Hugging Face `config.json`.
+
+    An absent key has the default of the family's config class in transformers.
 
     Raises:
         ConfigError: the family, or something it asks for, is not supported or not known.
@@ -86,6 +89,7 @@ def read_config(theirs: Any) -> DecoderConfig:
         raise ConfigError(
             f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
+    theirs = {**DEFAULTS[family], **theirs}
     problems = key_problems(theirs, family)
     if not problems:
         config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
@@ -203,7 +207,7 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     heads = theirs["num_attention_heads"]
-    kv_heads = theirs.get("num_key_value_heads") or heads
+    kv_heads = theirs["num_key_value_heads"] or heads
     rope = rope_of(theirs)
     kind = rope["rope_type"]
     scaling: dict[str, Any] = {}
@@ -212,12 +216,11 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         scaling = {"type": kind, **known}
     if kind == "yarn":  # as transformers reads a config without it
         scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
-    usual = 256 if family in GEMMAS else theirs["hidden_size"] // heads
-    width = theirs.get("head_dim") or usual
+    width = theirs["head_dim"] or theirs["hidden_size"] // heads
     biases: list[Any] = ["qkv"] if family == "qwen2" else []
     if family == "llama":
-        biases += ["qkv", "out"] if theirs.get("attention_bias") else []
-        biases += ["mlp"] if theirs.get("mlp_bias") else []
+        biases += ["qkv", "out"] if theirs["attention_bias"] else []
+        biases += ["mlp"] if theirs["mlp_bias"] else []
     ours: dict[str, Any] = dict(
         {ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
@@ -226,8 +229,8 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         norm_placement="post" if family == "olmo2" else "pre",
         qk_norm=_QK_NORMS.get(family, "none"),
         bias=biases,
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
-        sliding_window=(theirs.get("sliding_window") or 0) if family in _WINDOWED else 0,
+        tie_embeddings=bool(theirs["tie_word_embeddings"]),
+        sliding_window=(theirs["sliding_window"] or 0) if family in _WINDOWED else 0,
         rope_scaling=scaling,
     )
     return DecoderConfig(**ours | (_read_gemma(theirs, family, width) if family in GEMMAS else {}))
@@ -262,21 +265,17 @@ def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
 
 
 def _read_gemma(theirs: Mapping[str, Any], family: str, width: int) -> dict[str, Any]:
-    """Our settings of a Gemma that differ from Llama's; keys left out are as in transformers."""
-    scalar = theirs.get("query_pre_attn_scalar") or 256
-    caps = {"attn": 50.0, "final": 30.0} if family == "gemma2" else {"attn": 0.0, "final": 0.0}
-    attention, logits = (theirs.get(f"{n}_logit_softcapping", cap) for n, cap in caps.items())
+    """Return the settings of a Gemma that Llama does not have."""
+    scalar = theirs["query_pre_attn_scalar"]
     ours: dict[str, Any] = {
         "norm": "zero_centered_rms",
         "norm_placement": "both",
         "activation": "geglu",
         "scale_embeddings": True,
-        "tie_embeddings": bool(theirs.get("tie_word_embeddings", True)),
         "full_attention_every": full_every(theirs, family),
         "query_pre_attn_scalar": 0 if scalar == width else scalar,
-        "attention_softcap": float(attention or 0),
-        "logit_softcap": float(logits or 0),
-        "sliding_window": theirs.get("sliding_window") or 4096,
+        "attention_softcap": float(theirs["attn_logit_softcapping"] or 0),
+        "logit_softcap": float(theirs["final_logit_softcapping"] or 0),
     }
     if family == "gemma3_text":
         ours["local_rope_theta"] = float(local_rope_of(theirs)["rope_theta"])
@@ -291,5 +290,5 @@ def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
         positions="learned",
         activation="gelu",
         bias=["qkv", "out", "mlp"],
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
+        tie_embeddings=bool(theirs["tie_word_embeddings"]),
     )
