@@ -10,12 +10,15 @@ from commands import run_here
 from refusals import missing, refused
 from test_resilience_losses import BAD_ROW, SEED, bad_step, module, train  # noqa: F401
 
+from jaxdist import open as open_run
 from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import encode
-from jaxdist.run.replay import read_history, state_before, verdict
+from jaxdist.run.replay import loss_and_norm, read_history, state_before, verdict
 from jaxdist.run.resilience.anomalies import Anomaly
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.tools.compare.__main__ import _recorded_otherwise
+from jaxdist.tools.compare.rerun import StepDone
 
 OFFENCE = Anomaly(
     step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
@@ -159,3 +162,34 @@ def test_replay_of_no_run_is_refused(tmp_path, monkeypatch):
 
 def test_an_anomaly_survives_its_file():
     assert Anomaly(**json.loads(json.dumps(dataclasses.asdict(OFFENCE)))) == OFFENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "pp=2,tp=4"])
+def test_a_step_without_labels_is_replayed_compared_and_read(tmp_path, capsys, mesh):
+    """A prompt that fills the row leaves no label; one sample of a plain answer follows."""
+    chat = lambda prompt: {
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": "ok"}]
+    }
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(p)) + "\n" for p in ("long " * 60, "hi")))
+    flags = [
+        f"--data.sources={rows}", "--data.records=chat", "--data.packing=documents",
+        "--data.tokenizer=bytes", "--data.eval_fraction=0", "--model.vocab_size=256",
+        "--model.num_layers=2", "--model.d_model=32", "--train.seq_len=32", f"--mesh={mesh}",
+        "--train.global_batch_size=4", "--train.num_microbatches=2", "--eval.interval_steps=0",
+    ]  # fmt: skip
+    assert run_here("train", *flags, f"--run-dir={tmp_path / 'a'}", "--steps=9") == 0
+    run = open_run(tmp_path / "a")
+    empty = [math.isnan(loss) for loss in run.losses]
+    assert any(empty) and not all(empty)
+    assert [r["loss"] is None for r in run.metrics] == empty
+    step = empty.index(True) + 1
+    capsys.readouterr()
+    assert run_here("train", *flags, f"--replay={tmp_path / 'a'}:{step}") == 0
+    out = capsys.readouterr().out
+    assert "recorded: no labels" in out and out.count("the same bits") == 3
+    again = StepDone(step=step, digests={}, numbers=loss_and_norm(run.metrics[step - 1]))
+    directory = RunDirectory.existing(tmp_path / "a")
+    lines = _recorded_otherwise((directory, directory), [(again, again)], None, mesh)
+    assert "recorded" not in "".join(lines)

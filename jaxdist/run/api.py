@@ -262,7 +262,7 @@ def _bar(total_steps: int) -> Iterator[Callback]:
 
     def follow(record: Record) -> None:
         step, is_train = record["step"], record["kind"] == "train"
-        if "loss" in record:
+        if isinstance(record.get("loss"), float):  # None = no labels
             shown["loss" if is_train else "eval_loss"] = f"{record['loss']:.4f}"
         bar.set_postfix(shown, refresh=False)
         if is_train and not bar.n:

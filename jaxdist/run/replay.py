@@ -40,23 +40,24 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
-    recorded, anomaly = _numbers(history.recorded[step]), history.anomalies.get(step)
+    recorded, anomaly = loss_and_norm(history.recorded[step]), history.anomalies.get(step)
     state, loader = state_before(parts, dataset, run, step, history)
     with contextlib.closing(loader):
         batch = next(loader)
         history.check(step, loader.first_sample)
         rows = loader.rows(loader.first_sample)
         again = [_once(parts, state, batch) for _ in range(_TIMES)]
-        following = _once(parts, state, next(loader))
+        later = (_once(parts, state, batch) for batch in loader)
+        following = next(filter(None, later)) if anomaly is not None else None
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
     log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))
     log.info("recorded: %s", _text(recorded))
     for values in again:
         log.info("replayed: %s%s", _text(values), " (the same bits)" * same(values))
-    if anomaly is not None:
+    if following is not None:
         log.info("with the next batch in its place: %s", _text(following))
-    log.info("verdict: %s", verdict(is_bad, again, following if anomaly is not None else None))
+    log.info("verdict: %s", verdict(is_bad, again, following))
     return 0
 
 
@@ -212,12 +213,15 @@ def state_before(
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
     copy = jax.tree.map(jnp.copy, state)  # the step donates its argument
     _, metrics = parts.step.train(copy, batch, math.inf)
-    return _numbers(metrics)
+    return loss_and_norm(metrics)
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def loss_and_norm(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return loss and gradient norm of a step; {} for a step whose rows have no labels."""
+    if record.get("weight") == 0:
+        return {}
     return {name: float(record[name]) for name in ("loss", "grad_norm")}
 
 
 def _text(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in values.items())
+    return ", ".join(f"{name} {value!r}" for name, value in values.items()) or "no labels"

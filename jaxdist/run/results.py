@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """One record per step, oldest first: step, loss, grad_norm, learning_rate and rates.
 
+        Loss and grad_norm of a step without labels are None.
         Steps that a restart did again count once, as they came last.
         """
         return self._records("train")
@@ -102,8 +104,8 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of each step, nats per token (per image)."""
-        return [record["loss"] for record in self.metrics]
+        """Training loss of each step, nats per token (per image); NaN for a step without labels."""
+        return [math.nan if r["loss"] is None else r["loss"] for r in self.metrics]
 
     @property
     def last_step(self) -> int:

@@ -204,9 +204,9 @@ def _recorded_otherwise(
 
 
 def _is_other(step: StepDone, recorded: Record | None) -> bool:
-    return recorded is not None and any(
-        repr(value) != repr(recorded[name]) for name, value in step.numbers.items()
-    )
+    from jaxdist.run.replay import loss_and_norm
+
+    return recorded is not None and repr(step.numbers) != repr(loss_and_norm(recorded))
 
 
 if __name__ == "__main__":

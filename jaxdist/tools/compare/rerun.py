@@ -15,7 +15,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.types import Batch
 from jaxdist.data import Loader, open_datasets
 from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
-from jaxdist.run.replay import History, read_history, state_before
+from jaxdist.run.replay import History, loss_and_norm, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts, compare_kernel
 
@@ -71,7 +71,7 @@ def steps_again(
         arrays = _described(state) if step - 1 == checkpoint else {}
         digests = diagnose(state, batch)
         state, metrics = parts.step.train(state, batch, limit(step))
-        numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        numbers = loss_and_norm(metrics)
         yield StepDone(step=step, digests=digests, numbers=numbers, arrays=arrays)
 
 
