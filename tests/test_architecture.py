@@ -366,9 +366,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 54_760,
-    "package code lines": 36_330,
-    "test lines": 38_640,
+    "package lines": 55_400,
+    "package code lines": 36_800,
+    "test lines": 39_500,
     "two-way folder pairs": 7,
     "settings of a run": 141,
 }

@@ -279,6 +279,7 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         "program",
         "refused",
         "wrong_device",
+        "diverged",
         "interrupted",
         "limit",
         "cancelled",

@@ -1,7 +1,6 @@
 """What a run says when it starts or goes on."""
 
 import dataclasses
-import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +40,7 @@ def going_on(steps: int, **optim) -> SimpleNamespace:
 
 
 def test_a_longer_run_says_that_its_learning_rate_goes_back_up():
-    stored = lambda **optim: tomllib.loads(write_toml(going_on(400, **optim).config))
+    stored = lambda **optim: going_on(400, **optim).config
     warned = _raised_rate(going_on(800), stored(), 400)
     assert "train.steps 400 -> 800" in warned and "--optim.decay-steps 380" in warned
     kept = going_on(800, decay_steps=380)  # as advised

@@ -197,6 +197,7 @@ OTHER_FILES = {
     "plan": "hardware descriptions and dumps of XLA",
     "runtime/backend.py": "jax's compilation cache and /proc",
     "runtime/host_memory.py": "/proc, for the memory of this process",
+    "runtime/limits.py": "/dev/fd, to count open files",
     "runtime/entry_point.py": "/dev/null, when nobody reads stdout any more",
     "runtime/start_times.py": "/proc, for when this process began",
     "runtime/distributed.py": "the package's own sources, equal in all processes",

@@ -109,6 +109,7 @@ def wrong_settings(text: str) -> set[str]:
     """`section.name` that is no setting."""
     sections = [name for name, kind in types_of(RunConfig).items() if kinds_of(kind)]
     known = {field.name for field in fields_of(RunConfig)} | {f"{s}.kind" for s in sections}
+    known |= set(RunConfig.REMOVED)
     named = re.findall(rf"(?<![\w./\0-])((?:{'|'.join(sections)})\.[a-z]\w*)(?![\w.(\0]*\()", text)
     names = [module.__name__ for module in modules()]
     known |= {name for name in named if any(module.endswith(f".{name}") for module in names)}

@@ -246,7 +246,7 @@ def stack_rows(
 
 
 def _array_of(value: Any) -> np.ndarray:
-    """Return a field as an array; of lists of several lengths one of objects."""
+    """Return a field as an array [...]; lists of several lengths give an object scalar []."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -289,6 +289,7 @@ def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
 def _unlike(
     name: str, which: str, row: Any, field: str, value: np.ndarray | None, shape: tuple[int, ...]
 ) -> str:
+    """Return the problem of a missing row, or of a field [...] unlike `shape` of the first row."""
     if row is None:
         return (
             f"data source {name!r}: {which} is missing, as behind a filter. Filter the records "

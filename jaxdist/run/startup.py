@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tomllib
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.errors import MismatchError
-from jaxdist.config import RunConfig
+from jaxdist.config import RunConfig, parse_run
 from jaxdist.core import matmul
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
@@ -22,7 +20,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
-from jaxdist.optim import OptimConfig, make_lr_schedule
+from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.metrics_log import read_outline
 from jaxdist.run.mismatch import with_settings
@@ -116,7 +114,8 @@ def restore_or_init(
         if not rolls_back:
             check_recorded_ledger(run, step, position)
         losses = meta.get("guard", [])
-        if warning := _raised_rate(parts, tomllib.loads(meta.get("config", "")), step):
+        text = meta.get("config", "")
+        if text and (warning := _raised_rate(parts, parse_run(text, str(run.path)), step)):
             log.warning("%s", warning)
         log.info("resumed from step %d of %s", step, run.path)
     guard.restore(losses)
@@ -145,16 +144,15 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
         raise ConfigError(problems[0])
 
 
-def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
-    """A warning where the schedule goes back up that went on under `stored` settings; "" else."""
-    total, batch = (stored.get("train", {}).get(key) for key in ("steps", "global_batch_size"))
-    now = parts.config
-    if not step or not total or not batch or total == now.train.steps:
+def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
+    """Return a warning if a resume raises the learning rate of the stored schedule; "" if not."""
+    total, now = stored.train.steps, parts.config
+    if not step or total == now.train.steps:
         return ""
-    before = OptimConfig(**stored["optim"])
-    was = float(
-        make_lr_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
+    before = make_lr_schedule(
+        stored.optim, total_steps=total, global_batch_size=stored.train.global_batch_size
     )
+    was = float(before(jnp.int32(step - 1)))
     rate = float(parts.schedule(jnp.int32(step)))
     if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
         return ""

@@ -32,7 +32,7 @@ def check_open_files(num_processes: int) -> None:
         ConfigError: the limit of open files is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + num_processes + _SPARE_FILES
+    needed = len(os.listdir("/dev/fd")) + num_processes + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
             f"process 0 of {num_processes} may open {soft} files (RLIMIT_NOFILE, hard limit "
