@@ -60,7 +60,7 @@ def run(
         compare_kernel,
         with_remat,
     )
-    from jaxdist.run.startup import fetch_weights, open_run_directory
+    from jaxdist.run.startup import audited_meshes, fetch_weights, open_run_directory
 
     times.mark("imports")
     # 2. Whatever can be wrong is found before anything is written or compiled.
@@ -79,10 +79,17 @@ def run(
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
+    audited_mesh = ""
+    is_compared = audit is not None and audit.axes and config.model.is_compared
+    if is_compared and str(parts.spec) not in audited_meshes(config):
+        from jaxdist.plan.audit.deep import check_model
+
+        audited_mesh = check_model(parts, data[0].fields, program.model)
     fetch_weights(config)
 
     # 3. The run directory. No file in it changes before the session commits to this start.
     directory = open_run_directory(config, job.process_id)
+    directory.audited_mesh = audited_mesh
     program.on_start(directory)
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())

@@ -5,15 +5,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from refusals import refused
-from test_block_sums import ROWS, SEQ, make_model
+from refusals import missing, refused
+from test_block_sums import ROWS, SEQ, VOCAB, make_model
 
+import jaxdist
 from jaxdist.config import RunConfig
+from jaxdist.core import collectives
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.data.packing import text_fields
 from jaxdist.models import CustomConfig
-from jaxdist.plan.audit import check_mesh
+from jaxdist.plan.audit import check_mesh, deep
+from jaxdist.plan.audit.deep import check_model
+from jaxdist.run import startup
 from jaxdist.run.setup import assemble
 
 
@@ -104,3 +111,90 @@ def test_a_model_that_jax_cannot_type_is_refused(head_loss, axis, code, fix, num
     with refused(f"over {axis}", f"{__file__}:{line}", code, fix) as error:
         check_mesh(parts)
     assert "pcast" not in str(error.value)
+
+
+# --- wrong sums that the traced step does not show ---
+
+
+def reduced_by(op):
+    def block(params, x, aux, context):
+        hidden = jnp.tanh(context.enter(x) @ params["up"])
+        return x + collectives.all_reduce(hidden @ params["down"], "tensor", op), {}
+
+    return block
+
+
+def mean_of_own_tokens(params, x, aux, context):
+    return x, {"aux_loss": jnp.mean(jax.nn.softmax(x @ params["router"])[..., 0] ** 2)}
+
+
+FIELDS = text_fields(SEQ, packed=False)
+
+
+@pytest.mark.parametrize(
+    "block, mesh, value, axis",
+    [
+        (reduced_by("mean"), "tp=2", "layers/down", "tensor"),
+        (mean_of_own_tokens, "dp=2", "'aux_loss'", "data"),
+    ],
+)
+def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value, axis):
+    model = dataclasses.replace(make_model(), block=block, sequence=False)
+    parts = assemble(config_on(mesh), jax.devices()[:2], model=model)
+    assert check_mesh(parts).is_clean
+    with pytest.raises(ConfigError) as error:
+        check_model(parts, FIELDS, lambda seq_len: model)
+    *found, problem = error.value.problems
+    assert any(missing(line, value, f"over {axis}") == [] for line in found)
+    assert missing(problem, f"mesh {mesh}", "--skip-audit") == []
+
+
+def test_a_maximum_in_place_of_a_sum_is_refused_by_its_line():
+    model = dataclasses.replace(make_model(), block=reduced_by("max"), sequence=False)
+    parts = assemble(config_on("tp=2"), jax.devices()[:2], model=model)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if '"tensor", op), {}' in text)
+    with refused("omitted sum", f"{__file__}:{line}", "Context.leave"):
+        check_mesh(parts)
+
+
+ROW = {name: np.zeros(shape, dtype) for name, (shape, dtype) in FIELDS.items()}
+
+
+def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, tmp_path, capsys):
+    compared, found = [], []
+
+    def differences(config, devices, *_):
+        compared.append(config.mesh.shape)
+        return found
+
+    monkeypatch.setattr(deep, "differences", differences)
+
+    def start(name, mesh, **given):
+        train = {"global_batch_size": 16, "seq_len": SEQ, "steps": 1}
+        quiet = {"eval.interval_steps": 0, "monitoring.tensorboard": False}
+        settings = {"train": train, "mesh": mesh, **quiet}
+        jaxdist.train(settings, run_dir=tmp_path / name, progress=False, **given)
+        return compared
+
+    rows = [{**ROW, "weights": ROW["weights"] + 1}] * 64
+    custom = {"model": make_model(), "data": rows}
+    assert start("run", "dp=8", **custom) == ["dp=8"]
+    assert "deep audit" in capsys.readouterr().out
+    monkeypatch.setattr(startup, "fetch_weights", lambda config: 1 / 0)  # no run starts from here
+    built_in = {"d_model": 8, "num_layers": 1, "num_heads": 1, "mlp_dim": 8, "vocab_size": VOCAB}
+    for name, program in (("run", custom), ("other", {"model": built_in, "data": rows})):
+        with pytest.raises(ZeroDivisionError):
+            start(name, "dp=8", **program)
+    assert compared == ["dp=8"]
+    with pytest.raises(ZeroDivisionError):
+        start("run", "dp=4,tp=2", **custom)
+    assert compared == ["dp=8", "dp=4,tp=2"]
+    found.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
+    with refused("the sum 'loss'", "over data", "--skip-audit", num_problems=2):
+        start("new", "dp=8", **custom)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(deep, "MOST_OPERATIONS", 1)
+    with pytest.raises(ZeroDivisionError):
+        start("new", "dp=8", **custom)
+    assert missing(capsys.readouterr().out, "audit --deep", "too many") == []

@@ -27,6 +27,7 @@ class RunDirectory:
     Attributes:
         is_writer: this is process 0.
         resumed: a run was here before; it is continued, never split.
+        audited_mesh: the mesh if this start ran the deep audit of a custom model, else "".
         config: the resolved config, as TOML.
         environment: versions, git, hosts, devices and command of the newest start; older ones
             inside it.
@@ -38,6 +39,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
         self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
+        self.audited_mesh = ""
         self._made: list[Location] = []
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
@@ -158,7 +160,9 @@ class RunDirectory:
                     self.environment,
                     error,
                 )
-        self.environment.write(encode({**record, "earlier": earlier}, indent=2) + "\n")
+        audited = {"audited_mesh": self.audited_mesh} if self.audited_mesh else {}
+        record = {**record, **audited, "earlier": earlier}
+        self.environment.write(encode(record, indent=2) + "\n")
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
         """Write summary.json; the newest end of the run is the one that counts."""

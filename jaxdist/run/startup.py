@@ -22,11 +22,11 @@ from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.metrics_log import read_outline
+from jaxdist.run.metrics_log import decode, read_outline
 from jaxdist.run.mismatch import with_settings
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
-from jaxdist.run.run_directory import RunDirectory, new_run_path
+from jaxdist.run.run_directory import RunDirectory, new_run_path, read_table
 from jaxdist.run.setup import Parts
 from jaxdist.runtime import coordination, hub
 from jaxdist.runtime.progress import waiting
@@ -43,6 +43,19 @@ _SAME_RATE = 1.05  # a rate that rises by less is the schedule's rounding
 
 Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
+
+
+def audited_meshes(config: RunConfig) -> set[str]:
+    """Meshes on which earlier starts of the run passed the deep audit."""
+    path = config.run_dir if config.resume in ("auto", "never") else config.resume
+    if not path:
+        return set()
+    environment = RunDirectory(path, is_writer=False, resumed=True).environment
+    try:
+        record = read_table(environment, decode)
+    except ConfigError:  # a start replaces a damaged environment.json
+        return set()
+    return {one.get("audited_mesh", "") for one in (record, *record.get("earlier", ()))}
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:

@@ -54,21 +54,35 @@ def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
-        differing = [] if isinstance(error, ConfigError) else _differing(str(error), axes)
-        if not differing:
+    except ConfigError:
+        raise
+    except NotImplementedError as error:
+        if not re.search(r"Differentiation rule for '(pmax|pmin)'", str(error)):
             raise
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-        place = f" in Model.head_loss{_definition(model.head_loss)} or in a function that it calls"
-        if frames:
-            place = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
+        raise ConfigError(
+            f"omitted sum{_place(error.__cause__, model)}: the largest or smallest value of the "
+            f"devices of an axis has no gradient. {_fix([TENSOR.name])} A value that needs no "
+            "gradient goes through jax.lax.stop_gradient first."
+        ) from error
+    except (TypeError, ValueError) as error:
+        if not (differing := _differing(str(error), axes)):
+            raise
         kind = "omitted sum" if TENSOR.name in differing else "unequal values"
         raise ConfigError(
-            f"{kind} over {', '.join(differing)}{place}: a value is equal on all devices of the "
-            "axis at the start of a loop, in one branch or in the forward pass. At its end, in "
-            "another branch or in the backward pass it differs between them. "
+            f"{kind} over {', '.join(differing)}{_place(error, model)}: a value is equal on all "
+            "devices of the axis at the start of a loop, in one branch or in the forward pass. At "
+            "its end, in another branch or in the backward pass it differs between them. "
             f"{_fix(differing)}"
         ) from error
+
+
+def _place(error: BaseException | None, model: Model) -> str:
+    """Return ` at file:line` of the innermost line of a user's file, or of the model."""
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    users = [frame for frame in frames if _is_users(frame.filename)]
+    if not users:
+        return f" in Model.head_loss{_definition(model.head_loss)} or in a function that it calls"
+    return f" at {users[-1].filename}:{users[-1].lineno} `{users[-1].line}`"
 
 
 def _fix(axes: Sequence[str]) -> str:

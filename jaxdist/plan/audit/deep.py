@@ -7,10 +7,13 @@ the widest that the step's own casts leave.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +25,28 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import make_value_and_grad
+from jaxdist.core.types import Model
+from jaxdist.data.packing import Fields, text_fields
 from jaxdist.run.setup import Parts, assemble
+
+log = logging.getLogger("jaxdist")
 
 TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a sum
 that is missing or taken twice 1e-1."""
 
-_ROWS_EACH, _SEQ = 2, 32
+_FLOOR = 1e-2
+"""Smallest peak of a gradient, relative to the largest peak: some gradients are only rounding."""
+
+MOST_OPERATIONS = 1e12
+"""Operations (6 for each parameter and element of the rows) of a step that the start of a run may
+compare: at most a minute on two CPU cores."""
+
+_ROWS_EACH, _SEQ, _SHOWN = 2, 32, 8
+
+MakeModel: TypeAlias = Callable[[int], Model]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,24 +68,96 @@ class MeshDifference:
         return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
-def differences(config: RunConfig, devices: Sequence[Any]) -> list[MeshDifference]:
+def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
+    """Compare one step of a small copy of the run on its mesh with one device, on its devices.
+
+    Args:
+        parts: of the run.
+        fields: of the rows that it trains on.
+        make_model: length of a row -> the model; None = the one that the settings name.
+
+    Returns:
+        The mesh if the step is equal on one device; "" if it was not compared. The log has both.
+
+    Raises:
+        ConfigError: every value that differs, with its axes.
+    """
+    config, is_text = _on(parts.config, parts.spec), _is_text(parts, fields)
+    small = shrunken(config, parts.spec)
+    kinds = text_fields(small.train.seq_len, packed=True) if is_text else fields
+    elements = small.train.global_batch_size * max(math.prod(shape) for shape, _ in kinds.values())
+    obstacle = "the job has several processes" if jax.process_count() > 1 else ""
+    if 6 * parts.num_params * elements > MOST_OPERATIONS:
+        obstacle = f"{parts.num_params} parameters and {elements} elements of rows are too many"
+    start, found = time.perf_counter(), []
+    try:
+        if not obstacle:
+            found = differences(config, parts.devices, make_model, None if is_text else fields)
+    except Exception as error:  # the model may not accept random or short rows
+        obstacle = f"{type(error).__name__}: {error}"
+    if obstacle:
+        log.warning(
+            "deep audit not run (%s): a mean or max in place of a sum is not detected. "
+            "Run python -m jaxdist.audit --deep with the settings of this run.",
+            obstacle,
+        )
+        return ""
+    if found:
+        raise ConfigError(
+            [str(one) for one in found[:_SHOWN]]
+            + [
+                f"the deep audit rejects model {parts.model.name!r} on mesh {parts.spec}: "
+                f"{len(found)} values of one step differ from one device's. Look for a mean or max "
+                "instead of a sum (Context.leave, Context.tensor_sum), and for loss terms that are "
+                "a mean over the rows of one device. --skip-audit trains without the audit."
+            ]
+        )
+    seconds = time.perf_counter() - start
+    log.info("deep audit: one step on %s equals one device's (%.1f s)", parts.spec, seconds)
+    return str(parts.spec)
+
+
+def _is_text(parts: Parts, fields: Fields) -> bool:
+    """Whether rows have the fields of text, which can be made shorter."""
+    config = parts.config
+    text = text_fields(config.train.seq_len, packed=config.data.packs_documents)
+    return fields == text and not parts.model.row
+
+
+def differences(
+    config: RunConfig,
+    devices: Sequence[Any],
+    make_model: MakeModel | None = None,
+    fields: Fields | None = None,
+) -> list[MeshDifference]:
     """What of one step differs between the run's mesh and one device, with the axes at fault.
 
     Args:
         config: the run; its mesh has a size for every axis.
         devices: as many as the mesh takes.
+        make_model: length of a row -> the model; None = the one that the settings name.
+        fields: of rows that are not made shorter; None = those of the model, or short text.
     """
     spec = config.mesh.spec
     assert spec is not None
     small = shrunken(config, spec)
-    expected = _step(_on(small, MeshSpec()), devices)
-    found = _unequal(_step(_on(small, spec), devices), expected)
+    if fields is not None:
+        train = dataclasses.replace(small.train, seq_len=config.train.seq_len)
+        small = dataclasses.replace(small, train=train)
+
+    def parts_on(spec: MeshSpec) -> Parts:
+        model = make_model(small.train.seq_len) if make_model else None
+        return assemble(_on(small, spec), devices[: spec.num_devices], model=model)
+
+    expected = _step(parts_on(MeshSpec()), fields)
+    found = _unequal(_step(parts_on(spec), fields), expected)
     if not found:
         return []
-    alone = {
-        axis.name: _wrong_on(_on(small, MeshSpec.over(axis, spec[axis])), devices, expected)
-        for axis in spec.used
-    }
+    alone: dict[str, Collection[str]] = {}
+    for axis in spec.used:
+        with contextlib.suppress(ConfigError):  # not every mesh is legal with one axis alone
+            parts = parts_on(MeshSpec.over(axis, spec[axis]))
+            alone[axis.name] = _wrong_on(parts, fields, expected)
     return [
         MeshDifference(
             value=name,
@@ -80,7 +169,7 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[MeshDifferenc
 
 
 def _wrong_on(
-    config: RunConfig, devices: Sequence[Any], expected: dict[str, np.ndarray]
+    parts: Parts, fields: Fields | None, expected: dict[str, np.ndarray]
 ) -> Collection[str]:
     """Names of the values, [...] each, that the run's mesh makes differ from those expected.
 
@@ -89,7 +178,7 @@ def _wrong_on(
     the wrong axis, say, leaves a type there that a loop or branch does not give back.
     """
     try:
-        return _unequal(_step(config, devices), expected)
+        return _unequal(_step(parts, fields), expected)
     except (TypeError, ValueError):
         return expected
 
@@ -98,9 +187,8 @@ def shrunken(config: RunConfig, spec: MeshSpec) -> RunConfig:
     """The same run with a small model and few rows, in float32, legal on the mesh."""
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
     multiple = math.prod(spec.sizes.values())
-    num_microbatches = config.train.num_microbatches
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
-    rows = _ROWS_EACH * spec.num_replicas * max(num_microbatches, 4 * spec[PIPELINE])
+    rows = _ROWS_EACH * spec.num_replicas * max(config.train.num_microbatches, 4 * spec[PIPELINE])
     return dataclasses.replace(
         config,
         model=config.model.shrunken(num_layers=layers, multiple=multiple),
@@ -117,11 +205,8 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
     )
 
 
-def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
+def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     """Sums and gradients of one step by name, whole: [...] each, as the step makes them."""
-    spec = config.mesh.spec
-    assert spec is not None
-    parts = assemble(config, devices[: spec.num_devices])
     function = make_value_and_grad(
         parts.model,
         parts.layout,
@@ -131,9 +216,10 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
         stages=parts.config.pipeline,
     )
     specs = parts.layout.shardings(parts.layout.param_specs(parts.model.axes))
-    params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(config.seed)), specs)
-    batch = place_batch(_batch(parts), parts.step.batch_sharding)
-    sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))
+    params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(parts.config.seed)), specs)
+    batch = place_batch(_batch(parts, fields), parts.step.batch_sharding)
+    with jax.default_matmul_precision("highest"):  # GPUs round float32 products to 10 bits
+        sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
     values = {
         f"the gradient of {keystr(path, simple=True, separator='/')}": value
@@ -146,7 +232,7 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
     )
 
 
-def _batch(parts: Parts) -> dict[str, np.ndarray]:
+def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     """Random rows [global_batch_size, ...] of the run's fields and dtypes.
 
     Weights differ from row to row, and vanish for some.
@@ -154,7 +240,7 @@ def _batch(parts: Parts) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}
-    for name, kind in parts.abstract_batch().items():
+    for name, kind in parts.abstract_batch(fields).items():
         if np.issubdtype(kind.dtype, np.floating):
             values = draw.uniform(0, 1, kind.shape)
             rows[name] = np.where(values > 0.2, values, 0).astype(kind.dtype)
@@ -171,8 +257,11 @@ def _batch(parts: Parts) -> dict[str, np.ndarray]:
 def _unequal(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """Name -> relative difference, of the values that differ by more than the tolerance."""
     wrong = {}
+    peaks = {name: float(np.max(np.abs(value))) for name, value in expected.items()}
+    largest = max((peak for name, peak in peaks.items() if "gradient of" in name), default=0.0)
     for name, value in expected.items():
-        peak = np.max(np.abs(value)) or 1.0
+        floor = _FLOOR * largest if "gradient of" in name else 0.0
+        peak = max(peaks[name], floor) or 1.0
         relative = float(np.max(np.abs(found[name] - value)) / peak)
         if not relative <= TOLERANCE:
             wrong[name] = relative if math.isfinite(relative) else math.inf
