@@ -372,6 +372,21 @@ def test_parquet_rows_are_records_too(chats, tmp_path):
     assert opened[0].fingerprint == opened[1].fingerprint
 
 
+def test_unknown_columns_are_rejected_and_metadata_is_ignored(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path = tmp_path / "pairs.parquet"
+    table = {"prompt": ["a", "b"], "completion": ["c", "d"], "id": [1, 2], "weight": [1.0, None]}
+    settings = {"sources": [str(path)], "records": "completion", "eval_fraction": 0.0}
+    pa.parquet.write_table(pa.table(table), path)
+    rows, _ = open_datasets(DataConfig(**settings), seq_len=4)
+    assert rows.parts[0].corpus.num_documents == 2
+    pa.parquet.write_table(pa.table({**table, "context": ["", "c"]}), path)
+    with refused("pairs.parquet:2 ", "context"):
+        open_datasets(DataConfig(**settings), seq_len=4)
+
+
 # --- refusals
 
 ASK = {"role": "user", "content": "a"}
@@ -390,6 +405,10 @@ BAD_CHATS = {
     },
     "record_tools": ({"messages": [ASK, SAY], "tools": [{"type": "function"}]}, "tools"),
     "record_system": ({"messages": [ASK, SAY], "system": "Be brief."}, "system"),
+    "record_unknown": ({"messages": [ASK, SAY], "rejected": [SAY]}, "rejected"),
+    "record_mask": ({"messages": [ASK, SAY], "weight": 0}, "weight"),
+    "record_false": ({"messages": [ASK, SAY], "learn": False}, "learn"),
+    "message_name": ({"messages": [{**ASK, "name": "Ann"}, SAY]}, "message 1", "name"),
     "silent": ({"messages": [ASK]}, "no message of the assistant"),
     "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2", "empty"),
     "a_list": (["a"], "not an object", "list"),
@@ -398,6 +417,8 @@ BAD_PAIRS = {
     "no_completion": ({"prompt": "a"}, "no text 'completion'", "has: prompt"),
     "number": ({"prompt": 3, "completion": "a"}, "no text 'prompt'"),
     "empty": ({"prompt": "a", "completion": ""}, "empty completion"),
+    "system": ({"prompt": "a", "completion": "b", "system": "c"}, "system"),
+    "mask": ({"prompt": "a", "completion": "b", "loss_mask": [0]}, "loss_mask"),
 }
 
 
@@ -407,7 +428,8 @@ BAD_PAIRS = {
 )
 def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
     bad, *facts = (BAD_CHATS if records == "chat" else BAD_PAIRS)[case]
-    good = {"messages": [ASK, SAY], "prompt": "a", "completion": "b"}
+    good = {"messages": [ASK, SAY]} if records == "chat" else {"prompt": "a", "completion": "b"}
+    good |= {"source": "web", "_id": 7, "Cached": False, "weight": 1, "tools": None, "system": ""}
     path = write_lines(tmp_path / "a.jsonl", [good, good, bad])
     with refused("a.jsonl:3 ", *facts):
         open_datasets(DataConfig(sources=[str(path)], records=records), seq_len=4)

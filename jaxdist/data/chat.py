@@ -44,6 +44,14 @@ _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters: no 
 _MASKS = ("weight", "train", "training", "loss_mask", "trainable")
 """Fields of a message with which other trainers exclude it; 1 and true are the rule here."""
 
+_METADATA = {
+    "id", "uuid", "index", "idx", "hash", "prompt_id", "conversation_id", "source", "dataset",
+    "subset", "split", "url", "license", "lang", "language", "category", "tags", "topic", "task",
+    "metadata", "meta", "model", "date", "timestamp", "created_at", "finish_reason", "num_turns",
+    "num_tokens", "cached", "index_level_0",
+}  # fmt: skip
+"""Fields that describe a record or message and may be left out; docs/data.md lists them."""
+
 Message = dict[str, str]
 
 
@@ -65,12 +73,6 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
     """
     messages = record.get("messages")
-    more = [key for key in ("tools", "system", "functions", "documents") if record.get(key)]
-    if more:
-        raise BadRecord(
-            f"has {', '.join(more)} next to 'messages', which would be lost. Write system as the "
-            "first message, and remove the others if they do not matter."
-        )
     if "messages" not in record and isinstance(record.get("conversations"), list):
         raise BadRecord(
             "holds ShareGPT's 'conversations': 'messages' are read. Write each "
@@ -79,20 +81,12 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
     if not isinstance(messages, list) or not messages:
         have = ", ".join(record)
         raise BadRecord(f"has no list 'messages' (it has: {have}). Use data.records=text for text.")
+    more = ("tools", "system", "functions", "documents")  # `generate` keeps other fields
+    _check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
-        more = [
-            key
-            for key, value in message.items()
-            if key not in ("role", "content")
-            and (value not in (None, "", [], {}) if key not in _MASKS else value not in (None, 1))
-        ]
-        if more:
-            raise BadRecord(
-                f"message {number} has {', '.join(more)}: only role and content are read. Leave "
-                "them out if they do not matter."
-            )
+        _check_fields(message, ("role", "content"), f"message {number} ")
         if message["role"] not in ROLES:
             raise BadRecord(
                 f"message {number} has role {message['role']!r}: roles are {', '.join(ROLES)}."
@@ -109,6 +103,28 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
+def is_metadata(name: str) -> bool:
+    """Return whether a field or column of this name describes a record and is never read."""
+    return name.lower().strip("_") in _METADATA
+
+
+def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
+    """Reject fields that would be lost: all but `used`, metadata, empty ones and masks of 1."""
+    lost = [
+        key
+        for key, value in record.items()
+        if key not in used
+        and not is_metadata(key)
+        and (value not in (None, "", [], {}) if key not in _MASKS else value not in (None, 1))
+    ]
+    if lost:
+        system = "Write system as the first message. " * ("system" in lost)
+        raise BadRecord(
+            f"{which}has {', '.join(lost)}, which would be lost: only {' and '.join(used)} are "
+            f"read. {system}Remove fields that do not matter, or move them into 'metadata'."
+        )
+
+
 def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
     """`prompt`, then `completion` and the end token, tokens and weights [length].
 
@@ -122,6 +138,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
         if not isinstance(record.get(field), str):
             have = ", ".join(record)
             raise BadRecord(f"has no text {field!r} (it has: {have}).")
+    _check_fields(record, ("prompt", "completion"))
     if not record["completion"].strip():
         raise BadRecord("has an empty completion. Repair or remove the line.")
     prompt, completion = encode_pieces(tokenizer, [record["prompt"], record["completion"]])

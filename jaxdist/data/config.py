@@ -65,7 +65,8 @@ class DataConfig:
         "what a JSON line or Parquet row holds. text: a text in text_field; chat: a conversation, "
         '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
         '"completion": "..."}. Of the last two only answers (and the token that ends them) count '
-        "in the loss; other fields are not read",
+        "in the loss; other fields are rejected, except metadata such as id or source "
+        "(docs/data.md lists them)",
     )
     chat_template: str = setting(
         "auto",

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -85,8 +85,12 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
                 yield from _read_text(path, stream, raw)
 
 
-def read_records(path: DataFile, columns: list[str]) -> Iterator[Record]:
-    """The records of one file: JSON lines, or Parquet of which `columns` are read.
+def read_records(
+    path: DataFile, columns: list[str], is_unread: Callable[[str], bool] | None = None
+) -> Iterator[Record]:
+    """The records of one file: JSON lines, or Parquet with at least `columns`.
+
+    Other columns of Parquet are read if `is_unread` returns false for their names.
 
     Raises:
         ConfigError: as `read_pieces`, or a file of text.
@@ -95,7 +99,7 @@ def read_records(path: DataFile, columns: list[str]) -> Iterator[Record]:
     with read_errors(path):
         if kind == "parquet":
             fix = "data.records says which columns are needed."
-            yield from _parquet_rows(path, columns, fix, texts=False)
+            yield from _parquet_rows(path, columns, fix, texts=False, is_unread=is_unread)
             return
         if kind != "lines":
             raise ConfigError(
@@ -281,8 +285,15 @@ def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _parquet_rows(path: DataFile, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:
-    rows = read_columns(path, columns, fix, texts=texts)
+def _parquet_rows(
+    path: DataFile,
+    columns: list[str],
+    fix: str,
+    *,
+    texts: bool,
+    is_unread: Callable[[str], bool] | None = None,
+) -> Iterator[Record]:
+    rows = read_columns(path, columns, fix, texts=texts, is_unread=is_unread)
     for number, (row, position) in enumerate(rows, start=1):
         for name, value in row.items():
             if isinstance(value, bytes):

@@ -15,6 +15,7 @@ from jaxdist.data.chat import (
     Weighted,
     checked_messages,
     encode_completion,
+    is_metadata,
     load_template,
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
@@ -111,7 +112,7 @@ class RecordEncoder:
         self.tokenizer, self.template = tokenizer, template
         self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
-        self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer)]
+        self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
@@ -125,7 +126,7 @@ class RecordEncoder:
 
     def _documents(self, path: DataFile) -> Iterator[tuple[Weighted, int, int]]:
         columns = ["prompt", "completion"] if self.template is None else ["messages"]
-        for record in read_records(path, columns):
+        for record in read_records(path, columns, is_metadata):
             try:
                 if self.template is None:
                     document = encode_completion(record.value, self.tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from jaxdist.core.settings import ConfigError
@@ -27,11 +27,17 @@ _BROKEN_HEADER = (ArithmeticError, AttributeError, LookupError, RecursionError, 
 
 
 def read_columns(
-    path: DataFile, columns: list[str], fix: str, *, texts: bool
+    path: DataFile,
+    columns: list[str],
+    fix: str,
+    *,
+    texts: bool,
+    is_unread: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each row of some columns, and the bytes of the file up to it.
 
-    With `texts` the columns must hold text.
+    With `texts` the columns must hold text. With `is_unread` each row also has the columns of
+    other names, except those for which it returns True.
 
     Raises:
         ConfigError: damaged, columns are missing or of another type (`fix` is the advice), or pages
@@ -44,6 +50,9 @@ def read_columns(
         with parquet.ParquetFile(open_ranges(path)) as file, open_file(path, 512) as stream:
             if problem := _problem_of(file.schema_arrow, columns, texts):
                 raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
+            if is_unread is not None:
+                others = [name for name in file.schema_arrow.names if not is_unread(name)]
+                columns = list(dict.fromkeys([*columns, *others]))
             number, grown, size = 0, 0, size_of(path)
             total = max(1, file.metadata.num_rows)
             prefixes = tuple(f"{column}." for column in columns)
