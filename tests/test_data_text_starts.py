@@ -204,3 +204,26 @@ def test_completions_of_an_old_run_keep_their_pieces_with_a_warning(folder, tmp_
         assert rows.parts[0].corpus.tokenizer.text_format == text_format
     assert texts == ["def f oo()", "def foo()"]
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ unk_token }}",
+        "{{ {'b': 1, 'a': '<'} | tojson(true, 2, none, true) }}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    ],
+)
+def test_a_template_renders_as_in_transformers(folder, tmp_path, source):
+    """Special tokens are those of the older special_tokens_map.json."""
+    transformers = pytest.importorskip("transformers", reason="the reference is not installed")
+    source += "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    path = with_settings(folder, tmp_path / "tokenizer", bos_token=None, chat_template=source)
+    old = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "<unk>"}
+    (path / "special_tokens_map.json").write_text(json.dumps(old))
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    expected = reference.apply_chat_template(messages, tokenize=False)
+    tokenizer = load_tokenizer(str(path / "tokenizer.json"))
+    assert load_template("auto", tokenizer)._rendered(messages) == expected
+    assert tokenizer.end_id == 0

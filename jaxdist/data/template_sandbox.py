@@ -145,14 +145,27 @@ def _environment() -> Any:
         tags = {"generation"}  # noqa: RUF012  # the base class's own form
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)  # variables set inside stay inside
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     # Trimmed blocks and loop controls are what templates are written for.
     environment = ImmutableSandboxedEnvironment(

@@ -85,7 +85,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`; of its post-processor only the start of a text is used.
 
-    The files next to it say which token ends a text: `tokenizer_config.json`, then
+    The files next to it say which token ends a text: `tokenizer_config.json` (and, without a list
+    of added tokens there, `special_tokens_map.json`), then
     `generation_config.json` or `config.json`, then one of `END_TOKENS`. Generation stops at each
     token that one of the first three names.
 
@@ -94,9 +95,9 @@ class FileTokenizer:
         settings: what `tokenizer_config.json` holds.
     """
 
-    text_format = TEXT_FORMAT
-
-    def __init__(self, path: str | os.PathLike[str], eos_token: str = ""):
+    def __init__(
+        self, path: str | os.PathLike[str], eos_token: str = "", text_format: int = TEXT_FORMAT
+    ):
         """Read the files.
 
         Raises:
@@ -132,6 +133,10 @@ class FileTokenizer:
         self.files = {**tokenizer_files(path.parent), "tokenizer.json": content}
         self.settings = _table(self.files, "tokenizer_config.json", path)
         generation = _table(self.files, "generation_config.json", path)
+        self.text_format = text_format
+        # As in transformers, which reads this older file unless the settings list all added tokens.
+        if text_format != OLD_TEXT_FORMAT and "added_tokens_decoder" not in self.settings:
+            self.settings |= _table(self.files, "special_tokens_map.json", path)
         named = token_texts(self.settings)
         stated = [id for id in _ids(generation, "eos_token_id") if id <= max(vocab.values())]
         texts = [eos_token] if eos_token else [named.get("eos_token", "")]
@@ -149,9 +154,10 @@ class FileTokenizer:
         encoded = self._inner.encode("a")
         is_added = encoded.special_tokens_mask
         start = is_added.index(0) if 0 in is_added else 0
-        self.begin_ids = tuple(encoded.ids[:start])
+        self.begin_ids = tuple(encoded.ids[:start]) if text_format != OLD_TEXT_FORMAT else ()
         one, two = self.encode("a"), self.encode("aa")
-        self.marks_start = self.decode([*one, *one]) != self.decode(two)
+        is_changed = self.decode([*one, *one]) != self.decode(two)
+        self.marks_start = text_format != OLD_TEXT_FORMAT and is_changed
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
@@ -224,11 +230,8 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
     """
     if name != "bytes":
-        tokenizer = FileTokenizer(tokenizer_file(name), eos_token)
+        tokenizer = FileTokenizer(tokenizer_file(name), eos_token, text_format)
         tokenizer.name = name if name in BUILT_IN else tokenizer.name
-        if text_format == OLD_TEXT_FORMAT:
-            tokenizer.text_format, tokenizer.begin_ids = text_format, ()
-            tokenizer.marks_start = False
         return tokenizer
     if eos_token:
         raise ConfigError(
