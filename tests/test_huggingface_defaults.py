@@ -68,13 +68,48 @@ def test_every_key_of_the_class_in_transformers_has_its_default_here(family):
     pytest.importorskip("transformers", reason="needs the reference extra")
     from transformers import AutoConfig
 
-    theirs = AutoConfig.for_model(family).to_dict()
-    # With the same sizes, because some defaults follow from them.
-    sizes = {key: value for key, value in theirs.items() if key in minimal(family)}
+    sizes = minimal(family)
+    theirs = AutoConfig.for_model(**sizes).to_dict()
     absent = read_config(sizes)
     assert read_config(theirs) == absent
     differ = [key for key in theirs if read_config({**sizes, key: theirs[key]}) != absent]
     assert differ == []
+
+
+PUBLISHED = {
+    "qwen2": {"use_mrope": False},
+    "llama": {
+        "is_llama_config": True, "rope_interleaved": False, "max_sequence_length": 2048,
+        "transformers.js_config": {"dtype": "q4"}, "unsloth_version": "2025.9.1",
+        "unsloth_fixed": True,
+    },
+    "gpt2": {"_num_labels": 1, "output_past": True, "eos_token_ids": 0, "model_max_length": 512},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+}  # fmt: skip
+"""Keys of published models of a family that change nothing."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_keys_without_effect_are_accepted(family):
+    assert read_config(minimal(family, **PUBLISHED[family])) == read_config(minimal(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "rope_interleaved", True),
+        ("qwen2", "use_mrope", True),
+        ("phi3", "lm_head_bias", True),
+        ("phi3", "full_attn_mod", 2),
+        ("phi3", "interpolate_factor", 2),
+        ("llama", "is_llama_config", False),
+        ("llama", "is_causal", False),
+        ("llama", "attention_chunk_size", 8),
+    ],
+)
+def test_a_value_that_changes_the_model_is_rejected(family, key, value):
+    with refused(f"{key}={json.dumps(value)}"):
+        read_config(minimal(family, **{key: value}))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])

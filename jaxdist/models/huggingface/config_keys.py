@@ -104,6 +104,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
     "is_causal": (True,),
+    "is_llama_config": (True,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -136,6 +142,8 @@ _HARMLESS = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens generation_config cache_implementation
+    unsloth_version unsloth_fixed transformers.js_config max_sequence_length model_max_length
+    output_past eos_token_ids _num_labels xla_device cross_attention_hidden_size _commit_hash
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
 """What is stored and names files, starts, trains, classifies or generates; no value of a forward
