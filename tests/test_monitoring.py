@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from monitored import header, of_kind, scalars, start, train
+from monitored import Clock, header, of_kind, scalars, start, train
 from refusals import refused
 
 from jaxdist.core.settings import problems_of
@@ -29,6 +29,7 @@ from jaxdist.run.metrics_log import (
     read_outline,
     read_records,
 )
+from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.environment import environment
 from jaxdist.run.monitoring.summary import RunSummary
@@ -409,3 +410,37 @@ def test_an_outline_continues_a_run_like_the_whole_file(tmp_path, resumed_at):
         vars(RunSummary(r, start_step=resumed_at, unit="tokens")) for r in (whole, outline)
     )
     assert first == second
+
+
+@pytest.mark.parametrize("resumed_at", [9, 24, 31, 45, 58])
+@pytest.mark.parametrize("cut", ["", "head", "tail"])
+def test_a_start_goes_on_from_the_newest_totals_that_hold(tmp_path, monkeypatch, resumed_at, cut):
+    monkeypatch.setattr(monitor_module, "TOTALS_INTERVAL_STEPS", 10)
+    clock = Clock()
+    for begin, end in ((0, 40), (25, 60)):
+        monitor = start(tmp_path, start_step=begin, clock=clock, total_steps=60)
+        for step in range(begin + 1, end + 1):
+            clock.now += step
+            train(monitor, step, applied=step % 7 != 0)
+            if step % 11 == 0:
+                monitor.eval(step, {"loss": abs(step - 30)})
+        monitor.close()
+    path = monitor.run.metrics
+    lines = path.text().splitlines(keepends=True)
+    held = lambda n: n.get("event") == "totals" and n["step"] <= min(25, resumed_at)
+    totals = [n for n, line in enumerate(lines) if held(decode(line))]
+    if cut == "head" and totals:
+        lines = lines[totals[0] :]
+    if cut == "tail":
+        lines[-1] = lines[-1][:-9]
+    path.write("".join(lines))
+    outline = read_outline(path, resumed_at)
+    path.write("".join(line for line in lines if '"totals"' not in line))
+    whole = read_records(path)
+    if cut != "head" or not totals:
+        a, b = (RunSummary(r, start_step=resumed_at, unit="tokens") for r in (whole, outline))
+        assert a.totals(0.0, 8) == b.totals(0.0, 8)
+    if resumed_at >= 45:
+        assert len(outline) < 20 and len(whole) > 80
+    if cut == "head" and totals:
+        assert RunSummary(outline, start_step=resumed_at, unit="tokens").units == 100 * resumed_at

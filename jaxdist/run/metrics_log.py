@@ -13,11 +13,11 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.storage import Appender, locate
+from jaxdist.runtime.storage import BLOCK_BYTES, Appender, Location, locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -201,29 +201,49 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
-    """Read what a run that goes on from `step` needs of a metrics.jsonl, in the order written.
+    """Read the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
-    These are all events and evaluations, and of the train records between two of them the last one
-    and the last one up to `step`. No other line is decoded or kept, so that memory does not grow
-    with the number of steps.
+    The file is read from its end to the newest `totals` event that still holds: no later start or
+    rollback went back behind it. Without one it is read to its beginning. The result is that event
+    with its last train record, all later events and evaluations, and of the train records between
+    two of them the last one and the last one up to `step`.
     """
-    lines: list[bytes] = []
-    newest = fitting = tail = b""
-    for block in locate(path).stream():
-        *whole, tail = (tail + block).split(b"\n")
-        for line in whole:
-            if line.startswith(_TRAIN_LINE):
-                newest = line
-                if (match := _STEP.search(line)) and int(match[1]) <= step:
-                    fitting = line
-            else:
-                lines += [*dict.fromkeys((fitting, newest)), line]
-                newest = fitting = b""
-    lines += dict.fromkeys((fitting, newest))
+    outline: list[Record] = []
+    limit, has_newest, has_fitting = step, False, False
+    lines = _lines_backward(locate(path))
+    next(lines)  # a line without its newline, or nothing
     try:
-        return [decode(line.decode()) for line in lines if line.strip()]
+        for line in filter(bytes.strip, lines):
+            if line.startswith(_TRAIN_LINE):
+                match = None if has_fitting else _STEP.search(line)
+                is_fitting = match is not None and int(match[1]) <= step
+                if is_fitting or not has_newest:
+                    outline.append(decode(line.decode()))
+                has_newest, has_fitting = True, has_fitting or is_fitting
+                continue
+            record = decode(line.decode())
+            if record.get("event") != "totals":
+                outline.append(record)
+                has_newest = has_fitting = False
+            elif record["step"] <= limit:
+                return [record["last"], record, *reversed(outline)]
+            if record.get("event") in ("start", "rollback"):
+                limit = min(limit, record.get("step", 0))
     except ValueError as error:
         raise ConfigError(f"{path} has a line that is no JSON ({error}). Remove it.") from error
+    return outline[::-1]
+
+
+def _lines_backward(file: Location) -> Iterator[bytes]:
+    """Yield the pieces between newlines, the last one first; objects are read as one block."""
+    end, head = file.size(), b""
+    while end:
+        start = max(0, end - BLOCK_BYTES) if file.is_local else 0
+        block = file.part(start, end - start) if file.is_local else file.read()
+        head, *lines = (block + head).split(b"\n")
+        yield from reversed(lines)
+        end = start
+    yield head
 
 
 def current(records: list[Record]) -> list[Record]:
@@ -251,5 +271,8 @@ def device_seconds(records: list[Record]) -> float:
         if record.get("event") == "start":
             total += devices * (last - begin)
             begin, devices = record["time"], record.get("num_devices", 0)
+        elif record.get("event") == "totals":
+            total, begin = record["device_seconds"], record["time"]
+            devices = record["num_devices"]
         last = record.get("time", last)
     return total + devices * (last - begin)

@@ -34,6 +34,9 @@ logger = logging.getLogger("jaxdist")
 SUMMARY_S = 60.0
 """Seconds in which summary.json is written; without it the run has failed, and is started again."""
 
+TOTALS_INTERVAL_STEPS = 1000
+"""Steps between two `totals` events: the train records that a start reads, 0.2 % of the file."""
+
 
 class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
@@ -123,7 +126,8 @@ class Monitor:
             compares=run.is_writer,
         )
         self._is_held, self._config_text = True, config_text
-        self._first_start = earlier[0]["time"] if earlier else self._begin
+        if self.run_summary.first_start is None:
+            self.run_summary.first_start = self._begin
         if run.is_writer:
             self._records = run.open_metrics(is_held=True)
             totals = {"total_steps": total_steps, "num_devices": len(devices), "unit": unit}
@@ -202,6 +206,10 @@ class Monitor:
             self._prometheus.train(record, self.unit)
         if self._records is not None:
             self._records.write(record)
+            if self._steps_here % TOTALS_INTERVAL_STEPS == TOTALS_INTERVAL_STEPS // 10:
+                num_devices = self.throughput.num_devices
+                seconds = (self._clock() - self._begin) * num_devices
+                self._write_event("totals", self.run_summary.totals(seconds, num_devices))
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
         self._alerts.processes(step)
@@ -391,7 +399,7 @@ class Monitor:
                 self._tensorboard.text("config", config_text)
         if self.config.tracker:
             identity = Identity(
-                run_id=run_id_of(self._first_start),
+                run_id=run_id_of(self.run_summary.first_start or self._begin),
                 name=self.run.path.name,
                 settings=flatten(tomllib.loads(config_text)),
                 directory=str(self.run.path),

@@ -35,15 +35,33 @@ class RunSummary:
         self.last: Record = {**(trained[-1] if trained else {}), "step": start_step}
         self.unit = unit
         self.units: float = self.last.get(unit, 0)
-        self.evals = [record for record in history if record["kind"] == "eval"]
-        self.skipped_steps = sum(record.get("event") == "skipped_step" for record in history)
-        self.starts = 1 + sum(record.get("event") == "start" for record in earlier)
+        base = next((record for record in earlier if record.get("event") == "totals"), {})
+        self.evals = [*base.get("evals", []), *(r for r in history if r["kind"] == "eval")]
+        count = lambda name, records: sum(r.get("event") == name for r in records)
+        self.skipped_steps = base.get("skipped_steps", 0) + count("skipped_step", history)
+        self.starts = 1 + base.get("starts", 0) + count("start", earlier)
+        first = (base.get("first_start") or earlier[0]["time"]) if earlier else None
+        self.first_start: float | None = first
         self.device_seconds_before = device_seconds(list(earlier))
         self.warnings = 0
         self.memory_peak_bytes = 0
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._slow: dict[tuple[int, str], dict[str, Any]] = {}
         self._readings: dict[str, list[float]] = {}
+
+    def totals(self, device_seconds: float, num_devices: int) -> dict[str, Any]:
+        """Return the fields of a `totals` event, from which `read_outline` lets a start go on."""
+        best, last = self._best_eval(), self.evals[-1:]
+        return {
+            "step": self.last["step"],
+            "first_start": self.first_start,
+            "starts": self.starts,
+            "skipped_steps": self.skipped_steps,
+            "evals": last if best == last else best + last,
+            "device_seconds": self.device_seconds_before + device_seconds,
+            "num_devices": num_devices,
+            "last": self.last,
+        }
 
     def add_times(
         self, step_time_s: float, data_wait_s: float, device_wait_s: float | None
@@ -130,9 +148,13 @@ class RunSummary:
         found = {}
         if self.evals:
             found["eval"] = _metrics_of(self.evals[-1])
-        if rated := [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]:
-            found["best_eval"] = _metrics_of(min(rated, key=lambda e: e["loss"]))
+        for best in self._best_eval():
+            found["best_eval"] = _metrics_of(best)
         return found
+
+    def _best_eval(self) -> list[Record]:
+        rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]
+        return [min(rated, key=lambda e: e["loss"])] if rated else []
 
 
 def rates(throughput: Throughput, unit: str) -> dict[str, Any]:
