@@ -80,8 +80,8 @@ def run(
         return replay(parts, data[0])
     audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
     audited_mesh = ""
-    is_compared = audit is not None and audit.axes and config.model.is_compared
-    if is_compared and str(parts.spec) not in audited_meshes(config):
+    compare = audit is not None and audit.axes and config.model.is_user_model
+    if compare and str(parts.spec) not in audited_meshes(config):
         from jaxdist.plan.audit.deep import check_model
 
         audited_mesh = check_model(parts, data[0].fields, program.model)

@@ -192,7 +192,7 @@ class DecoderConfig:
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
-    is_compared: ClassVar[bool] = False
+    is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "text"
     size_settings: ClassVar[Mapping[str, str]] = {
         "layers": "model.num_layers",
@@ -338,7 +338,7 @@ class CnnConfig:
     attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
-    is_compared: ClassVar[bool] = False
+    is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
     size_settings: ClassVar[Mapping[str, str]] = {
         "channels_1": "the first of model.channels",
@@ -399,7 +399,7 @@ class ResnetConfig:
     attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
-    is_compared: ClassVar[bool] = False
+    is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
     size_settings: ClassVar[Mapping[str, str]] = {
         "hidden": "model.width",
@@ -465,7 +465,7 @@ class CustomConfig:
     attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
-    is_compared: ClassVar[bool] = True
+    is_user_model: ClassVar[bool] = True
     reads: ClassVar[str] = ""
     size_settings: ClassVar[Mapping[str, str]] = {}
 

@@ -425,11 +425,11 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     if wanted == "images":
         name, size = "num_classes", parts.model.num_classes
     classes = "targets" if wanted == "text" else "labels"
-    if size and dataset.fields[classes][1].name != "int32":
+    if not parts.config.model.is_user_model and dataset.fields[classes][1].name != "int32":
         raise ConfigError(
             f"data.sources={parts.config.data.sources} has {classes} of dtype "
             f"{dataset.fields[classes][1]}, {parts.model.name} takes integers. Convert them to "
-            f"integers in the function, or use a model without {name}."
+            "integers in the function, or use a model of your own."
         )
     if size and dataset.vocab_size > size:
         setting = parts.config.model.size_settings.get(name)
