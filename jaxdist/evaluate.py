@@ -54,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.run.trained_run import open_run
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
-    run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)
+    step = None if config.step < 0 else config.step
+    run = open_run(config.run, step=step, mesh=config.mesh, simulate=config.simulate, train=changes)
     dataset = run.open_held_out(config.sources)
-    weights = run.weights(None if config.step < 0 else config.step, config.weights)
+    weights = run.weights(step, config.weights)
     means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
     facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
     result = {**facts, "mesh": str(run.parts.spec), **means}

@@ -135,13 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.run.text_generation import make_decoder, open_writer
     from jaxdist.run.trained_run import open_run
 
-    run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
+    step = None if config.step < 0 else config.step
+    run = open_run(config.run, step=step, mesh=config.mesh, simulate=config.simulate)
     writer = open_writer(run.parts, config, chat=config.chat)
     requests = [] if config.is_interactive else list(config.requests())
     if not requests and not config.is_interactive:
         raise ConfigError("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
     prompts = writer.encode(requests)
-    weights = run.weights(None if config.step < 0 else config.step, config.weights)
+    weights = run.weights(step, config.weights)
     writer.decoder = make_decoder(run.parts, weights.params, config)
     of = "EMA weights of " if weights.kind == "ema" else ""
     print(f"{of}checkpoint {weights.step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)

@@ -374,7 +374,7 @@ WRONG = {
     "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
     "output_exists": (["consolidate", "{run}", "{run}"], "{run}", "not empty"),
     "bad_mesh": (["reshard", "{run}", "{tmp}/x", "--mesh=zp=2"], "axis 'zp'"),
-    "no_settings": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "no config.toml"),
+    "misfit": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "params/layers/w", "not fit"),
 }
 
 

@@ -109,10 +109,10 @@ ALL = [
 @pytest.mark.parametrize(
     ("flags", "opened", "weights", "sources", "batches"),
     [
-        ([], {"mesh": "auto", "simulate": 0, "train": {}}, (None, "auto"), [], 0),
+        ([], {"step": None, "mesh": "auto", "simulate": 0, "train": {}}, (None, "auto"), [], 0),
         (
             ALL,
-            {"mesh": "fsdp=2", "simulate": 2, "train": {"global_batch_size": 16}},
+            {"step": 0, "mesh": "fsdp=2", "simulate": 2, "train": {"global_batch_size": 16}},
             *((0, "ema"), ["x.txt"], 3),
         ),
     ],

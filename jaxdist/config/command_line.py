@@ -220,8 +220,13 @@ def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> Ru
     A run without checkpoints, or whose checkpoint stores none, has those of its `config.toml`.
     """
     run = locate(path)
-    text = manifest.stored_config(run / "checkpoints", step)
-    return parse_run(text, str(run)) if text else stored_run(run / "config.toml")
+    if text := manifest.stored_config(run / "checkpoints", step):
+        return parse_run(text, str(run))
+    if not (run / "config.toml").exists():
+        raise ConfigError(
+            f"{run} holds no config.toml, and its checkpoints store no settings. Name a whole run."
+        )
+    return stored_run(run / "config.toml")
 
 
 def parse_run(text: str, origin: str) -> RunConfig:

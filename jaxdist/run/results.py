@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from jaxdist.checkpoint.pytree import Weights
-from jaxdist.config import RunConfig, stored_run
+from jaxdist.config import RunConfig, settings_of_run
 from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.types import Model, Params
 from jaxdist.run.metrics_log import current, decode, read_records
@@ -66,8 +66,8 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The settings of the run."""
-        return stored_run(self.path / "config.toml")
+        """The settings stored with the checkpoint that is read, or those of `config.toml`."""
+        return settings_of_run(self.path, self._step)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -212,7 +212,9 @@ class Run:
 
     @functools.cached_property
     def _opened(self) -> TrainedRun:
-        return open_run(self.path, mesh=self._mesh, model=self._model, rows=self._rows)
+        return open_run(
+            self.path, step=self._step, mesh=self._mesh, model=self._model, rows=self._rows
+        )
 
     @functools.cached_property
     def _weights(self) -> LoadedWeights:

@@ -11,9 +11,9 @@ import jax
 
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.checkpoint.manifest import named_step
+from jaxdist.checkpoint.manifest import named_step, steps_in
 from jaxdist.checkpoint.pytree import Weights
-from jaxdist.config import stored_run
+from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Params
@@ -79,6 +79,14 @@ class TrainedRun:
                 f"run {self.path} has no valid checkpoint {'' if step is None else step}, it has: "
                 f"{there}. Name one of these, or leave --step out for the newest."
             )
+        own = self.parts.config
+        if step is None and chosen != steps[-1]:  # a damaged checkpoint is newer
+            stored = settings_of_run(self.path, chosen)
+            if (stored.model, stored.data) != (own.model, own.data):
+                raise ConfigError(
+                    f"checkpoint {chosen} of {self.path} has other model or data settings than the "
+                    f"damaged checkpoint {steps[-1]}. Add --step {chosen} to use it."
+                )
         target = self.parts.abstract_state().params
         found = checkpointer.weights_kind(chosen, kind)
         params = checkpointer.restore_params(target, chosen, weights=kind)
@@ -127,6 +135,7 @@ class TrainedRun:
 def open_run(
     path: str | os.PathLike[str],
     *,
+    step: int | None = None,
     mesh: str = "auto",
     simulate: int = 0,
     train: Mapping[str, Any] | None = None,
@@ -135,15 +144,16 @@ def open_run(
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
-    `path` may be a checkpoint inside the run; mesh "auto" is one device; `simulate=0` means the
+    `path` may be a checkpoint inside the run. The settings are those stored with it, with the
+    checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` means the
     machine's own devices; `train` replaces settings of that section; `model` and `rows` are as of
     `Program`.
 
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
     """
-    run, step = run_at(path)
-    config = stored_run(run / "config.toml")
+    run, named = run_at(path)
+    config = settings_of_run(run, step if named is None else named)
     if simulate:
         runtime.simulate(simulate)
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
@@ -157,7 +167,7 @@ def open_run(
     )
     given = model(config.train.seq_len) if model is not None else None
     parts = assemble(config, devices, model=given)
-    return TrainedRun(path=run, parts=parts, step=step, rows=rows)
+    return TrainedRun(path=run, parts=parts, step=named, rows=rows)
 
 
 def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
@@ -176,7 +186,7 @@ def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:
     """
     given = locate(path)
     for candidate in (given, given.parent, given.parent.parent):
-        if (candidate / "config.toml").exists():
+        if (candidate / "config.toml").exists() or steps_in(candidate / "checkpoints"):
             return candidate, None if candidate == given else named_step(str(given))[1]
     raise ConfigError(
         f"run {str(given)!r} holds no config.toml. Name a run directory as training printed it, "

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings import read_settings, setting
 
 if TYPE_CHECKING:
     from jaxdist.run.metrics_log import Record
@@ -113,7 +113,7 @@ def _done_again(
         ]
     from jaxdist.tools.compare.rerun import rerun
 
-    parts = _parts_of(config, runs)
+    parts = _parts_of(config, runs, start)
     checkpoint = parting.checkpoint
     difference, done = rerun(runs, parts, start, last, checkpoint=checkpoint)
     where = f"steps {start + 1} to {done[-1][0].step} done again on mesh {parts[0].spec}"
@@ -128,19 +128,13 @@ def _done_again(
 
 
 def _parts_of(
-    config: CompareConfig, runs: tuple[RunDirectory, RunDirectory]
+    config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
 ) -> tuple[Parts, Parts]:
-    """The parts of both runs on one mesh of this machine's devices."""
-    from jaxdist.config import stored_run
+    """The parts of both runs from their checkpoints of `start`, on one mesh of this machine."""
+    from jaxdist.config import settings_of_run
     from jaxdist.core.mesh import MeshSpec
 
-    for run in runs:
-        if not run.config.exists():
-            raise ConfigError(
-                f"run {run.path} has no config.toml, so its steps cannot be done again. Restore "
-                "it from a checkpoint (jaxdist convert inspect), or use --rerun false."
-            )
-    stored = [stored_run(run.config) for run in runs]
+    stored = [settings_of_run(run.path, start) for run in runs]
     shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)
     if simulated:

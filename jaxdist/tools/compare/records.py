@@ -110,7 +110,8 @@ def steps_of(run: RunDirectory) -> dict[int, Record]:
 
 
 def _settings_of(run: RunDirectory) -> dict[str, Any]:
-    table = flatten(read_table(run.config, tomllib.loads))
+    text = manifest.stored_config(run.checkpoints)
+    table = flatten(tomllib.loads(text) if text else read_table(run.config, tomllib.loads))
     return {key: value for key, value in table.items() if key not in (*START_SETTINGS, "name")}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import FILE_NAME as LOCK_NAME
@@ -13,9 +12,6 @@ from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
-
-if TYPE_CHECKING:
-    from jaxdist.config import RunConfig
 
 log = logging.getLogger("jaxdist")
 
@@ -55,22 +51,6 @@ def nothing_under(prefix: str, names: Iterable[str]) -> str:
         f"--under {prefix}: no array has a name that begins with it. There are "
         f"{few(list(dict.fromkeys(names)), 3)}."
     )
-
-
-def settings_of(path: str) -> RunConfig:
-    """The settings of the run that a path names or lies in.
-
-    Raises:
-        ConfigError: they are not there, so that the model is not known.
-    """
-    from jaxdist.config import stored_run
-
-    run = manifest.named_step(path)[0].parent
-    if not (run / "config.toml").exists():
-        raise ConfigError(
-            f"{run} holds no config.toml, so its model is not known. Name a whole run."
-        )
-    return stored_run(run / "config.toml")
 
 
 def new_directory(path: str) -> Location:

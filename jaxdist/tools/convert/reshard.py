@@ -12,18 +12,14 @@ import shlex
 import time
 from typing import Literal
 
-from jaxdist.checkpoint import manifest, pytree
+from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.blocks import dtype_of, even_chunk
 from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
+from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import (
-    checkpoint_of,
-    making_run,
-    new_run_directory,
-    settings_of,
-)
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, new_run_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,20 +88,21 @@ def _target(
     """
     from jaxdist.run.trained_run import open_run
 
-    settings, run = settings_of(config.src), manifest.named_step(config.src)[0].parent
-    parts = open_run(str(run), mesh=config.mesh, simulate=spec.num_devices).parts
+    checkpoint = stored.checkpoint
+    settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
+    parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
     of_average = lambda name: pytree.under(name, ["ema_params"])
     if (
         len({any(map(of_average, names)) for names in ([x.name for x in leaves], stored.entries)})
         > 1
     ):
-        print("the EMA of the weights is left out: only one of checkpoint and config.toml has it")
+        print("the EMA of the weights is left out: only one of checkpoint and settings has it")
         leaves = [leaf for leaf in leaves if not of_average(leaf.name)]
     problems = pytree.mismatches(leaves, stored.entries, ignore=["ema_params"])
     if problems:
         raise ConfigError(
-            [f"{stored.checkpoint} does not fit {run}/config.toml: {p}" for p in problems]
+            [f"{checkpoint} does not fit the settings of the run: {p}" for p in problems]
         )
     shapes = {}
     for leaf in leaves:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxdist.checkpoint.blocks import Index, dtype_of
 from jaxdist.checkpoint.pytree import weights_item
 from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import settings_of_run
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
 from jaxdist.data.chat import load_template
@@ -28,7 +29,7 @@ from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, write_config
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory, settings_of
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 _SLAB_BYTES = 16 << 20
 
@@ -64,8 +65,9 @@ def export(config: Config) -> str:
         ConfigError: the run is no decoder's, has no such checkpoint, or `out` exists.
     """
     out = Path(new_local_directory(config.out))
-    stored = StoredArrays(checkpoint_of(config.src, config.step))
-    settings = settings_of(config.src)
+    checkpoint = checkpoint_of(config.src, config.step)
+    stored = StoredArrays(checkpoint)
+    settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     model = decoder_of(settings.model, config.src)
     dtype = _dtype(stored, config.dtype)
     item = weights_item(config.weights, stored.entries)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
 from jaxdist.run.run_directory import RunDirectory, flatten, read_table
@@ -22,7 +23,8 @@ class ReportedRun:
 
     Attributes:
         name: short and unique among the runs read.
-        config: dotted field -> value, from config.toml; {} when there is none.
+        config: dotted field -> value, as stored with the newest checkpoint or in config.toml; {}
+            without them.
         train: train records that led to the newest state, in order of steps; `evals` likewise.
         restarts: steps at which the run was started again.
         outcome: the numbers of the table, in its order.
@@ -77,7 +79,8 @@ def read_run(path: str, name: str) -> ReportedRun:
     train = [r for r in history if r.get("kind") == "train"]
     evals = [r for r in history if r.get("kind") == "eval"]
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
-    config = flatten(read_table(directory.config, tomllib.loads))
+    text = manifest.stored_config(directory.checkpoints)
+    config = flatten(tomllib.loads(text) if text else read_table(directory.config, tomllib.loads))
     return ReportedRun(
         name=name,
         path=directory.path,

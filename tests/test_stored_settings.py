@@ -1,0 +1,95 @@
+"""Commands read a run with the settings stored with its checkpoint, whatever config.toml holds."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+
+import pytest
+from commands import run_here, tiny
+from safetensors.numpy import load_file
+
+import jaxdist
+from jaxdist.config import settings_of_run
+from jaxdist.tools.report.runs import read_run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("original") / "run"
+    assert run_here("train", *tiny("--train.steps=2", f"--run-dir={path}")) == 0
+    return path
+
+
+def replace(directory, name, value):
+    file = directory / "config.toml"
+    text, count = re.subn(rf"(?m)^{name} = .*(\n( .*|])$)*", f"{name} = {value}", file.read_text())
+    assert count == 1
+    file.write_text(text)
+
+
+def other_settings(directory):
+    (directory.parent / "other.txt").write_text("0123456789 " * 5000)
+    replace(directory, "d_model", 64)
+    replace(directory, "sources", json.dumps([str(directory.parent / "other.txt")]))
+
+
+DAMAGES = {
+    "other": other_settings,
+    "absent": lambda directory: (directory / "config.toml").unlink(),
+    "torn": lambda directory: (directory / "config.toml").write_text("[model]\nd_mod"),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damaged(request, original, tmp_path):
+    copy = shutil.copytree(original, tmp_path / "run")
+    DAMAGES[request.param](copy)
+    return copy
+
+
+def output_of(name, *arguments) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        assert run_here(name, *arguments) == 0
+    return stream.getvalue()
+
+
+def read_by_every_command(run, out) -> dict:
+    evaluated = json.loads(output_of("evaluate", run, "--json", "--max-batches=2"))
+    output_of("tools.convert.__main__", "to-hf", run, out / "hf")
+    weights = load_file(out / "hf" / "model.safetensors")
+    output_of("tools.convert.__main__", "reshard", run, out / "new", "--mesh=fsdp=8")
+    return {
+        "evaluate": evaluated["loss"],
+        "generate": output_of("generate", run, "--prompt", "def", "--max-new-tokens", 8),
+        "to-hf": {name: array.tobytes() for name, array in weights.items()},
+        "to-hf config": json.loads((out / "hf" / "config.json").read_text()),
+        "reshard": settings_of_run(out / "new").model,
+        "report": read_run(str(run), "name").config,
+        "open": jaxdist.open(run).config,
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(original, tmp_path_factory):
+    return read_by_every_command(original, tmp_path_factory.mktemp("expected"))
+
+
+def test_commands_use_the_settings_of_the_checkpoint(expected, damaged, tmp_path):
+    assert read_by_every_command(damaged, tmp_path) == expected
+
+
+def test_a_resume_by_path_uses_the_settings_of_the_checkpoint(damaged):
+    assert run_here("train", f"--resume={damaged}", "--train.steps=3") == 0
+    assert settings_of_run(damaged).model.d_model == 32
+
+
+def test_a_step_selects_the_settings_stored_with_it(original, tmp_path):
+    run = shutil.copytree(original, tmp_path / "run")
+    flags = ("--train.steps=4", "--train.global_batch_size=16", f"--run-dir={run}")
+    assert run_here("train", *tiny(*flags)) == 0
+    sizes = [settings_of_run(run, step).train.global_batch_size for step in (2, 4, None, 3)]
+    assert sizes == [8, 16, 16, 8]
+    shutil.rmtree(run / "checkpoints")
+    assert settings_of_run(run).train.global_batch_size == 16
