@@ -198,3 +198,14 @@ def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, t
     with pytest.raises(ZeroDivisionError):
         start("new", "dp=8", **custom)
     assert missing(capsys.readouterr().out, "audit --deep", "too many") == []
+
+
+def test_held_out_rows_that_do_not_fit_the_model_are_refused_before_training(tmp_path):
+    model = dataclasses.replace(make_model(), vocab_size=VOCAB)
+    held = {**ROW, "targets": ROW["targets"] + VOCAB}
+    settings = {"train": {"global_batch_size": 16, "seq_len": SEQ, "steps": 1}, "mesh": "dp=8"}
+    with refused(f"{VOCAB + 1} tokens", f"vocab_size={VOCAB}"):
+        jaxdist.train(
+            settings, model=model, data=([ROW] * 64, [held] * 8), run_dir=tmp_path / "run"
+        )
+    assert not (tmp_path / "run").exists()

@@ -101,7 +101,11 @@ class Writer:
         show = self._settings.show_special
         if tokens and tokens[-1] in self._stop and not show:
             tokens = tokens[:-1]
-        return self._tokenizer.decode(tokens, show_special=show)
+        # Alone, the continuation of a text would lose its first space with sentencepiece.
+        is_later = self._template is None and self._tokenizer.marks_start
+        before = self._tokenizer.encode(".").tolist() if is_later else []
+        text = self._tokenizer.decode([*before, *tokens], show_special=show)
+        return text.removeprefix(self._tokenizer.decode(before, show_special=show))
 
 
 def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> Writer:
