@@ -8,6 +8,8 @@ from refusals import missing
 
 from jaxdist import train
 from jaxdist.checkpoint import CheckpointConfig, CheckpointError
+from jaxdist.checkpoint.group import make_group
+from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
@@ -118,6 +120,25 @@ def test_a_finished_run_trains_no_further():
     session.step = 2
     assert train.train(session) == 0
     assert session.calls == ["start 2", "finish"]
+
+
+def test_what_is_due_on_the_same_step_is_all_done():
+    saves = CheckpointConfig(save_interval_steps=4, save_interval_minutes=0)
+    space = types.SimpleNamespace
+    session = space(
+        config=space(train=space(steps=12), eval=space(interval_steps=2)),
+        checkpointer=SaveSchedule(saves, make_group()),
+        preemption=space(preempted=lambda: session.step == 8),
+        monitor=space(profiler=space(reaches=lambda step: step == 9)),
+    )
+    due = {}
+    for session.step in (3, 4, 6, 8, 12):
+        due[session.step] = Session.between(session)
+    assert not due[3]
+    assert due[4] == Between(evaluate=True, save="interval")
+    assert due[6] == Between(evaluate=True, save="halfway")
+    assert due[8] == Between(evaluate=True, save="interval", leave=True, trace=True)
+    assert due[12] == Between(last=True)
 
 
 def test_between_is_true_when_anything_is_due():
