@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.files import find_files
 from jaxdist.generate import GenerateConfig
+from jaxdist.runtime.storage import locate
 
 BOM = b"\xef\xbb\xbf"
 LINES = b'{"text": "hello"}\n{"text": "b"}\n'
@@ -235,6 +237,30 @@ def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
     for path in (str(tmp_path / "pipe"), "/dev/zero"):
         with refused(path):
             read_run([f"--{flag}={path}", "--data.records=chat", "--data.sources=/dev"], command="")
+
+
+READERS = {
+    "prompts.txt": prompts_of,
+    "prompts.jsonl": prompts_of,
+    "shard": lambda path: next(locate(path).stream()),
+    "block": lambda path: locate(path).part(0, 8),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_a_pipe(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    ended = []
+
+    def read():
+        with pytest.raises((ConfigError, OSError)):
+            READERS[name](tmp_path / name)
+        ended.append(name)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert ended
 
 
 def test_a_mesh_of_many_names_is_one_problem():

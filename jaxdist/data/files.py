@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
-from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate
+from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate, open_regular
 
 _NOT_LIBRARY = {
     "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "lib2to3",
@@ -184,7 +184,7 @@ def open_file(path: DataFile, block_bytes: int = BLOCK_BYTES) -> BinaryIO:
     """Open a file for reading; an object is read `block_bytes` at a time."""
     if isinstance(path, StoredFile):
         return io.BufferedReader(_Ranges(path), block_bytes)
-    return path.open("rb")
+    return open_regular(path)
 
 
 def open_ranges(path: DataFile) -> Any:

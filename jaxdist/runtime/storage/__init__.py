@@ -26,7 +26,14 @@ import os
 from pathlib import Path
 
 from jaxdist.core.settings.declare import ConfigError
-from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
+from jaxdist.runtime.storage.location import (
+    BLOCK_BYTES,
+    Appender,
+    Location,
+    Locked,
+    LockFile,
+    open_regular,
+)
 from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, problem_of
 from jaxdist.runtime.storage.parts import Mirror, flush_appended, mirror
 

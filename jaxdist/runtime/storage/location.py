@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a file held in memory while it is streamed."""
@@ -22,6 +22,14 @@ BLOCK_BYTES = 8 << 20
 _MODE = 0o644
 _UNFINISHED = ".writing"  # ending of a file that `write` has not put in its place yet
 _OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one file at the same time
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading, but no pipe and no device: they would block, or never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file but a pipe or device", str(path))
+    return open(path, "rb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +134,8 @@ class Location(os.PathLike[str]):
 
     def read(self) -> bytes:
         """All of the file."""
-        if not stat.S_ISREG(os.stat(self.path).st_mode) and not self.is_directory():
-            raise OSError(errno.EINVAL, "it is not a regular file but a pipe or device", self.path)
-        return Path(self.path).read_bytes()
+        with open_regular(self.path) as file:
+            return file.read()
 
     def text(self) -> str:
         """All of the file, as UTF-8; other bytes are replaced, not refused."""
@@ -140,13 +147,13 @@ class Location(os.PathLike[str]):
 
     def stream(self) -> Iterator[bytes]:
         """The file in blocks of `BLOCK_BYTES`."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
 
     def part(self, start: int, length: int) -> bytes:
         """That many bytes of the file from `start` on."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(start)
             return file.read(length)
 
