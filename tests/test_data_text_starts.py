@@ -173,6 +173,8 @@ def test_pieces_of_a_text_decode_to_the_text(folder, tmp_path, monkeypatch, kind
         tokens, weights = encode_completion(record, tokenizer)
         assert tokenizer.decode(tokens) == space + prompt + completion
         start = [BOS, *tokenizer.encode(prompt)]
+        writer = Writer(TextSettings(), tokenizer, max_len=2048)
+        assert not prompt or writer._text(tokens[len(start) :].tolist()) == completion
         assert tokens[: len(start)].tolist() == start and weights.tolist().index(1) == len(start)
     talk = [("user", "x"), ("assistant", "foo"), ("user", "y"), ("assistant", " foo")]
     messages = [{"role": role, "content": content} for role, content in talk]
