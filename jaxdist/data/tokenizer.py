@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import hub
+from jaxdist.runtime.panics import panics_as
 from jaxdist.runtime.storage import Location, locate
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -108,19 +110,16 @@ class FileTokenizer:
         path = locate(path)
         try:
             content = path.read()
-            self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
             ) from None
-        except Exception as error:  # the library raises bare Exception for a broken file
-            raise ConfigError(
-                f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
-                f"({_first_line(error)}). Use the file named tokenizer.json of a model."
-            ) from None
-        # A stored truncation or padding would silently drop or add tokens of long documents.
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        with _library_errors(path):
+            self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            # A stored truncation or padding would silently drop or add tokens of long documents.
+            self._inner.no_truncation()
+            self._inner.no_padding()
+            encoded = self._inner.encode("a")
         vocab = self._inner.get_vocab(with_added_tokens=True)
         if not vocab:
             raise ConfigError(f"tokenizer {str(path)!r} has no tokens. Use that of a model.")
@@ -151,7 +150,6 @@ class FileTokenizer:
         self.end_id = next(iter(ends), None)
         self.stop_ids = frozenset(ends)
         self.bos_id = next(iter([*begins, *_ids(generation, "bos_token_id")]), None)
-        encoded = self._inner.encode("a")
         is_added = encoded.special_tokens_mask
         start = is_added.index(0) if 0 in is_added else 0
         self.begin_ids = tuple(encoded.ids[:start]) if text_format != OLD_TEXT_FORMAT else ()
@@ -163,23 +161,50 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens of a text, uint32 [n], without an end token."""
-        return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
+        with self._text_errors():
+            return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores: one array [n] per text."""
-        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._text_errors():
+            encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.uint32) for e in encoded]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens uint32 [n], the characters [start, stop) each stands for [n, 2], is it special."""
-        encoded = self._inner.encode(text, add_special_tokens=False)
+        with self._text_errors():
+            encoded = self._inner.encode(text, add_special_tokens=False)
         tokens = np.asarray(encoded.ids, np.uint32)
         offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         return tokens, offsets, np.isin(tokens, self._special)
 
     def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
         """The text of tokens; special ones only with `show_special`."""
-        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=not show_special)
+        with self._text_errors():
+            ids = [int(t) for t in tokens]
+            return self._inner.decode(ids, skip_special_tokens=not show_special)
+
+    def _text_errors(self) -> contextlib.AbstractContextManager[None]:
+        return panics_as(
+            f"tokenizer {self.name!r} fails on a text ({{}}). Check the patterns of its "
+            "tokenizer.json, or remove the text."
+        )
+
+
+@contextlib.contextmanager
+def _library_errors(path: Location) -> Iterator[None]:
+    """Translate all errors of the tokenizers library that a malformed file causes."""
+    problem = (
+        f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library ({{}}). Use "
+        "the file named tokenizer.json of a model."
+    )
+    try:
+        with panics_as(problem):
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception for a broken file
+        raise ConfigError(problem.replace("{}", _first_line(error))) from None
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer

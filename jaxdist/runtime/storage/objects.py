@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from jaxdist.runtime.panics import panics_as
 from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
 from jaxdist.runtime.storage.parts import PartAppender, part_of, spool
 
@@ -122,11 +123,19 @@ def _silence_of_upload(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _told(url: str) -> Iterator[None]:
-    """What `obstore` raises, as an `OSError` in one line without what was sent."""
+    """Translate errors of `obstore` to an `OSError` of one line, and its panics to `ConfigError`.
+
+    It panics if the environment holds a malformed endpoint URL, region or key.
+    """
     import obstore
 
+    problem = (
+        f"{url!r} cannot be used: a value in the environment is malformed ({{}}). Correct the "
+        f"endpoint (AWS_ENDPOINT_URL), the region or {_CREDENTIALS[url.partition(':')[0]]}."
+    )
     try:
-        yield
+        with panics_as(problem):
+            yield
     except (FileNotFoundError, PermissionError) as error:
         raise _as_os_error(error, url) from None
     except obstore.exceptions.BaseError as error:
