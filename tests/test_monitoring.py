@@ -28,6 +28,7 @@ from jaxdist.run.metrics_log import (
     encode,
     read_outline,
     read_records,
+    stream_records,
 )
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.config import MonitoringConfig
@@ -406,6 +407,7 @@ def test_an_outline_continues_a_run_like_the_whole_file(tmp_path, resumed_at):
     path.write_text(text + '{"kind": "train", "st')
     whole, outline = read_records(path), read_outline(path, resumed_at)
     assert len(outline) < len(whole)
+    assert [r for r, is_current in stream_records(path) if is_current] == current(whole)
     first, second = (
         vars(RunSummary(r, start_step=resumed_at, unit="tokens")) for r in (whole, outline)
     )

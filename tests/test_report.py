@@ -18,6 +18,7 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
+from jaxdist.tools.report import runs as report_runs
 from jaxdist.tools.report.__main__ import main
 from jaxdist.tools.report.page import html_page
 from jaxdist.tools.report.runs import read_runs
@@ -255,6 +256,21 @@ def test_curves_can_run_over_tokens(tmp_path):
     main([one, "--html", str(page), "--x", "tokens"])
     labels = [text.text for text in svgs(page.read_text())[0].findall("text")]
     assert "tokens" in labels and "1k" in labels and "2k" in labels  # 800 ... 2400 tokens
+
+
+def test_a_long_run_is_shown_by_a_bounded_number_of_records(tmp_path, monkeypatch):
+    losses = [2.0 + math.sin(step) / 10 for step in range(2000)]
+    losses[777], losses[1234], losses[1500] = 9.0, 0.5, math.nan
+    make_run(tmp_path, "long", losses, evals=[(1900, 1.75)], end="")
+    make_run(tmp_path, "long", [1.5, 1.25], start_step=1990)  # ten steps are done again
+    (whole,) = read_runs([str(tmp_path / "long")])
+    monkeypatch.setattr(report_runs, "MAX_RECORDS", 64)
+    (run,) = read_runs([str(tmp_path / "long")])
+    assert len(whole.train) == 1992 and len(run.train) <= 128
+    assert run.outcome == whole.outcome
+    assert {9.0, 0.5, 1.5, 1.25} <= {r["loss"] for r in run.train}
+    assert any(math.isnan(r["loss"]) for r in run.train)
+    assert [r["step"] for r in run.train] == sorted({r["step"] for r in run.train})
 
 
 def test_names_from_outside_are_escaped(tmp_path):

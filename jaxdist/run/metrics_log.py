@@ -7,13 +7,14 @@ JavaScript's `Number()` read) and come back as floats from `read_records`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
@@ -26,7 +27,8 @@ Record = dict[str, Any]
 _MAX_PENDING_BYTES = 64 << 20
 """Bytes of records that cannot be written yet: about 100,000 steps."""
 
-_TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step": (\d+)')
+_TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step":\s*(\d+)')
+_RESUME = re.compile(rb'(?!{"kind": "train").*"event":\s*"(?:start|rollback)"')
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -170,21 +172,34 @@ def skip_reason(values: Mapping[str, Any]) -> str:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """Every record of a metrics.jsonl, in the order written; a torn last line is left out.
+    """Every record of a metrics.jsonl, in the order written; see `stream_records`."""
+    return [record for record, _ in stream_records(path)]
+
+
+def stream_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, bool]]:
+    """Yield each record, oldest first, and whether it is in the history that `current` returns.
+
+    The file is read twice, block by block. A last line without its newline is left out.
 
     Raises:
-        ConfigError: the file is missing, or another line is no record.
+        ConfigError: the file is missing, or a line is no record.
     """
+    file = locate(path)
+    resumes: list[float] = []
     try:
-        text = locate(path).text()
+        for line in filter(_RESUME.match, _lines(file)):
+            step = _STEP.search(line)
+            resumes.append(int(step[1]) if step else 0)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."
         ) from error
-    records = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):  # the last piece has no newline
-        if not line.strip():
+    # By the number of starts and rollbacks still to come: the least step of these.
+    limits = list(itertools.accumulate([math.inf, *reversed(resumes)], min))
+    for number, raw in enumerate(_lines(file), start=1):
+        if not raw.strip():
             continue
+        line = raw.decode(errors="replace")
         try:
             record = decode(line)
         except json.JSONDecodeError as error:
@@ -196,8 +211,20 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
             raise ConfigError(
                 f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."
             )
-        records.append(record)
-    return records
+        if _RESUME.match(raw) and len(limits) > 1:
+            limits.pop()
+        yield record, _is_lasting(record) or record.get("step", 0) <= limits[-1]
+
+
+def _is_lasting(record: Record) -> bool:
+    return bool(record["kind"] == "event" and record.get("event") != "skipped_step")
+
+
+def _lines(file: Location) -> Iterator[bytes]:
+    tail = b""
+    for block in file.stream():
+        *whole, tail = (tail + block).split(b"\n")
+        yield from whole
 
 
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
@@ -257,13 +284,12 @@ def current(records: list[Record]) -> list[Record]:
     for record in records:
         if record.get("event") in ("start", "rollback"):
             resumed_at = record.get("step", 0)
-            lasting = lambda r: r["kind"] == "event" and r.get("event") != "skipped_step"
-            kept = [r for r in kept if lasting(r) or r["step"] <= resumed_at]
+            kept = [r for r in kept if _is_lasting(r) or r["step"] <= resumed_at]
         kept.append(record)
     return kept
 
 
-def device_seconds(records: list[Record]) -> float:
+def device_seconds(records: Iterable[Record]) -> float:
     """Devices × seconds from each start of the run to its last sign of life, all starts summed."""
     total = begin = last = 0.0
     devices = 0

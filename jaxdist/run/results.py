@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -13,7 +14,7 @@ from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
 from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.types import Model, Params
-from jaxdist.run.metrics_log import current, decode, read_records
+from jaxdist.run.metrics_log import current, decode, read_outline, stream_records
 from jaxdist.run.run_directory import RunDirectory, read_table
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
@@ -105,12 +106,15 @@ class Run:
     @property
     def losses(self) -> list[float]:
         """Training loss of each step, nats per token (per image); NaN for a step without labels."""
-        return [math.nan if r["loss"] is None else r["loss"] for r in self.metrics]
+        records = stream_records(self._directory.metrics)
+        losses = (r["loss"] for r, counts in records if counts and r["kind"] == "train")
+        return [math.nan if loss is None else loss for loss in losses]
 
     @property
     def last_step(self) -> int:
         """Steps done."""
-        return max((record["step"] for record in self.metrics), default=0)
+        outline = current(read_outline(self._directory.metrics, sys.maxsize))
+        return max((record["step"] for record in outline if record["kind"] == "train"), default=0)
 
     def dataframe(self) -> Any:
         """`metrics` as a pandas DataFrame with the step as index.
@@ -221,5 +225,5 @@ class Run:
         return self._opened.weights(self._step, self._kind)
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
-        records = current(read_records(self._directory.metrics))
-        return [record for record in records if record["kind"] == kind]
+        records = stream_records(self._directory.metrics)
+        return [record for record, counts in records if counts and record["kind"] == kind]

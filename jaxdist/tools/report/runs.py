@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
-from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
+from jaxdist.run.metrics_log import Record, decode, device_seconds, stream_records
 from jaxdist.run.run_directory import RunDirectory, flatten, read_table
 from jaxdist.runtime.storage import Location
+
+MAX_RECORDS = 4096
+"""Twice as many train records, and as many evaluations, are kept at most; all of a shorter run."""
+
+_EXTREMES = (
+    *(("loss", 0), ("loss", 1), ("loss", -1), ("grad_norm", 1), ("grad_norm", -1)),
+    *(("step_time_s", 1), ("step_time_s", -1), ("memory_peak_bytes", 1)),
+)  # 0 = not finite; both ends, so that medians stay where they are
+
+_COUNTED = {"skipped_steps": "skipped_step", "recompilations": "recompile", "warnings": "*"}
+"""Row of the table -> event that it counts; * = all of level warning or above."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +38,7 @@ class ReportedRun:
         config: dotted field -> value, as stored with the newest checkpoint or in config.toml; {}
             without them.
         train: train records that led to the newest state, in order of steps; `evals` likewise.
+            Of long runs a part, with the extremes: see `MAX_RECORDS`.
         restarts: steps at which the run was started again.
         outcome: the numbers of the table, in its order.
     """
@@ -73,11 +86,12 @@ def read_run(path: str, name: str) -> ReportedRun:
         ConfigError: there is no run there, or one of its files is damaged.
     """
     directory = RunDirectory.existing(path)
-    records = read_records(directory.metrics)
-    history = current(records)
-    starts = [r for r in history if r.get("event") == "start"]
-    train = [r for r in history if r.get("kind") == "train"]
-    evals = [r for r in history if r.get("kind") == "eval"]
+    train: list[Record] = []
+    evals: list[Record] = []
+    events: list[Record] = []
+    counts: collections.Counter[str] = collections.Counter()
+    seconds = device_seconds(_sorted(directory.metrics, train, evals, events, counts))
+    starts = [r for r in events if r["event"] == "start"]
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
     text = manifest.stored_config(directory.checkpoints)
     config = flatten(tomllib.loads(text) if text else read_table(directory.config, tomllib.loads))
@@ -89,29 +103,72 @@ def read_run(path: str, name: str) -> ReportedRun:
         evals=evals,
         restarts=[start.get("step", 0) for start in starts[1:]],
         unit=unit,
-        outcome=_outcome(records, history, train, evals, unit, config)
-        | {"warnings": sum("level" in r for r in history)}
+        outcome=_outcome(events, train, evals, unit, config, seconds / 3600)
+        | {name: counts[event] for name, event in _COUNTED.items()}
         | _environment(read_table(directory.environment, decode)),
     )
 
 
+def _sorted(
+    metrics: Location,
+    train: list[Record],
+    evals: list[Record],
+    events: list[Record],
+    counts: collections.Counter[str],
+) -> Iterator[Record]:
+    """Yield all records, and add those of the history that the report shows to the lists."""
+    for record, is_current in stream_records(metrics):
+        if record["kind"] != "event":
+            kept = train if record["kind"] == "train" else evals
+            if len(kept) == 2 * MAX_RECORDS:
+                kept[:] = _thinned(kept)
+            kept += [record] * is_current
+        else:
+            counts[str(record.get("event"))] += is_current
+            counts["*"] += is_current and "level" in record
+            events += [record] * (record.get("event") in ("start", "run", "end"))
+        yield record
+
+
+def _thinned(records: list[Record]) -> list[Record]:
+    """Keep at most half: of 18 neighbors the first one and the extremes of a few numbers."""
+    kept = []
+    for start in range(0, len(records), 18):
+        group = records[start : start + 18]
+        extremes = (max(group, key=_rank(name, sign)) for name, sign in _EXTREMES)
+        chosen = {id(record) for record in (group[0], *extremes)}
+        kept += [record for record in group if id(record) in chosen]
+    return kept
+
+
+def _rank(name: str, sign: int) -> Callable[[Record], float]:
+    def rank(record: Record) -> float:
+        value = record.get(name)
+        if not isinstance(value, int | float):
+            return -math.inf
+        if not math.isfinite(value):
+            return math.inf if sign == 0 else -math.inf
+        return sign * value
+
+    return rank
+
+
 def _outcome(
-    records: list[Record],
-    history: list[Record],
+    events: list[Record],
     train: list[Record],
     evals: list[Record],
     unit: str,
     config: dict[str, Any],
+    device_hours: float,
 ) -> dict[str, Any]:
-    starts = [r for r in records if r.get("event") == "start"]
-    facts = [r for r in history if r.get("event") == "run"]
+    starts = [r for r in events if r["event"] == "start"]
+    facts = [r for r in events if r["event"] == "run"]
     rated = [r for r in evals if math.isfinite(r.get("loss", math.nan))]
     best = min(rated, key=lambda r: r["loss"]) if rated else {}
     steady = _without_compiling_steps(train, starts)
-    device_hours = device_seconds(records) / 3600
     price = config.get("monitoring.price_per_device_hour") or None
     return {
-        "exit_reason": _exit_reason(records),
+        "exit_reason": _exit_reason(events),
         "step": train[-1]["step"] if train else None,
         "total_steps": starts[-1].get("total_steps") if starts else None,
         "train_loss": train[-1].get("loss") if train else None,
@@ -129,14 +186,12 @@ def _outcome(
         "starts": len(starts),
         "device_hours": device_hours,
         "cost": None if price is None else device_hours * price,
-        "skipped_steps": sum(r.get("event") == "skipped_step" for r in history),
-        "recompilations": sum(r.get("event") == "recompile" for r in history),
     }
 
 
-def _exit_reason(records: list[Record]) -> str:
+def _exit_reason(events: list[Record]) -> str:
     """How the newest start ended; a start without an `end` event still goes on or was killed."""
-    for record in reversed(records):
+    for record in reversed(events):
         if record.get("event") == "end":
             return str(record.get("exit_reason", "ended"))
         if record.get("event") == "start":
