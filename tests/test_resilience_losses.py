@@ -1,5 +1,6 @@
 """Bad losses are found, written down with their rows, and skipped, gone back from, or the end."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny as reference
@@ -16,10 +18,12 @@ from refusals import refused
 
 from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
+from jaxdist.run import session
 from jaxdist.run.metrics_log import current, read_records
 from jaxdist.run.resilience import anomalies
 from jaxdist.run.resilience.anomalies import LossGuard, Stopped, read_anomalies
 from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.session import Session
 
 ROWS, BATCH, STEPS = 320, 8, 40
 BAD_ROW = 77
@@ -335,6 +339,33 @@ def test_skipped_steps_in_a_row_do_not_count_labels_and_the_search_for_a_loss_sc
     assert subject.skipped == 0
     feed(subject, [1.0] * 3, **bad, loss_scale=1.0)
     feed(subject, [None] * 5, weight=0, applied=False)
-    assert subject.skipped == 3
+    assert (subject.skipped, subject.skip_kind) == (3, "nonfinite_loss")
     feed(subject, [1.0], applied=True)
     assert subject.skipped == 0
+    feed(subject, [99.0] * 4, grad_norm=1.0, applied=False)
+    assert (subject.skipped, subject.skip_kind) == (4, "loss_spike")
+    feed(subject, [math.nan], grad_norm=1.0, applied=False)
+    assert (subject.skipped, subject.skip_kind) == (5, "nonfinite_loss")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_nan_parameters_is_rejected_before_anything_changes(
+    tmp_path, monkeypatch
+):
+    save = Session.save
+
+    def save_nan(self, *args, **kwargs):
+        spoiled = jax.tree.map(lambda x: x * jnp.nan, self.state.params)
+        self.state = dataclasses.replace(self.state, params=spoiled)
+        save(self, *args, **kwargs)
+
+    job = [flag for flag in JOB if not flag.startswith("--steps")]
+    flags = [*job, "--mesh=dp=8", f"--run-dir={tmp_path / 'run'}"]
+    with monkeypatch.context() as older:
+        older.setattr(Session, "save", save_nan)
+        older.setattr(session, "nonfinite_names", lambda params: [])
+        assert run_here("train", *flags, "--steps=1") == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with refused("checkpoint 1", "NaN", "checkpoints/1"):
+        run_here("train", *flags, "--steps=2")
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -27,8 +27,9 @@ from jaxdist.run.mismatch import with_settings
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path, read_table
-from jaxdist.run.setup import Parts
+from jaxdist.run.setup import Parts, nonfinite_names
 from jaxdist.runtime import coordination, hub
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
@@ -121,6 +122,13 @@ def restore_or_init(
                 state, meta, step = parts.restore(checkpointer, chosen)
             except MismatchError as error:
                 raise with_settings(error, parts, str(run.path)) from None
+            names = nonfinite_names({"params": state.params, "ema_params": state.ema_params})
+        if names:  # saved by an older version
+            raise ConfigError(
+                f"checkpoint {step} of {run.path}: {few(names, 8)} hold NaN or infinity, so that "
+                f"every step would be skipped. Move {run.checkpoints / str(step)} away to resume "
+                "from the checkpoint before it, or use another --run-dir."
+            )
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )

@@ -81,12 +81,14 @@ class StepReporter:
 
     def stop_skipping(self, step: int) -> NoReturn:
         """End a run whose last steps were all skipped; raises `Stopped`."""
+        kind = self.guard.skip_kind
+        is_spike = kind == ExitReason.LOSS_SPIKE
+        why = "the loss was too high" if is_spike else "loss or gradients were NaN or infinite"
         self.stop(
-            ExitReason.NONFINITE_LOSS,
+            kind,
             f"step {step}: the updates of the last {self.guard.skipped} steps were not applied, "
-            "because loss or gradients were NaN or infinite, or the loss was too high "
-            "(resilience.max_skipped_steps). Lower optim.peak_lr, or look at the rows in "
-            "anomalies.jsonl.",
+            f"because {why} (resilience.max_skipped_steps). Lower optim.peak_lr, or look at the "
+            "rows in anomalies.jsonl.",
         )
 
     def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:

@@ -72,6 +72,10 @@ _ADVICE = (
         "another process died or became unreachable first: its own log has the cause",
     ),
     (
+        ("The last checkpoint with finite parameters",),
+        "the same command would fail again: change the settings that the message names first",
+    ),
+    (
         ("No module named",),
         "a library is missing in this environment: install the package with its extras",
     ),

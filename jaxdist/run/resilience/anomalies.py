@@ -104,6 +104,7 @@ class LossGuard:
     Attributes:
         skipped: consecutive steps whose update was not applied, without those that had no labels
             or that lowered the loss scale.
+        skip_kind: their exit reason, "loss_spike" if each was a spike.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
@@ -111,7 +112,7 @@ class LossGuard:
         self._path = None if path is None else locate(path)
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
-        self.skipped = 0
+        self.skipped, self.skip_kind = 0, ""
 
     def update_limit(self, step: int) -> float:
         """The loss above which the compiled step leaves its update out; inf = no limit."""
@@ -144,6 +145,8 @@ class LossGuard:
             return None
         if reason != "loss_scale_search":
             self.skipped = self.skipped + 1 if reason else 0
+            if reason and (self.skipped == 1 or reason == ExitReason.NONFINITE_LOSS):
+                self.skip_kind = reason
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
         if not kind:
