@@ -53,9 +53,9 @@ def _apply(config: KubernetesConfig, text: str) -> int:
         return runtime.EXIT_CONFIG
     if done.returncode:
         print(
-            f"kubectl refused the manifest. A JobSet named {config.name} that exists already "
-            f"cannot be changed: delete it first (kubectl delete jobset {config.name}). The new "
-            "one goes on from its run directory.",
+            f"kubectl refused the manifest; its reason is above. If a JobSet named {config.name} "
+            f"exists, delete it first (kubectl delete jobset {config.name}). The new one continues "
+            "from its run directory.",
             file=sys.stderr,
         )
         return runtime.EXIT_FAILURE
