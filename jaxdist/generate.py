@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime import run_command
+from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.storage import file_system_problem
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _write_file(
 
     `prompts` are token ids, int [length] each.
     """
-    with Path(config.out).open("x") as file:
+    with new_output(Path(config.out)) as partial, partial.open("x") as file:
         for first in range(0, len(prompts), config.batch_size):
             asked = requests[first : first + config.batch_size]
             answers = writer.write(prompts[first : first + config.batch_size], stream=False)

@@ -5,13 +5,17 @@ import io
 import json
 import re
 import shutil
+import socket
+import subprocess
 
 import pytest
 from commands import run_here, tiny
+from refusals import missing
 from safetensors.numpy import load_file
 
 import jaxdist
 from jaxdist.config import settings_of_run
+from jaxdist.core.settings import ConfigError
 from jaxdist.tools.report.runs import read_run
 
 
@@ -93,3 +97,61 @@ def test_a_step_selects_the_settings_stored_with_it(original, tmp_path):
     assert sizes == [8, 16, 16, 8]
     shutil.rmtree(run / "checkpoints")
     assert settings_of_run(run).train.global_batch_size == 16
+
+
+CONVERSIONS = {
+    "to-hf": ("tools.convert.__main__", "to-hf", "{run}", "{out}"),
+    "consolidate": ("tools.convert.__main__", "consolidate", "{run}", "{out}"),
+    "reshard": ("tools.convert.__main__", "reshard", "{run}", "{out}", "--mesh=fsdp=8"),
+    "generate": ("generate", "{run}", "--prompt=def", "--max-new-tokens=2", "--out={out}"),
+    "data": ("data.__main__", "{run}/config.toml", "--out={out}"),
+}
+
+
+@pytest.mark.parametrize("command", ["to-hf", "reshard"])
+@pytest.mark.parametrize("setting", ["mlp_dim", "num_layers"])
+def test_a_conversion_compares_the_shapes_first(original, tmp_path, monkeypatch, command, setting):
+    run = shutil.copytree(original, tmp_path / "run")
+    replace(run, setting, 1)
+    monkeypatch.setattr("jaxdist.checkpoint.manifest.stored_config", lambda *given: "")
+    name, *words = (word.format(run=run, out=tmp_path / "out") for word in CONVERSIONS[command])
+    with pytest.raises(ConfigError) as caught:
+        run_here(name, *words)
+    shapes = {
+        "mlp_dim": ("[2, 64, 32]", "[2, 1, 32]"),
+        "num_layers": ("[2, 64, 32]", "[1, 64, 32]"),
+    }
+    assert missing(str(caught.value), "params/layers/mlp/down", *shapes[setting]) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+WRITERS = {
+    "to-hf": "models.huggingface.safetensors.write",
+    "consolidate": "models.huggingface.safetensors.write",
+    "generate": "run.text_generation.Writer.write",
+    "data": "data.corpus._fill",
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_leftovers_of_a_failed_or_killed_command_do_not_block_the_next(
+    original, tmp_path, monkeypatch, command
+):
+    folder = tmp_path / "out"
+    name, *words = (word.format(run=original, out=folder / "x") for word in CONVERSIONS[command])
+    with monkeypatch.context() as patch:
+        patch.setattr(f"jaxdist.{WRITERS[command]}", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            run_here(name, *words)
+    assert list(folder.iterdir()) == []
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    killed = folder / f".x.partial-{socket.gethostname()}-{ended.pid}-0"
+    killed.mkdir()
+    (killed / "part").touch()
+    assert run_here(name, *words) == 0
+    assert [path.name for path in folder.iterdir()] == ["x"]
+
+
+def fail(*given, **options):
+    raise RuntimeError("planted")

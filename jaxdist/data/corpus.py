@@ -15,17 +15,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import glob
 import hashlib
 import itertools
 import json
 import logging
 import os
 import re
-import shutil
-import socket
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +42,7 @@ from jaxdist.data.tokenizer import (
 )
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import REQUESTS, Location, locate
 
@@ -173,25 +170,18 @@ def write_corpus(
     Raises:
         ConfigError: a file is bad (see `Encoder.chunks`), or an object changed meanwhile.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    partial = folder.with_name(f".{folder.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
-    partial.mkdir()
     try:
-        _fill(partial, files, encoder, shard_tokens)
-        if changed := changed_objects(files, sources):
-            raise ConfigError(
-                f"{few(changed, 3)} changed while being read, so that tokens may be of either "
-                "content. Start the command again when nobody writes there."
-            )
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not (folder / "corpus.json").exists():  # else another process was first
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with new_output(folder) as partial:
+            partial.mkdir()
+            _fill(partial, files, encoder, shard_tokens)
+            if changed := changed_objects(files, sources):
+                raise ConfigError(
+                    f"{few(changed, 3)} changed while being read, so that tokens may be of either "
+                    "content. Start the command again when nobody writes there."
+                )
+    except OSError:
+        if not (folder / "corpus.json").exists():  # else another process was first
+            raise
 
 
 def upload_corpus(made: Path, folder: Location) -> None:
@@ -212,14 +202,6 @@ def is_cut_upload(folder: Location) -> bool:
     is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
     rest = {name for name in names if not is_part(name)}
     return len(rest) < len(names) and rest <= {*TOKENIZER_FILES}
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this host began and did not live to remove: they were killed."""
-    for partial in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
-        host, _, pid = partial.name.partition(".partial-")[2].rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:

@@ -75,7 +75,7 @@ class Tensor(NamedTuple):
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, with text facts in its header; it appears under its name only when complete.
+    """Write a file, with text facts in its header.
 
     `parts` of a tensor are its rows in row-major order.
     """
@@ -91,14 +91,12 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream:
+    with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             for part in tensor.parts:
                 # Bytes, because NumPy's file writing knows no bfloat16.
                 stream.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    partial.replace(file)
 
 
 def write_shards(

@@ -14,6 +14,7 @@ from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.new_output import new_output
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 
@@ -41,9 +42,10 @@ def run(config: Config) -> int:
     # `params/layers/w` -> `layers.w`; other parts keep their item's name.
     theirs = [name.removeprefix("params/").replace("/", ".") for name in names]
     tensors = {new: _tensor(stored, old, config) for new, old in zip(theirs, names, strict=True)}
-    out.make_directory()
     metadata = {"format": "pt", "step": str(stored.document["step"])}
-    files = safetensors.write_shards(Path(out), tensors, config.shard_gb, metadata)
+    with new_output(Path(out)) as partial:
+        partial.mkdir()
+        files = safetensors.write_shards(partial, tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(f"{len(tensors)} arrays, {in_bytes(total)}, in {len(files)} file(s): {out}")
     return 0

@@ -6,6 +6,7 @@ with `AutoModelForCausalLM.from_pretrained(OUT)`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -15,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.blocks import Index, dtype_of
-from jaxdist.checkpoint.pytree import weights_item
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
 from jaxdist.core.settings import ConfigError, setting
@@ -29,6 +30,7 @@ from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, write_config
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.new_output import new_output
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 _SLAB_BYTES = 16 << 20
@@ -70,13 +72,15 @@ def export(config: Config) -> str:
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     model = decoder_of(settings.model, config.src)
     dtype = _dtype(stored, config.dtype)
-    item = weights_item(config.weights, stored.entries)
+    item = pytree.weights_item(config.weights, stored.entries)
     tensors = _tensors(stored, model, dtype, item)
-    ids = _write_tokenizer(settings.data, out)
-    files = safetensors.write_shards(out, tensors, config.shard_gb, {"format": "pt"})
-    (out / "config.json").write_text(
-        json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"
-    )
+    with new_output(out) as partial:
+        partial.mkdir()
+        ids = _write_tokenizer(settings.data, partial)
+        files = safetensors.write_shards(partial, tensors, config.shard_gb, {"format": "pt"})
+        (partial / "config.json").write_text(
+            json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"
+        )
     total = sum(tensor.num_bytes for tensor in tensors.values())
     return (
         f"{family_of(model)}, {len(tensors)} tensors{' (EMA)' if item == 'ema_params' else ''}, "
@@ -94,15 +98,32 @@ def _tensors(
     stored: StoredArrays, model: DecoderConfig, dtype: np.dtype, item: str
 ) -> dict[str, safetensors.Tensor]:
     """Their name -> tensor of the weights in `item`; its values are read when it is written."""
-    ours = (
+    ours = [
         dataclasses.replace(piece, name=piece.name.replace("params/", f"{item}/", 1))
         for piece in pieces(model, family_of(model))
-    )
+    ]
+    _check_shapes(stored, ours, item)
     return {
         source.name: safetensors.Tensor(source.shape, dtype, _rows(stored, piece, source, dtype))
         for piece in ours
         for source in piece.sources
     }
+
+
+def _check_shapes(stored: StoredArrays, ours: list[Piece], item: str) -> None:
+    """Raise ConfigError if the arrays are not exactly those that the settings make."""
+    layers = collections.Counter(piece.name for piece in ours)
+    made = {p.name: [*[layers[p.name]][: p.layer is not None], *p.shape] for p in ours}
+    held = {n: e["shape"] for n, e in stored.entries.items() if pytree.under(n, [item])}
+    problems = [
+        f"{name} is {held.get(name, 'absent')} in checkpoint {stored.checkpoint.name}, and "
+        f"{made.get(name, 'absent')} by the settings of its run. Put back the settings or the "
+        "checkpoint, or name another one with --step."
+        for name in sorted(made.keys() | held.keys())
+        if made.get(name) != held.get(name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _rows(
@@ -136,7 +157,6 @@ def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
 def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     """Write the tokenizer's files, bytes have none; returns the ids that `config.json` states."""
     unknown = {"bos_token_id": None, "eos_token_id": None}
-    out.mkdir(parents=True, exist_ok=True)
     if any(map(is_custom, data.sources)) and data.tokenizer_name == "bytes":
         return unknown  # the user's own token numbers
     name = data.tokenizer_name

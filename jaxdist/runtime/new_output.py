@@ -1,0 +1,48 @@
+"""Outputs that appear complete or not at all: written beside their path and renamed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_output(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` for a new file or folder; rename it to `path` without an error.
+
+    After an error it is removed. Outputs that killed processes of this host left are removed first.
+
+    Raises:
+        OSError: `path` is a file or a folder with files by now.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    partial = path.with_name(f".{path.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
+    try:
+        yield partial
+        if path.is_file():
+            raise FileExistsError(f"{path} was written by another process meanwhile")
+        partial.rename(path)
+    finally:
+        _remove(partial)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the outputs of processes of this host that were killed."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        host, _, pid = partial.name.partition(".partial-")[2].rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
