@@ -48,7 +48,8 @@ def _changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any, Any, Ru
     """Yield name, old value and new value of each difference, and `old` with that new value."""
     for field in dataclasses.fields(old):
         before, now = getattr(old, field.name), getattr(new, field.name)
-        if not dataclasses.is_dataclass(before):
+        is_section = dataclasses.is_dataclass(before)
+        if not is_section:
             if before != now:
                 yield field.name, before, now, dataclasses.replace(old, **{field.name: now})
         elif type(before) is not type(now):
