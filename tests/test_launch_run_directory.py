@@ -4,6 +4,7 @@ import errno
 import os
 import time
 
+import pytest
 from launched import Launched
 from refusals import missing
 
@@ -53,3 +54,30 @@ def test_a_run_directory_whose_file_server_is_away_is_waited_for(tmp_path, monke
         ["x"], supervisor.FixedAgent(1), tmp_path, supervisor.RestartPolicy()
     )
     assert subject._wait_for_run_dir()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "attempt-0-process-0.out").write_text("earlier\n")
+    (logs / "attempt-0-process-1.error.json").write_text('{"error": "earlier"}')
+    before = {path.name: path.read_text() for path in logs.iterdir()}
+    body = f"""
+    if {begun}:
+        (RUN / "logs" / f"process-{{INDEX}}.log").write_text("training")
+    print("checking")
+    from jaxdist.core.settings import ConfigError
+    raise ConfigError("rejected")
+    """
+    code, out, _ = Launched(tmp_path, body, "--nproc-per-node=2").end()
+    assert code == 2 and "rejected" in out
+    after = {path.name: path.read_text() for path in logs.iterdir()}
+    assert (after == before) != begun
+
+
+def test_a_rejected_first_job_leaves_no_logs(tmp_path):
+    body = "from jaxdist.core.settings import ConfigError\nraise ConfigError('rejected')"
+    launched = Launched(tmp_path, body)
+    assert launched.end()[0] == 2
+    assert list(launched.run_dir.iterdir()) == []

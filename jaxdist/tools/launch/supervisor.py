@@ -22,6 +22,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import os
 import random
 import secrets
 import signal
@@ -141,12 +142,17 @@ class Supervisor:
         """Run attempts until one settles the job's exit code, and return it."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        (locate(self.run_dir) / "logs").make_directory()
+        logs = locate(self.run_dir) / "logs"
+        is_new = not logs.exists()
+        logs.make_directory()
         code = runtime.EXIT_CONFIG  # of a ConfigError; nothing else is raised
         try:
             code = self._run_groups()
         finally:
             self.agent.close(code, self.stop_signal)
+            if code == runtime.EXIT_CONFIG and is_new:
+                with contextlib.suppress(OSError):
+                    os.rmdir(logs)
             if self._preloaded is not None:
                 self._preloaded.close()
         return code

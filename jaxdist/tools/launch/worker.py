@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -57,8 +58,12 @@ class Worker:
     ) -> None:
         self.process_id = int(environ["JAXDIST_PROCESS_ID"])
         self.error_file = locate(log_file.with_suffix(".error.json"))
+        self._earlier_error = self.error_file.text() if self.error_file.exists() else ""
         self.error_file.delete()  # of an earlier launch in this run directory
         self.log_file = log_file
+        self._log_size, self._written = locate(log_file).size() if log_file.exists() else 0, 0
+        self._own_log = locate(log_file.with_name(f"process-{self.process_id}.log"))
+        self._own_version = self._own_log.version()
         self.ended_at = 0.0
         self.killed = False
         # Counts of one or two windows ago and of the last: a kill of long ago explains nothing.
@@ -119,6 +124,23 @@ class Worker:
         except (OSError, ValueError):
             return None
         return record
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run directory was changed: training opens the process's own log then."""
+        return self._own_log.version() != self._own_version
+
+    def discard_output(self) -> None:
+        """Restore the log and the error file as they were before this process."""
+        with contextlib.suppress(OSError):
+            if self.log_file.stat().st_size == self._log_size + self._written:
+                os.truncate(self.log_file, self._log_size)
+            if not self._log_size:
+                self.log_file.unlink()
+        with contextlib.suppress(OSError):
+            self.error_file.delete()
+            if self._earlier_error:
+                self.error_file.write(self._earlier_error)
 
     def cause(self) -> str:
         """How it ended, in a few words."""
@@ -193,7 +215,7 @@ class Worker:
             if self._log is None:
                 descriptor = locate(self.log_file).append_descriptor()
                 self._log = os.fdopen(descriptor, "ab", buffering=0)
-            self._log.write(line)
+            self._written += self._log.write(line) or 0
         except OSError as failure:
             if not self._lost_log:
                 self._lost_log = True

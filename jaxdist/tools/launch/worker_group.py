@@ -95,7 +95,8 @@ class GroupResult:
             return f"\n{line}\nlaunch: attempt {self.attempt} was ended {after}\n{line}"
         head = f"launch: attempt {self.attempt}: process {self.first_process} failed first, {after}"
         to_do = f"to do:  {self.advice}\n" if self.advice else ""
-        return f"\n{line}\n{head}\n\n{self.details}\n\n{to_do}log:    {self.log_file}\n{line}"
+        log = f"log:    {self.log_file}\n" if self.log_file else ""
+        return f"\n{line}\n{head}\n\n{self.details}\n\n{to_do}{log}{line}"
 
 
 class WorkerGroup:
@@ -234,6 +235,10 @@ class WorkerGroup:
         record = first.error_record()
         code = first.process.returncode
         last_lines = "\n".join(first.service_lines or first.last_lines)
+        is_rejected = code == runtime.EXIT_CONFIG and record is not None
+        if is_rejected := is_rejected and not any(worker.has_begun for worker in self.workers):
+            for worker in self.workers:
+                worker.discard_output()
         return GroupResult(
             exit_code=code if code > 0 else 128 - code,
             attempt=self.attempt,
@@ -243,7 +248,7 @@ class WorkerGroup:
             advice=record["advice"]
             if record
             else runtime.HOST_MEMORY_ADVICE * first.may_be_out_of_memory(),
-            log_file=str(first.log_file),
+            log_file="" if is_rejected else str(first.log_file),
             seconds=first.ended_at - self.started,
             failed_at=first.ended_at,
             already_printed=code == runtime.EXIT_CONFIG and len(self.workers) == 1,
