@@ -1,11 +1,15 @@
 """Number formats and the float16 loss scale, alone; in a step they are tested in test_step."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxdist.core import precision
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale, update_loss_scale
+from jaxdist.core.state import TrainState
+from jaxdist.core.step.train_step import _make_train
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,42 @@ def test_the_scale_never_falls_below_one(monkeypatch):
     for _ in range(3):
         state = update_loss_scale(state, jnp.array(False))
     assert float(state["scale"]) == 1
+
+
+@pytest.mark.parametrize(
+    "loss, weight, norm, limit, applied, scale",
+    [
+        (1.0, 1.0, 1.0, math.inf, True, 16.0),
+        (1.0, 1.0, math.inf, math.inf, False, 4.0),
+        (math.nan, 1.0, 1.0, math.inf, False, 4.0),
+        (1.0, 1.0, 1.0, 0.5, False, 16.0),  # a finite loss above the limit is no overflow
+        (0.0, 0.0, 0.0, math.inf, False, 8.0),  # no labels: nothing was measured
+        (0.0, 0.0, math.nan, math.inf, False, 8.0),
+    ],
+)
+def test_the_step_on_which_the_scale_doubles(
+    monkeypatch, loss, weight, norm, limit, applied, scale
+):
+    """The update, the average and the loss scale of one step on the boundary of the scale."""
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    state = TrainState(
+        step=jnp.int32(7),
+        params={"w": jnp.float32(2)},
+        opt_state=jnp.float32(5),
+        loss_scale={"scale": jnp.float32(8), "finite_steps": jnp.int32(2)},
+        key=jax.random.key(0),
+        ema_params={"w": jnp.float32(1)},
+    )
+    sums = {"loss": jnp.float32(loss), "weight": jnp.float32(weight)}
+    step = _make_train(
+        lambda params, batch, key, scale: (sums, {"w": scale}, jnp.float32(norm)),
+        lambda state, grads, norm, rate: ({"w": jnp.float32(4)}, jnp.float32(6)),
+        lambda step: jnp.float32(0.1),
+        ema_decay=0.75,
+    )
+    state, metrics = step(state, {}, jnp.float32(limit))
+    assert (bool(metrics["applied"]), float(metrics["loss_scale"])) == (applied, 8.0)
+    assert (float(state.params["w"]), float(state.opt_state)) == ((4, 6) if applied else (2, 5))
+    assert float(state.ema_params["w"]) == (0.75 * 1 + 0.25 * 4 if applied else 1)
+    assert (float(state.loss_scale["scale"]), int(state.step)) == (scale, 8)
+    assert int(state.loss_scale["finite_steps"]) == (2 if scale == 8 else 0)
