@@ -296,18 +296,11 @@ class JinjaTemplate:
     def _prompt_end(
         self, text: str, messages: Sequence[Message], after: int, start: int, stop: int
     ) -> int:
-        """Return where an answer begins in a conversation's `text`.
+        """Return where an answer begins, whose content is `text[start:stop]`.
 
         It is the end of the generation prompt for the `messages` before it. If the template writes
         those differently in `text`, it is the end of the prompt's header, such as
-        `<|im_start|>assistant`, or of the part of it that `text` has. Otherwise it is `start`.
-
-        Args:
-            text: the whole conversation.
-            messages: those before the answer.
-            after: end of the previous answer in `text`.
-            start: first character of the answer's content in `text`.
-            stop: end of the answer's content in `text`.
+        `<|im_start|>assistant`, or of the part that `text` has. `after` ends the previous answer.
         """
         try:
             prompt = self._rendered(messages, asks=True)

@@ -152,20 +152,10 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+    def to_json(value: Any, *args: Any, **options: Any) -> str:
+        names = ("ensure_ascii", "indent", "separators", "sort_keys")  # the order of transformers
+        options = {"ensure_ascii": False, **dict(zip(names, args, strict=False)), **options}
+        return json.dumps(value, **options)
 
     # Trimmed blocks and loop controls are what templates are written for.
     environment = ImmutableSandboxedEnvironment(

@@ -221,18 +221,14 @@ def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
     """Encode pieces of one text so that their tokens together decode to the text.
 
-    Each piece is encoded alone, as a prompt is when text is generated. If the tokenizer marks the
-    start of a text, a later piece is encoded after the previous piece, or after a character that
-    shares no token with it, and only the tokens of the piece are kept.
-
-    Returns:
-        Tokens of each piece, unsigned [length].
+    If the tokenizer marks the start of a text, a later piece is encoded after the previous piece,
+    or after a character that shares no token with it, and only its own tokens are kept. Returns
+    tokens of each piece, unsigned [length].
     """
     encoded = tokenizer.encode_batch(pieces)
-    if tokenizer.marks_start:
-        for number in range(1, len(pieces)):
-            if before := pieces[number - 1]:
-                encoded[number] = encode_after(tokenizer, (before, "\n", "."), pieces[number])
+    for number in range(1, len(pieces) if tokenizer.marks_start else 0):
+        if before := pieces[number - 1]:
+            encoded[number] = encode_after(tokenizer, (before, "\n", "."), pieces[number])
     return encoded
 
 
