@@ -119,9 +119,11 @@ def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") 
     ]
     if lost:
         system = "Write system as the first message. " * ("system" in lost)
+        masks = "Masks are not supported: remove what must not be learned. "
+        masks *= any(key in _MASKS for key in lost)
         raise BadRecord(
             f"{which}has {', '.join(lost)}, which would be lost: only {' and '.join(used)} are "
-            f"read. {system}Remove fields that do not matter, or move them into 'metadata'."
+            f"read. {system}{masks}Remove fields that do not matter, or move them into 'metadata'."
         )
 
 
