@@ -1,12 +1,13 @@
 """Hugging Face directories that contradict themselves: load what transformers loads, or reject."""
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
 from decoders import FAMILIES, VARIANTS, logits_of, random_tokens
-from hf_models import rewrite_tensors, write_model
+from hf_models import rewrite_tensors, write_model, write_tokenizer
 from refusals import refused
 from test_convert_hf import SEQ, TOLERANCE, change, tree_of
 
@@ -149,3 +150,35 @@ def test_one_file_of_another_name_is_read(tmp_path):
     before = set(open_weights(tmp_path).tensors)
     (tmp_path / safetensors.SINGLE).rename(tmp_path / "weights.safetensors")
     assert set(open_weights(tmp_path).tensors) == before
+
+
+def test_a_model_without_a_tokenizer_is_evaluated_on_tokens_and_writes_no_text(tmp_path, capsys):
+    from jaxdist import evaluate, generate
+    from jaxdist.data.__main__ import main as tokenize
+
+    config = dataclasses.replace(FAMILIES["llama2"], vocab_size=320)
+    write_model(tmp_path / "in", config, scale=0.01)
+    run = str(tmp_path / "run")
+    assert main(["from-hf", str(tmp_path / "in"), run]) == 0
+    assert "no tokenizer.json" in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text("some text to evaluate on. " * 300)
+    (tmp_path / "made").mkdir()
+    write_tokenizer(tmp_path / "made", ["some text"])
+    words = [str(tmp_path / "text.txt"), f"--out={tmp_path / 'tokens'}"]
+    assert tokenize([*words, f"--tokenizer={tmp_path / 'made' / 'tokenizer.json'}"]) == 0
+    capsys.readouterr()
+    small = ["--global_batch_size=1", "--max_batches=1", "--json"]
+    assert evaluate.main([run, f"--sources={tmp_path / 'tokens'}", *small]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert abs(loss - np.log(320)) < 0.2  # near uniform, because weights are small
+    missing = str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+    for command, words in (
+        (evaluate.main, [f"--sources={tmp_path / 'text.txt'}"]),
+        (evaluate.main, []),
+        (generate.main, ["--prompt=Once"]),
+    ):
+        with refused(missing):
+            command([run, *words])
+    (tmp_path / "run" / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "run" / "tokenizer", ["some text"])
+    assert generate.main([run, "--prompt=some", "--max_new_tokens=2"]) == 0

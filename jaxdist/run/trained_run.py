@@ -18,6 +18,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Params
 from jaxdist.data import Dataset, open_datasets
+from jaxdist.data.config import settings_of_tokens
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import (
     Parts,
@@ -95,11 +96,17 @@ class TrainedRun:
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
         """All rows of the named sources; None or [] = the rows that the run held out.
 
+        A token folder brings its tokenizer to a run that was imported without one.
+
         Raises:
             ConfigError: nothing was held out, or the rows do not fit the model.
         """
         config = self.parts.config
         data = dataclasses.replace(config.data, eval_sources=sources or config.data.eval_sources)
+        is_imported = data.tokenizer.endswith("tokenizer.json")  # written at import, if missing
+        made = settings_of_tokens(sources[0]) if sources and is_imported else None
+        if sources and made and not locate(data.tokenizer).exists():
+            data = dataclasses.replace(data, sources=sources, **made[0])
         _, held_out = open_datasets(
             data, seq_len=config.train.seq_len, seed=config.seed, given=self.rows
         )

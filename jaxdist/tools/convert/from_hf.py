@@ -69,7 +69,10 @@ def run(config: Config) -> int:
         "tokenizer_config.json", b""
     )
     asks = "--chat" if talks else "--prompt Once"
-    remarks = "".join(f"{line}\n" for line in left_out(theirs))
+    lines = left_out(theirs)
+    if "tokenizer.json" not in files:
+        lines.append(f"{source} has no tokenizer.json. Copy the model's to {out / 'tokenizer'}.")
+    remarks = "".join(f"{line}\n" for line in lines)
     print(
         f"{theirs['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
         f"{out}\n{remarks}next: python -m jaxdist.generate {shlex.quote(str(out))} {asks}"
@@ -107,14 +110,15 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
 
 
 def _settings(name: str, model: DecoderConfig, source: Location, out: Location) -> str:
-    """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
+    """Copy the tokenizer, so that the run stands alone, and return the run's config.toml.
+
+    It names the copy even if there is no tokenizer, because no other one fits the model.
+    """
     run = RunConfig(name=name, model=model)
     files = tokenizer_files(source)
     if files:
         (out / "tokenizer").make_directory()
     for name, content in files.items():
         (out / "tokenizer" / name).write(content)
-    if "tokenizer.json" in files:
-        path = str(out / "tokenizer" / "tokenizer.json")
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=path))
-    return write_toml(run)
+    path = str(out / "tokenizer" / "tokenizer.json")
+    return write_toml(dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=path)))
