@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -114,7 +114,11 @@ class FileTokenizer:
             raise ConfigError(
                 f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
             ) from None
-        with _library_errors(path):
+        problem = (
+            f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library ({{}}). "
+            "Use the file named tokenizer.json of a model."
+        )
+        with panics_as(problem, Exception):  # the library raises bare Exception for a broken file
             self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             # A stored truncation or padding would silently drop or add tokens of long documents.
             self._inner.no_truncation()
@@ -189,22 +193,6 @@ class FileTokenizer:
             f"tokenizer {self.name!r} fails on a text ({{}}). Check the patterns of its "
             "tokenizer.json, or remove the text."
         )
-
-
-@contextlib.contextmanager
-def _library_errors(path: Location) -> Iterator[None]:
-    """Translate all errors of the tokenizers library that a malformed file causes."""
-    problem = (
-        f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library ({{}}). Use "
-        "the file named tokenizer.json of a model."
-    )
-    try:
-        with panics_as(problem):
-            yield
-    except ConfigError:
-        raise
-    except Exception as error:  # the library raises bare Exception for a broken file
-        raise ConfigError(problem.replace("{}", _first_line(error))) from None
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
@@ -350,7 +338,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str
     )
     inner.train_from_iterator(texts, trainer)
     inner.save(str(path))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -9,15 +9,16 @@ from jaxdist.core.settings.declare import ConfigError
 
 
 @contextlib.contextmanager
-def panics_as(problem: str) -> Iterator[None]:
-    """Raise `ConfigError` if a library panics; `{}` in `problem` stands for the panic's first line.
+def panics_as(problem: str, *also: type[Exception]) -> Iterator[None]:
+    """Raise `ConfigError` for a panic, or for an error of the types `also`.
 
-    A `PanicException` derives from `BaseException` alone, so that `except Exception` misses it.
+    `{}` in `problem` stands for the first line of the error. A `PanicException` derives from
+    `BaseException` alone, so that `except Exception` misses it.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ != "PanicException" and not isinstance(error, also):
             raise
-        cause = (str(error).splitlines() or [""])[0][:200]
+        cause = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ConfigError(problem.replace("{}", cause)) from None
