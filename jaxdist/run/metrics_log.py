@@ -63,7 +63,8 @@ def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 def decode(text: str) -> Any:
     """The inverse of `encode`: "NaN" and the infinities are floats again."""
-    return _with_floats(json.loads(text))
+    value = json.loads(text)
+    return _with_floats(value) if 'NaN"' in text or 'Infinity"' in text else value
 
 
 def _with_floats(value: Any) -> Any:

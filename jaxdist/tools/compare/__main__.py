@@ -156,9 +156,9 @@ def _parts_of(
 
 def _meshes_of(run: RunDirectory) -> list[str]:
     """The meshes that a run says it trained on, the last one last."""
-    from jaxdist.run.metrics_log import read_records
+    from jaxdist.run.metrics_log import stream_records
 
-    return [r["mesh"] for r in read_records(run.metrics) if r.get("event") == "run"]
+    return [r["mesh"] for r, _ in stream_records(run.metrics) if r.get("event") == "run"]
 
 
 def _recorded_otherwise(
@@ -172,7 +172,9 @@ def _recorded_otherwise(
 
     lines = []
     for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
-        recorded, found = steps_of(run), []
+        found: list[str] = []
+        steps = {step.step for step in own}
+        recorded = {r["step"]: r for r in steps_of(run) if r["step"] in steps}
         wrong = next((step for step in own if _is_other(step, recorded.get(step.step))), None)
         if wrong is not None:
             found.append(f"recorded other numbers from step {wrong.step} on")

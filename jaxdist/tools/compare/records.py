@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError
-from jaxdist.run.metrics_log import Record, current, decode, read_records
+from jaxdist.run.metrics_log import Record, decode, stream_records
 from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
@@ -72,26 +73,24 @@ def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
     Raises:
         ConfigError: a run is damaged, or they did no step in common.
     """
-    steps = [steps_of(run) for run in (a, b)]
-    common = sorted(steps[0].keys() & steps[1].keys())
-    if not common:
+    step = data_step = last = None
+    numbers: dict[str, tuple[float, float]] = {}
+    for x, y in _common_steps(a, b):
+        last = x["step"]
+        if data_step is None and _differ(x, y, "data_ledger"):
+            data_step = last
+        if step is None and (unequal := [n for n in _NUMBERS if _differ(x, y, n)]):
+            step, numbers = last, {n: (x[n], y[n]) for n in unequal}
+    if last is None:
         raise ConfigError(
             f"runs {a.path} and {b.path} did no step in common: nothing can be compared. Name two "
             "runs that trained the same steps."
         )
-    differs = lambda names: next(
-        (s for s in common if any(_differ(steps[0][s], steps[1][s], name) for name in names)), None
-    )
-    step = differs(_NUMBERS)
-    numbers = {}
-    if step is not None:
-        a_step, b_step = steps[0][step], steps[1][step]
-        numbers = {n: (a_step[n], b_step[n]) for n in _NUMBERS if _differ(a_step, b_step, n)}
     return Parting(
         settings=_unequal(*(_settings_of(run) for run in (a, b))),
         environment=_unequal(*(_environment_of(run) for run in (a, b))),
-        last_common_step=common[-1],
-        data_step=differs(["data_ledger"]),
+        last_common_step=last,
+        data_step=data_step,
         step=step,
         numbers=numbers,
         **_checkpoints(a, b),
@@ -103,10 +102,21 @@ def _differ(a: Record, b: Record, name: str) -> bool:
     return name in a and name in b and repr(a[name]) != repr(b[name])
 
 
-def steps_of(run: RunDirectory) -> dict[int, Record]:
-    """The train record of each step that led to the newest state."""
-    records = current(read_records(run.metrics))
-    return {record["step"]: record for record in records if record["kind"] == "train"}
+def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Record]]:
+    """Yield the records of each step that both runs did."""
+    others = steps_of(b)
+    other = next(others, None)
+    for record in steps_of(a):
+        while other is not None and other["step"] < record["step"]:
+            other = next(others, None)
+        if other is not None and other["step"] == record["step"]:
+            yield record, other
+
+
+def steps_of(run: RunDirectory) -> Iterator[Record]:
+    """Yield the train record of each step that led to the newest state, in order of steps."""
+    records = stream_records(run.metrics)
+    return (r for r, is_current in records if is_current and r["kind"] == "train")
 
 
 def _settings_of(run: RunDirectory) -> dict[str, Any]:
