@@ -188,9 +188,9 @@ def stream_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, bool]
     file = locate(path)
     resumes: list[float] = []
     try:
-        for line in filter(_RESUME.match, _lines(file)):
-            step = _STEP.search(line)
-            resumes.append(int(step[1]) if step else 0)
+        for resume in filter(_RESUME.match, _lines(file)):
+            match = _STEP.search(resume)
+            resumes.append(int(match[1]) if match else 0)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."

@@ -25,7 +25,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
 from jaxdist.data import Loader, Position, TrainData, resume_position
-from jaxdist.run.metrics_log import Record, current, read_records
+from jaxdist.run.metrics_log import Record, current, stream_records
 from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
@@ -33,6 +33,9 @@ from jaxdist.run.setup import Parts
 log = logging.getLogger("jaxdist")
 
 _TIMES = 3
+
+_FIELDS = ("kind", "event", "step", "first_sample", "weight", "loss", "grad_norm")
+"""Fields of a record that are kept; the others take most of the memory."""
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
@@ -140,7 +143,12 @@ def read_history(run: RunDirectory, step: int | None = None) -> History:
     Raises:
         ConfigError: the run has no record of the step.
     """
-    records, found = read_records(run.metrics), read_anomalies(run.anomalies)
+    found = read_anomalies(run.anomalies)
+    records = [
+        {name: record[name] for name in _FIELDS if name in record}
+        for record, _ in stream_records(run.metrics)
+        if record["kind"] == "train" or record.get("event") in ("start", "rollback")
+    ]
     if step is not None:
         records = records[: _place_of(records, found, step, run) + 1]
     recorded = {r["step"]: r for r in current(records) if r["kind"] == "train"}
