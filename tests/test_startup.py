@@ -4,12 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from commands import run_here
+from commands import records, run_here, tiny
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.core.settings import write_toml
 from jaxdist.optim import make_lr_schedule
+from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.startup import _raised_rate
 
@@ -82,3 +83,12 @@ def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, 
     with refused("az://bucket/run", "a URL"):
         RunDirectory.open("az://bucket/run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_compiled_before_the_commit_is_not_compiled_again(tmp_path, monkeypatch):
+    nothing = dict.fromkeys(("check", "line", "compare", "check_executable"), lambda *given: "")
+    monkeypatch.setattr(Budget, "of", lambda *given: SimpleNamespace(remat=None, **nothing))
+    run = tmp_path / "run"
+    flags = ("--train.steps=2", f"--run-dir={run}", "--mesh=dp=2,tp=2,cp=2")
+    assert run_here("train", *tiny(*flags)) == 0
+    assert len([r for r in records(run, "event") if "compile" in r["event"]]) == 1
