@@ -305,11 +305,12 @@ class RunConfig:
                 f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
                 f"{stored.kind}. Leave model.kind out."
             ]
-        # Weights decide whether the head is tied, and loading checks it.
-        free = {"dropout", "attention_dropout", "attention", "init_std", "tie_embeddings"}
+        free = {"dropout", "attention_dropout", "attention", "init_std"}
+        # Runs of earlier versions dropped a head that differs; a new run is checked at loading.
+        free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
         if self.reinit_params:  # a head or table of another size; loading sees the rest
-            free |= {"vocab_size"}
+            free |= {"vocab_size", "tie_embeddings"}
         return [
             f"model.{field.name}={getattr(self.model, field.name)} is not what the weights of "
             f"init_from={self.init_from!r} were made for: its config.json gives "
