@@ -300,6 +300,7 @@ INDEX = "model.safetensors.index.json"
     b'{"weight_map": {"a": "../../etc/passwd"}}', b'{"weight_map": {"a": "none.safetensors"}}',
 ])  # fmt: skip
 def test_an_index_of_any_kind_is_refused(model, text):
+    (model / "model.safetensors").rename(model / "part.safetensors")  # it is read without an index
     (model / INDEX).write_bytes(text)
     with bounded(), pytest.raises(ConfigError):
         open_all(model)
