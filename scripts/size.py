@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_SETTING = re.compile(r"^\| `([a-z][\w.]*)`", re.MULTILINE)
 _BLANK = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
@@ -64,13 +66,13 @@ def folder_pairs() -> list[tuple[str, str]]:
 
 def sizes() -> dict[str, int]:
     """Return the numbers by name."""
-    package = ROOT / "jaxdist"
+    package, reference = ROOT / "jaxdist", ROOT / "docs" / "settings.md"
     return {
         "package lines": count_lines(package),
         "package code lines": sum(count_code(p.read_text()) for p in package.rglob("*.py")),
         "test lines": count_lines(ROOT / "tests"),
         "two-way folder pairs": len(folder_pairs()),
-        "settings of a run": len((ROOT / "tests" / "settings.txt").read_text().split()),
+        "settings of a run": len(set(_SETTING.findall(reference.read_text()))),
     }
 
 

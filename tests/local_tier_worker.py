@@ -62,8 +62,6 @@ class Worker:
             save_interval_steps=EVERY,
             local_dir="$LOCAL_DISK/saves",
             local_interval_steps=LOCAL_EVERY,
-            local_interval_minutes=0,
-            preflight=False,
             async_save=False,
         )
         log = lambda line: self.say(log=line)

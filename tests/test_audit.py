@@ -90,7 +90,6 @@ def test_joins_have_no_order_and_never_gain_a_claim():
         ("dp=2,fsdp=2,tp=2", {"sequence": False, "zero": 2}),
         ("pp=2,dp=2,tp=2", {}),
         ("cp=2,fsdp=2,tp=2", {}),
-        ("dp=4", {"replica_norms": True}),
         ("fsdp=4,tp=2", {"model": CnnConfig(channels=[8, 16], mlp_dim=32)}),
         (
             "dp=2,tp=2",

@@ -126,7 +126,7 @@ FLAGS = {
     "lr": (["--lr=3e-4"], "--lr", "Did you mean --optim.peak-lr"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
     "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
-    "other kind's field": (["--model.num_classes=3"], "of kind decoder", "See --help"),
+    "other kind's field": (["--model.channels=3,4"], "of kind decoder", "See --help"),
     "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "The default is "),
     "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
     "not a switch": (["--train.offload_optimizer=maybe"], "'maybe'", "not true or false"),
@@ -180,9 +180,9 @@ DATA = {
     "held out": (["--data.eval_fraction=1"], "eval_fraction=1.0", "at least 0 and below 1"),
     "tokenizer missing": (["--data.tokenizer=gpt2.json"], "'gpt2.json' is not a file", "Check"),
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
+    "resnet depth": (
+        ["--model=resnet", "--data.sources=cifar", "--model.depth=21"], "model.depth=21", "Use 20"),
     "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
-    "wrong image size": (
-        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "Use"),
 }  # fmt: skip
 
 FILES = {

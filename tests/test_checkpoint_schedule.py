@@ -74,7 +74,7 @@ def test_no_step_is_asked_for_twice_and_nothing_where_it_is_switched_off():
 
 
 def test_local_saves_are_due_between_the_others():
-    local = {"local_dir": "/nvme", "local_interval_steps": 2, "local_interval_minutes": 0}
+    local = {"local_dir": "/nvme", "local_interval_steps": 2}
     plan = schedule(save_interval_steps=8, save_interval_minutes=0, **local)
     found = asked(plan, [0.0] * 10)
     whys = {2: "local", 4: "halfway", 6: "local", 8: "interval", 10: "local"}
@@ -85,15 +85,15 @@ def test_local_saves_are_due_between_the_others():
 
 def test_local_saves_are_due_by_minutes_beside_the_others():
     plan = schedule(
-        save_interval_steps=0, save_interval_minutes=4, async_save=False,
-        local_dir="/nvme", local_interval_minutes=1,
+        save_interval_steps=0, save_interval_minutes=20, async_save=False,
+        local_dir="/nvme",
     )  # fmt: skip
     plan.saved(0, "", 1000.0)
     plan.saved(0, "local", 1000.0)
-    times = [1000.0 + 20 * step for step in range(1, 16)]
+    times = [1000.0 + 100 * step for step in range(1, 16)]
     found = asked(plan, times)
     assert found == [(3, "local"), (6, "local"), (9, "local"), (12, "interval"), (13, "local")]
-    off = schedule(save_interval_steps=0, save_interval_minutes=4, async_save=False)
+    off = schedule(save_interval_steps=0, save_interval_minutes=20, async_save=False)
     off.saved(0, "", 1000.0)
     off.saved(0, "local", 1000.0)
     assert asked(off, times) == [(12, "interval")]

@@ -19,7 +19,14 @@ from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE
 from jaxdist.models.weights import num_params
 from jaxdist.optim import OptimConfig, make_optimizer
 
-TINY = CnnConfig(image_size=8, channels=[8, 16], mlp_dim=24, num_classes=10)
+
+class TinyConfig(CnnConfig):
+    """Images of 8 x 8."""
+
+    image_size = 8
+
+
+TINY = TinyConfig(channels=[8, 16], mlp_dim=24)
 SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
 
 

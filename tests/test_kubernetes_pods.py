@@ -34,7 +34,6 @@ TRAIN = training(
     f"--steps={STEPS}",
     "--checkpoint.save_interval_steps=10",
     "--checkpoint.local_interval_steps=4",
-    "--checkpoint.local_interval_minutes=0",
     "--runtime.heartbeat_timeout_s=10",
     "--runtime.join_timeout_s=120",
     "--resilience.step_timeout_s=60",

@@ -142,7 +142,7 @@ def test_a_store_that_hangs_after_a_commit_keeps_no_run(server, monkeypatch, cap
     with object_servers.passing_on(server, answer) as way:
         monkeypatch.setenv("AWS_ENDPOINT_URL", way)
         object_servers.forget_clients()
-        config = CheckpointConfig(max_to_keep=1, preflight=False)
+        config = CheckpointConfig(max_to_keep=1)
         checkpointer = Checkpointer(locate("s3://bucket/hangs"), config, log=log)
         begun = time.monotonic()
         for step in (1, 2):

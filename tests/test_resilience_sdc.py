@@ -132,7 +132,7 @@ def test_minority():
 
 JOB = tiny(
     *("--mesh=dp=8", "--steps=12", "--checkpoint.save_interval_steps=4", "--eval.interval_steps=0"),
-    *("--resilience.sdc_check_interval_steps=3", "--checkpoint.preflight=false"),
+    *("--resilience.sdc_check_interval_steps=3"),
 )
 
 

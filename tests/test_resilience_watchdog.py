@@ -8,6 +8,7 @@ import time
 import pytest
 from refusals import missing
 
+from jaxdist.run.resilience import watchdog
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.run.resilience.heartbeat import Heartbeat, diagnose
 from jaxdist.run.resilience.watchdog import Watchdog
@@ -60,7 +61,7 @@ class Dogs:
 
     def __init__(self, folder, count, **settings):
         self.left: dict[int, int] = {}
-        config = ResilienceConfig(**{"step_timeout_s": 0.4, "phase_timeout_s": 4.0, **settings})
+        config = ResilienceConfig(**{"step_timeout_s": 0.4, **settings})
         self.dogs = [self.make(config, folder, i, count) for i in range(count)]
 
     def make(self, config, folder, index, count):
@@ -166,8 +167,9 @@ def test_steps_of_usual_length_are_waited_for(tmp_path):
     assert dogs.wait() == {0: 86}
 
 
-def test_a_stuck_save_ends_too(tmp_path):
-    dogs = Dogs(tmp_path, 1, phase_timeout_s=0.2)
+def test_a_stuck_save_ends_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "PHASE_TIMEOUT_S", 0.2)
+    dogs = Dogs(tmp_path, 1)
     with dogs.dogs[0].phase("save"):
         assert dogs.wait() == {0: 86}
 

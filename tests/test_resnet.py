@@ -17,7 +17,14 @@ from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
 from jaxdist.models import ResnetConfig, build
 from jaxdist.models.weights import num_params
 
-TINY = ResnetConfig(depth=8, width=8, image_size=8)
+
+class TinyConfig(ResnetConfig):
+    """Images of 8 x 8."""
+
+    image_size = 8
+
+
+TINY = TinyConfig(depth=8, width=8)
 LEARNING_RATE = 0.1
 STEPS = 2
 

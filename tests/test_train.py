@@ -200,7 +200,6 @@ def test_generate_gives_the_same_text_on_any_mesh(finished, capsys):
 
 def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
     job = tiny("--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0")
-    job += ["--checkpoint.preflight=false"]
     assert run_here("train", *job, "--run-dir", tmp_path / "skip") == 0
     flags = [r["applied"] for r in records(tmp_path / "skip", "train")]
     assert not all(flags)
@@ -218,7 +217,7 @@ def summary_of(run_dir):
 
 def test_a_run_of_skipped_steps_ends_with_87_and_names_a_finite_checkpoint(tmp_path):
     job = tiny("--steps", 60, "--optim.peak_lr=1e20", "--optim.warmup_steps=0")
-    job += ["--checkpoint.preflight=false", "--checkpoint.save_interval_steps=1"]
+    job += ["--checkpoint.save_interval_steps=1"]
     job += ["--resilience.max_skipped_steps=4", "--run-dir", tmp_path]
     with refused("step 5", "max_skipped_steps", "step 4.", error=Stopped) as caught:
         run_here("train", *job)
@@ -240,7 +239,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
         return metrics
 
     monkeypatch.setattr(Session, "dispatch", dispatch)
-    job = tiny("--steps", 3, "--checkpoint.preflight=false", "--checkpoint.save_interval_steps=1")
+    job = tiny("--steps", 3, "--checkpoint.save_interval_steps=1")
     job += ["--eval.interval_steps=0"]
     with refused("step 3", "NaN", "step 2.", error=Stopped):
         run_here("train", *job, "--run-dir", tmp_path)
@@ -256,7 +255,7 @@ def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path):
     data.write_text("".join(json.dumps(turns("long " * 60)) + "\n" for _ in range(30)))
     job = tiny("--steps", 4, "--train.global_batch_size=1", "--data.sources", data)
     job += ["--data.records=chat", "--data.packing=documents", "--data.tokenizer=bytes"]
-    job += ["--resilience.max_skipped_steps=2", "--checkpoint.preflight=false"]
+    job += ["--resilience.max_skipped_steps=2"]
     job += ["--mesh=dp=1", "--simulate=1", "--run-dir", tmp_path / "run"]
     done = run("train", *job)
     assert done.returncode == 0, done.stderr

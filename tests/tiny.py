@@ -35,6 +35,14 @@ IMAGE_SIZE, CLASSES = 8, 10
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, d_model=32, num_layers=2, mlp_dim=64, max_seq_len=SEQ
 )
+
+
+class TinyCnnConfig(CnnConfig):
+    """Small images."""
+
+    image_size = IMAGE_SIZE
+
+
 CONFIGS = {
     # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
     "rotary": DecoderConfig(
@@ -53,7 +61,7 @@ CONFIGS = {
     ),
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
-    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], mlp_dim=32),
+    "cnn": TinyCnnConfig(channels=[8, 16], mlp_dim=32),
 }
 
 

@@ -40,9 +40,6 @@ class CheckpointConfig:
         "full = check the CRC-32 of every file before loading and every array's checksum after; "
         "quick = file sizes and small files before, checksums after; none = trust the disk",
     )
-    preflight: bool = setting(
-        True, "before the first step, try a small save and restore in the checkpoint directory"
-    )
 
     local_dir: str = setting(
         "",
@@ -50,12 +47,8 @@ class CheckpointConfig:
         "e.g. /nvme/jaxdist or $TMPDIR/jaxdist; empty = none",
     )
     local_interval_steps: int = setting(
-        0, "steps between saves to local_dir; 0 = not by steps", ge=0
+        0, "steps between saves to local_dir, in addition to one every 5 minutes; 0 = none", ge=0
     )
-    local_interval_minutes: float = setting(
-        5.0, "minutes between saves to local_dir, in addition to those by steps; 0 = not by time",
-        ge=0,
-    )  # fmt: skip
     neighbours: int = setting(
         1,
         "other hosts that keep a copy of each shard saved to local_dir: so many hosts may be lost; "
@@ -96,11 +89,5 @@ class CheckpointConfig:
             found.append(
                 f"checkpoint.local_dir={self.local_dir} is a URL: local saves go to each host's "
                 "own disk. Use e.g. /nvme/jaxdist; --run-dir may be a URL."
-            )
-        if self.local_dir and not self.local_interval_steps and not self.local_interval_minutes:
-            found.append(
-                f"checkpoint.local_dir={self.local_dir} is given, and local_interval_steps and "
-                "local_interval_minutes are both 0: nothing would be saved there. Set one of them, "
-                "or leave local_dir empty."
             )
         return found

@@ -32,8 +32,7 @@ def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> N
         # At once: the others may wait in Orbax, and are ended when they hear of this end.
         raise CheckpointError(
             f"the checkpoint directory {parent} was tried before training and does not work: "
-            f"{one_line(failure)}. Fix that, choose another --run-dir, or set "
-            "checkpoint.preflight=false."
+            f"{one_line(failure)}. Fix that, or choose another --run-dir."
         ) from failure
     finally:
         if group.is_leader:

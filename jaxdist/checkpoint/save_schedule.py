@@ -24,6 +24,7 @@ ends an interval is. Of several the last."""
 _ORDER: tuple[Due, ...] = get_args(Due)
 
 _CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
+_LOCAL_INTERVAL_S = 300.0
 
 
 class SaveSchedule:
@@ -69,7 +70,7 @@ class SaveSchedule:
 
     def _by_minutes(self, step: int, now: float | None) -> Due:
         interval_s = 60 * self._config.save_interval_minutes
-        local_s = 60 * self._config.local_interval_minutes if self._config.local_dir else 0.0
+        local_s = _LOCAL_INTERVAL_S if self._config.local_dir else 0.0
         if not (interval_s or local_s) or (self._group.num_processes > 1 and step % _CLOCK_STEPS):
             return ""
         read = time.monotonic() if now is None else now

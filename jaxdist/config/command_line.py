@@ -179,7 +179,6 @@ def _debug_run(has_mesh: bool) -> RunConfig:
         train=TrainConfig(steps=8, global_batch_size=16, seq_len=64),
         resilience=ResilienceConfig(nonfinite_policy="stop"),
         optim=OptimConfig(warmup_steps=2),
-        data=DataConfig(prefetch=1),
         eval=EvalConfig(interval_steps=4, max_batches=1, final_max_batches=1),
         checkpoint=CheckpointConfig(save_interval_steps=4, async_save=False),
         monitoring=MonitoringConfig(log_interval_steps=1),

@@ -111,6 +111,21 @@ class RunConfig:
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     REMOVED: ClassVar[Mapping[str, Removed]] = {
+        "model.image_size": Removed(32, "Images are those of CIFAR-10: leave it out."),
+        "model.num_classes": Removed(10, "Classes are those of CIFAR-10: leave it out."),
+        "train.replica_norms": Removed(
+            False, "Use resilience.sdc_check_interval_steps, which compares replicas bit by bit."
+        ),
+        "data.prefetch": Removed(2, "Two batches are kept ready on the devices: leave it out."),
+        "checkpoint.preflight": Removed(
+            True, "A new run always tries a small save before its first step: leave it out."
+        ),
+        "checkpoint.local_interval_minutes": Removed(
+            5.0, "Use checkpoint.local_interval_steps for more saves than one every 5 minutes."
+        ),
+        "resilience.phase_timeout_s": Removed(
+            3600.0, "Leave it out, or use resilience.step_timeout_s=0 for no watchdog at all."
+        ),
         "optim.decay_mask": Removed(
             "matrices", "Biases and norm scales never decay: leave the setting out."
         ),

@@ -145,15 +145,6 @@ class Layout:
         return tuple(axis.name for axis in self.mesh_spec.used if axis.splits_rows)
 
     @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """Axes in use that split the rows and whose devices all hold the whole weights."""
-        return tuple(
-            axis.name
-            for axis in self.mesh_spec.used
-            if axis.splits_rows and axis.weights == "replicated"
-        )
-
-    @property
     def summed_axes(self) -> tuple[str, ...]:
         """Axes in use over which a replicated parameter's local gradients differ."""
         when = ("always", "sequence_parallel") if self.sequence_parallel else ("always",)

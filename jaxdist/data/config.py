@@ -1,4 +1,4 @@
-"""What a user can ask of the data: sources, mixing, tokenizer, packing, held-out split, prefetch.
+"""What a user can ask of the data: sources, mixing, tokenizer, packing, held-out split, workers.
 
 Light to import: a wrong value is answered before a device is started. Only a tokenizer on the hub
 is fetched, and the folder of a corpus asked what it holds.
@@ -97,7 +97,6 @@ class DataConfig:
         "pixels x of CIFAR-10, 0 to 255, become: half = x/127.5 - 1; unit = x/255; channel = zero "
         "mean and unit variance per colour over the training images",
     )
-    prefetch: int = setting(2, "batches kept ready on the devices ahead of the step", ge=1)
     num_workers: int = setting(
         0,
         "processes that read rows and run transforms, for each training process; 0 = a thread "

@@ -324,10 +324,8 @@ class CnnConfig:
     """A small convolutional classifier: two conv blocks, two dense layers (CIFAR-10 tutorial)."""
 
     kind: Literal["cnn"] = setting("cnn", "cnn = an image classifier")
-    image_size: int = setting(32, "height and width of the images, pixels", ge=4)
     channels: list[int] = setting([32, 64], "channels of the two conv blocks", ge=1)
     mlp_dim: int = setting(512, "width of the first dense layer", ge=1)
-    num_classes: int = setting(10, "classes", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {
         "channels_1": "tensor",
@@ -340,12 +338,14 @@ class CnnConfig:
     context_parallel: ClassVar[bool] = False
     is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
+    image_size: ClassVar[int] = 32
+    num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
         "channels_1": "the first of model.channels",
         "channels_2": "the second of model.channels",
         "hidden": "model.mlp_dim",
         "flat": "pixels × the second of model.channels",
-        "num_classes": "model.num_classes",
+        "num_classes": "the number of classes",
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> CnnConfig:
@@ -373,16 +373,11 @@ class CnnConfig:
         problems = []
         if len(self.channels) != 2:
             problems.append(f"model.channels={self.channels} must be two numbers. Use 32,64.")
-        if self.image_size % 4:
-            problems.append(
-                f"model.image_size={self.image_size} must be divisible by 4: each of the two conv "
-                "blocks halves it. CIFAR-10 has 32."
-            )
         return problems
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Violated rules between this model and the rest of a run: CIFAR-10 fits these sizes."""
-        return _cifar_problems(self.image_size, self.num_classes)
+        """Violated rules between this model and the rest of a run: there are none."""
+        return []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -392,8 +387,6 @@ class ResnetConfig:
     kind: Literal["resnet"] = setting("resnet", "resnet = an image classifier with batch norm")
     depth: int = setting(20, "layers with weights: 6 n + 2, e.g. 20, 32, 44, 56 or 110", ge=8)
     width: int = setting(16, "channels of the first third; they double twice", ge=1)
-    image_size: int = setting(32, "height and width of the images, pixels", ge=4)
-    num_classes: int = setting(10, "classes", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {"hidden": "tensor", "channels": "fsdp"}
     attention_call: ClassVar[AttentionCall] = AttentionCall()
@@ -401,10 +394,12 @@ class ResnetConfig:
     context_parallel: ClassVar[bool] = False
     is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
+    image_size: ClassVar[int] = 32
+    num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
         "hidden": "model.width",
         "channels": "model.width",
-        "num_classes": "model.num_classes",
+        "num_classes": "the number of classes",
     }
 
     @property
@@ -430,26 +425,11 @@ class ResnetConfig:
                 f"model.depth={self.depth} must be 6 n + 2: three stages of n blocks of two "
                 "layers, the first layer and the head. Use 20, 32, 44, 56 or 110."
             )
-        if self.image_size % 4:
-            problems.append(
-                f"model.image_size={self.image_size} must be divisible by 4: two stages halve it. "
-                "CIFAR-10 has 32."
-            )
         return problems
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Violated rules between this model and the rest of a run."""
-        return _cifar_problems(self.image_size, self.num_classes)
-
-
-def _cifar_problems(image_size: int, num_classes: int) -> list[str]:
-    """CIFAR-10 is the image data set there is."""
-    if (image_size, num_classes) == (32, 10):
+        """Violated rules between this model and the rest of a run: there are none."""
         return []
-    return [
-        f"model.image_size={image_size}, model.num_classes={num_classes} do not fit CIFAR-10, "
-        "which has 32 and 10. Use those."
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,6 @@ class Parts:
             seed=self.config.seed,
             sharding=self.step.batch_sharding,
             start=start,
-            prefetch=self.config.data.prefetch,
             num_workers=self.config.data.num_workers,
         )
 

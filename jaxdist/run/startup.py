@@ -17,7 +17,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import describe_exchange, has_replica_norms
+from jaxdist.core.step import describe_exchange
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import make_lr_schedule
@@ -114,7 +114,7 @@ def restore_or_init(
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if config.checkpoint.preflight and not rolls_back:
+        if not rolls_back:
             checkpointer.start_preflight(state)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
@@ -211,11 +211,6 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
         notes.append(describe(schedule, rows))
-    if config.train.replica_norms and not has_replica_norms(parts.layout):
-        notes.append(
-            "train.replica_norms: nothing to compare, gradients are whole on no data replica "
-            "(needs dp > 1 and zero 0 or 1)"
-        )
     if config.optim.ema_decay:
         notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
     if budget is not None:

@@ -7,14 +7,14 @@ import logging
 from typing import Any, NoReturn
 
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.core.step import REPLICA_NORMS, Metrics
+from jaxdist.core.step import Metrics
 from jaxdist.data import Loader
 from jaxdist.data.ledger import Link
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped
-from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck, uneven_norms
+from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.runtime import StartTimes
 
@@ -96,7 +96,6 @@ class StepReporter:
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
-        norms = metrics.pop(REPLICA_NORMS, None)
         values = self.monitor.train(
             step,
             metrics,
@@ -108,8 +107,6 @@ class StepReporter:
         )
         if not self.start_times.done:
             self._report_start(step)
-        if norms is not None and (uneven := uneven_norms(norms.tolist())):
-            self.monitor.event("replica_norm_outlier", step=step, message=f"step {step}: {uneven}")
         return values
 
     def _report_start(self, step: int) -> None:

@@ -45,7 +45,7 @@ class Agreed(int):
 
 HOST_MEMORY_ADVICE = (
     "the host has too little memory: give the job more (SLURM: --mem), or use less: fewer data "
-    "workers (data.num_workers), a shorter data.prefetch, fewer processes on the host"
+    "workers (data.num_workers), fewer processes on the host"
 )
 
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")

@@ -10,9 +10,8 @@ One step, read from the outside in:
     -> new state with the same shardings, metrics still on the devices
 """
 
-from jaxdist.core.step.config import REMAT_NAMES, REPLICA_NORMS, EvalConfig, TrainConfig
+from jaxdist.core.step.config import REMAT_NAMES, EvalConfig, TrainConfig
 from jaxdist.core.step.gradients import (
-    has_replica_norms,
     make_evaluate,
     make_value_and_grad,
 )

@@ -38,11 +38,6 @@ class TrainConfig:
         ge=0,
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
-    replica_norms: bool = setting(
-        False,
-        "for debugging: measure the gradient norm of every data replica before gradients are "
-        "reduced, and report one that is more than 10 % off the median (with zero 0 or 1)",
-    )
 
     @property
     def accumulation(self) -> int:
@@ -92,6 +87,3 @@ class EvalConfig:
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
 """What models mark with `checkpoint_name` for `remat = "names:..."`."""
-
-REPLICA_NORMS = "replica_norms"
-"""Metric [data]: gradient norm of each data replica, where `replica_norms` asks for it."""

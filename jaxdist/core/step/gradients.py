@@ -22,7 +22,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
-from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
+from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
 from jaxdist.core.step.omitted_sums import check_equal, explain_types
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
@@ -69,11 +69,7 @@ def make_value_and_grad(
         step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
         sums, shown = statistics.take(sums, config.accumulation)
-        norms = {}
-        if config.replica_norms and has_replica_norms(layout):
-            found = replica_norms(grads, micro_specs, sums["weight"], layout) / scale
-            norms = {REPLICA_NORMS: found}
-        sums = _sum_over_devices(sums, model, layout) | norms
+        sums = _sum_over_devices(sums, model, layout)
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
@@ -231,27 +227,3 @@ def _over(specs: Any, axes: tuple[str, ...]) -> Any:
 def divisor(weight: Array) -> Array:
     """Float32 []: the global weight, or 1 where it is 0, so that such a batch has gradient 0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))
-
-
-def has_replica_norms(layout: Layout) -> bool:
-    """Whether gradients are whole on each data replica before they are reduced."""
-    return bool(layout.replica_axes) and layout.zero < 2
-
-
-def replica_norms(grads: Params, specs: Any, weight: Array, layout: Layout) -> Array:
-    """Norm of each data replica's own mean gradient, float32 [replicas]; it moves gradients.
-
-    `grads` are local float32 sums before `reduce_gradients`, none sharded over the replicas;
-    `weight`, float32 [], is that of this device's rows.
-    """
-    replicas = layout.replica_axes
-    others = tuple(axis for axis in layout.summed_axes if axis not in replicas)
-    # Each replica's own sum is what is asked for, and no term of a sum over replicas.
-    own = collectives.own(reduction.reduce_gradients(grads, specs, specs, others))
-    groups = tuple(axis for axis in layout.loss_axes if axis not in replicas)
-    weight = collectives.own(collectives.all_reduce(weight, groups) if groups else weight)
-    squared = reduction.squared_norm(own, specs, layout.manual_axes)
-    norm = jnp.sqrt(squared) / jnp.where(weight > 0, weight, 1)
-    places = jnp.arange(collectives.group_size(replicas))
-    mine = jnp.where(places == collectives.group_index(replicas), norm, 0)
-    return collectives.all_reduce(mine, replicas)

@@ -19,13 +19,13 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
-from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
+from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
 from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
-"""Float32 scalars by name, `applied` bool []; replica norms are [replicas]."""
+"""Float32 scalars by name, `applied` bool []."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +237,5 @@ def move_average(average: Params, params: Params, decay: float) -> Params:
 def _means(sums: Sums) -> Metrics:
     """Global means, sum / weight, of sums float32 []; hits (`correct`) become `accuracy`."""
     weight = divisor(sums["weight"])
-    kept = ("weight", REPLICA_NORMS)
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
-    return {name: x if name in kept else x / weight for name, x in named.items()}
+    return {name: x if name == "weight" else x / weight for name, x in named.items()}

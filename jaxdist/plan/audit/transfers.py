@@ -26,7 +26,6 @@ _PURPOSES = (
     ("core/parallel/tensor.py", "add_layers", "sums of blocks"),
     ("core/attention/", "", "attention over split rows"),
     ("core/losses.py", "", "loss over the vocabulary"),
-    ("core/step/gradients.py", "replica_norms", "replica norms"),
     ("core/step/gradients.py", "_sum_over_devices", "loss, weight, metrics"),
     ("core/parallel/pipeline/executor.py", "", "pipeline exchange"),
     ("core/parallel/pipeline/virtual_stages.py", "", "virtual stages' parameters"),

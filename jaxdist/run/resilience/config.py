@@ -18,14 +18,9 @@ class ResilienceConfig:
     step_timeout_s: float = setting(
         300.0,
         "seconds after which a step counts as hung, if it also took 3 × the median step time; the "
-        "process then exits with 86 and the launcher restarts it; 0 = no watchdog at all",
+        "process then exits with 86 and the launcher restarts it; starts, compilations, restores, "
+        "saves and single batches of an evaluation have an hour; 0 = no watchdog at all",
         ge=0,
-    )
-    phase_timeout_s: float = setting(
-        3600.0,
-        "seconds after which a start, a compilation, a restore, a save or one batch of an "
-        "evaluation counts as hung",
-        gt=0,
     )
     nonfinite_policy: Literal["skip", "rollback", "stop"] = setting(
         "skip",

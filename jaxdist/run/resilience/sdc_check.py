@@ -29,11 +29,7 @@ from jaxdist.core.axis import axes_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
-from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import few
-
-_UNEVEN = 0.1
-"""Share of the median by which a replica's gradient norm may differ from it."""
 
 
 class CorruptState(RuntimeError):
@@ -185,22 +181,6 @@ class SdcCheck:
             f"replicas differ after step {step}: {few(found, 4, '; ')}{doubt}. The last check that "
             f"found nothing was after step {self._good}."
         )
-
-
-def uneven_norms(norms: Sequence[float]) -> str:
-    """The data replicas whose gradient norm is 10 % off the median of all; "" when none is.
-
-    Norms are those before gradients are reduced. With few rows per replica that is ordinary noise.
-    The same replica again and again is not.
-    """
-    finite = [norm for norm in norms if np.isfinite(norm)]
-    median = float(np.median(finite)) if finite else 0.0
-    off = [
-        f"data replica {place}: {norm:.4g} ({percent(norm / (median or 1.0) - 1, 0, sign=True)})"
-        for place, norm in enumerate(norms)
-        if not abs(norm - median) <= _UNEVEN * median
-    ]
-    return f"gradient norms off their median {median:.4g}: {', '.join(off)}" if off else ""
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:

@@ -49,6 +49,7 @@ _PATIENCE = 20  # heartbeats that a process waits for the diagnosis of another o
 _FLUSH_S = 10.0  # for the last lines, where the run directory is on an object store
 _MEDIAN_STEPS = 50
 _HANG_FACTOR = 3.0  # × the median step time: merely slow steps take less
+PHASE_TIMEOUT_S = 3600.0  # of a start, a compilation, a restore, a save or a batch of an evaluation
 _STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have the long one
 
 
@@ -117,7 +118,7 @@ class Watchdog:
     def limit_s(self) -> float:
         """Seconds without progress after which the current phase counts as hung."""
         if self._phase not in _STEP_PHASES or not self._warm:
-            return self.config.phase_timeout_s
+            return PHASE_TIMEOUT_S
         median = statistics.median(self._step_times) if self._step_times else 0.0
         return max(_HANG_FACTOR * median, self.config.step_timeout_s)
 
@@ -171,7 +172,7 @@ class Watchdog:
         limit_s = self.limit_s()
         if any(beat.phase not in _STEP_PHASES for beat in alive):
             # This process waits in a step for one that saves or evaluates, which takes longer.
-            limit_s = max(limit_s, self.config.phase_timeout_s)
+            limit_s = max(limit_s, PHASE_TIMEOUT_S)
         first = min([self.process, *(beat.process for beat in alive)])
         if time.monotonic() - self._since <= limit_s or not (
             self.process == first or self._keep_beating(_PATIENCE)
