@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from commands import run
 from jax.sharding import PartitionSpec as P
-from refusals import missing
+from refusals import missing, refused
 from test_block_sums import WIDTH, make_batch, make_model, make_parts
 from test_block_sums import Case as BlockCase
 
@@ -40,8 +40,6 @@ from jaxdist.plan.audit.states import (
     split,
 )
 from jaxdist.plan.audit.step import find_manual
-from jaxdist.plan.audit.table import comparison
-from jaxdist.plan.compiled import collectives as compiled_collectives
 from jaxdist.run import startup
 from jaxdist.run.program import Program
 from jaxdist.run.setup import assemble
@@ -370,56 +368,9 @@ def doubled(x, axes, op="sum"):
     return all_reduce(all_reduce(x, axes, op), axes, op)
 
 
-@pytest.mark.parametrize("moved", [True, False])
-def test_compiled_compares_what_the_step_moves_with_what_was_traced(monkeypatch, capsys, moved):
-    monkeypatch.setattr(runtime, "simulate", lambda count: None)  # the tests' own eight devices
-    if not moved:
-        monkeypatch.setattr(compiled_collectives, "read_collectives", lambda *_: [])
-    flags = [*SMALL[:-1], "--mesh=fsdp=2", "--precision.compute_dtype=bfloat16"]
-    assert command.main([*flags, "--compiled"]) == 0
-    _, _, table = capsys.readouterr().out.partition(" compiled\n")
-    rows = {row.split()[0]: row for row in table.splitlines() if " fsdp " in row}
-    for kind in ("all-gather", "reduce-scatter"):
-        assert rows[kind].endswith("agrees" if moved else "differs")
-
-
-@pytest.mark.parametrize(
-    "fault, platform, verdicts",
-    [
-        ("none", "cpu", {"agrees"}),
-        ("none", "gpu", {"agrees", "differs"}),
-        ("twice as often", "cpu", {"differs"}),
-        ("as bfloat16", "cpu", {"agrees", "differs"}),
-    ],
-)
-def test_bfloat16_that_the_cpu_widens_agrees_and_a_real_difference_does_not(
-    fault, platform, verdicts
-):
-    """Of a gather in bfloat16 and a reduction in float32, as XLA:CPU and as a GPU moves them."""
-    asked = [transfer("all-gather", "bfloat16", 4096), transfer("reduce-scatter", "float32", 8192)]
-    is_native = fault == "as bfloat16"
-    moved = [
-        moving("all-gather", "bf16" if is_native else "f32", 8192),
-        moving("reduce-scatter", "f32", 8192),
-    ]
-    if fault == "twice as often":
-        moved = [dataclasses.replace(one, count=2) for one in moved]
-    rows = comparison(asked, moved, platform).splitlines()[1:3]
-    assert {row.split()[-1] for row in rows} == verdicts
-
-
-def transfer(kind, dtype, num_bytes):
-    return transfers.Transfer(
-        purpose="", kind=kind, axes=("fsdp",), dtype=dtype, num_sites=1, times=1, at_most=False,
-        num_bytes=num_bytes,
-    )  # fmt: skip
-
-
-def moving(kind, dtype, num_bytes):
-    return compiled_collectives.Collective(
-        kind=kind, axes=("fsdp",), dtypes=(dtype,), bytes=num_bytes, wire_bytes=num_bytes, count=1,
-        in_branch=False, group_size=2, nodes=1, overlapped=False, between=0, products=0, op_name="",
-    )  # fmt: skip
+def test_the_removed_flag_names_its_replacement():
+    with refused("compiled", "removed", "audit_sound.py"):
+        command.main(["--mesh=fsdp=2", "--compiled"])
 
 
 @pytest.mark.slow

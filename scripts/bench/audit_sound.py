@@ -17,7 +17,8 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,17 @@ from jaxdist.config.command_line import stored_run
 from jaxdist.core.mesh import factorisations
 from jaxdist.core.settings import ConfigError
 from jaxdist.plan.audit import Audit, audit_parts
-from jaxdist.plan.audit.table import comparison
-from jaxdist.plan.compiled.collectives import read_collectives
+from jaxdist.plan.audit.transfers import Transfer
+from jaxdist.plan.compiled.collectives import SCALAR_BYTES, Collective, read_collectives
 from jaxdist.run.setup import Parts, assemble
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import columns
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (8, 16)
+
+Moved = Mapping[tuple[str, str], float]
+"""(kind, "data+fsdp") -> bytes of whole arrays in one step."""
 
 
 def variants(config: RunConfig) -> Iterator[RunConfig]:
@@ -75,6 +81,72 @@ def unlike(parts: Parts, audit: Audit) -> list[str]:
     collectives = read_collectives(program, parts.layout.mesh_spec.sizes)
     rows = comparison(audit.transfers, collectives, jax.default_backend()).splitlines()
     return [" ".join(row.split()) for row in rows if row.endswith("differs")]
+
+
+def traced_bytes(transfers: Iterable[Transfer], *, is_widened: bool = False) -> Moved:
+    """Bytes that the traced step asks to move, by kind and axes.
+
+    Args:
+        transfers: of the traced step.
+        is_widened: whether bfloat16 is to be counted as float32.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for one in transfers:
+        width = 2 if is_widened and one.dtype == "bfloat16" else 1
+        found[one.kind, "+".join(one.axes)] += width * one.num_bytes
+    return found
+
+
+def widens_bfloat16(collectives: Iterable[Collective], platform: str) -> bool:
+    """Whether a compiled program moves float32 where bfloat16 was asked for.
+
+    XLA:CPU computes bfloat16 in float32 and moves float32 too; float16 it leaves as it is. In a GPU
+    program float32 in place of bfloat16 is a difference.
+    """
+    return platform == "cpu" and all("bf16" not in one.dtypes for one in collectives)
+
+
+def compiled_bytes(collectives: Iterable[Collective]) -> Moved:
+    """Bytes that the compiled step moves, by kind and axes."""
+    found: Counter[tuple[str, str]] = Counter()
+    for one in collectives:
+        found[one.kind, "+".join(one.axes)] += one.count * one.bytes
+    return found
+
+
+def comparison(
+    transfers: Sequence[Transfer], collectives: Sequence[Collective], platform: str
+) -> str:
+    """The traced and the compiled step side by side, and whether they agree.
+
+    The compiler adds what lies outside the step's own collectives (new parameters gathered under
+    ZeRO) and may merge or drop some; arrays below 64 bytes it does not report.
+
+    Args:
+        transfers: of the traced step.
+        collectives: of the compiled one.
+        platform: that it is compiled for, "cpu" or "gpu".
+    """
+    is_widened = widens_bfloat16(collectives, platform)
+    is_widened &= any(one.dtype == "bfloat16" for one in transfers)
+    traced = traced_bytes(transfers, is_widened=is_widened)
+    compiled = compiled_bytes(collectives)
+    rows = [("collective", "over", "traced", "compiled", "")]
+    differ = 0
+    for kind, axes in sorted({*traced, *compiled}):
+        asked, moved = traced.get((kind, axes), 0), compiled.get((kind, axes), 0)
+        agrees = abs(asked - moved) <= max(SCALAR_BYTES * 16, 0.01 * max(asked, moved))
+        differ += not agrees
+        verdict = "agrees" if agrees else "differs"
+        if not agrees and not asked:
+            verdict = "added by the compiler"
+        rows.append((kind, axes, in_bytes(asked), in_bytes(moved), verdict))
+    end = "The compiled step moves what the traced one asks for."
+    if differ:
+        end = f"{differ} of {len(rows) - 1} rows differ."
+    if is_widened:
+        end += "\nbfloat16 is counted as float32 here: XLA:CPU moves it so."
+    return "\n".join([*columns(rows, left=2), "", end])
 
 
 def main() -> int:

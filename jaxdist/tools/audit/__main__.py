@@ -2,7 +2,6 @@
 
     python -m jaxdist.audit --mesh dp=2,fsdp=2,tp=2
     python -m jaxdist.audit --config configs/llama3_8b.toml --mesh fsdp=4,tp=2
-    python -m jaxdist.audit --mesh pp=2,tp=2 --compiled
 
 Takes the settings of training and needs no GPU: it traces the step on simulated devices and follows
 every value over every mesh axis. It prints what the step moves, and names each sum that is missing,
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +25,6 @@ from jaxdist import runtime
 if TYPE_CHECKING:
     from jaxdist.plan.audit import Audit
     from jaxdist.plan.audit.deep import MeshDifference
-    from jaxdist.plan.compiled.collectives import Collective
     from jaxdist.run.setup import Parts
     from jaxdist.tools.audit.options import AuditConfig
 
@@ -42,23 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from jaxdist.plan.audit import audit_parts
-    from jaxdist.plan.audit.table import comparison, compiled_bytes, text_of
+    from jaxdist.plan.audit.table import text_of
     from jaxdist.run.setup import assemble
 
     parts = assemble(config.run, jax.devices()[: config.num_devices])
     audit = audit_parts(parts)
     found = _looked_deep(config, parts) if config.deep else []
     if config.json:
-        record = _record(parts, audit, found)
-        if config.compiled:
-            moved = compiled_bytes(_compiled(parts)).items()
-            record["compiled_bytes"] = {f"{kind} {axes}": size for (kind, axes), size in moved}
-        print(json.dumps(record, indent=2))
+        print(json.dumps(_record(parts, audit, found), indent=2))
     else:
         print(f"{parts.model.name} on mesh {parts.spec} ({config.num_devices} simulated devices)\n")
         print(text_of(audit))
-        if config.compiled and audit.axes:
-            print("\n" + comparison(audit.transfers, _compiled(parts), jax.default_backend()))
         if config.deep:
             verdict = "deep audit: loss and every gradient of one step equal one device's"
             print("\n" + ("\n".join(f"  ✗ {one}" for one in found) or verdict))
@@ -85,14 +76,6 @@ def _looked_deep(config: AuditConfig, parts: Parts) -> list[MeshDifference]:
 
     mesh = dataclasses.replace(config.mesh, shape=str(parts.spec))
     return differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())
-
-
-def _compiled(parts: Parts) -> list[Collective]:
-    """The collectives of the compiled step."""
-    from jaxdist.plan.compiled.collectives import read_collectives
-
-    lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
-    return read_collectives(lowered.compile().as_text(), parts.layout.mesh_spec.sizes)
 
 
 if __name__ == "__main__":

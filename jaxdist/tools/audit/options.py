@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError, problems_of, read_with_origins, setting
+from jaxdist.core.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 
 COMMAND = "jaxdist.audit"
 
@@ -19,15 +20,17 @@ NUM_DEVICES = 8
 class AuditConfig(RunConfig):
     """A run's settings and what to look at."""
 
-    compiled: bool = setting(
-        False, "compile the step too, and compare what it moves with what was traced"
-    )
     deep: bool = setting(
         False,
         "also run one step on simulated devices, and compare its loss and every gradient with one "
         "device's; slow for large models",
     )
     json: bool = setting(False, "print one JSON object instead of text")
+
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        **RunConfig.REMOVED,
+        "compiled": Removed(False, "Use scripts/bench/audit_sound.py, which compiles steps too."),
+    }
 
     @property
     def num_devices(self) -> int:
