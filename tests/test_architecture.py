@@ -366,11 +366,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 55_400,
-    "package code lines": 36_800,
-    "test lines": 39_500,
+    "package lines": 55_540,
+    "package code lines": 36_900,
+    "test lines": 39_560,
     "two-way folder pairs": 7,
-    "settings of a run": 141,
+    "settings of a run": 134,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

@@ -153,10 +153,10 @@ def _resolve_head(
     name = _found(next(pieces(model, family)), tensors).theirs[0]
     if name not in tensors:
         return model, {**tensors, name: head}
-    pair = (head, tensors[name])
-    is_equal = head.shape == tensors[name].shape and all(
-        np.array_equal(*(x.read((slice(first, first + _COMPARED_ROWS),)) for x in pair))
-        for first in range(0, head.shape[0], _COMPARED_ROWS)
+    table = tensors[name]
+    blocks = [(slice(at, at + _COMPARED_ROWS),) for at in range(0, head.shape[0], _COMPARED_ROWS)]
+    is_equal = head.shape == table.shape and all(
+        np.array_equal(head.read(block), table.read(block)) for block in blocks
     )
     return dataclasses.replace(model, tie_embeddings=is_equal), tensors
 
