@@ -43,6 +43,7 @@ DEFAULTS = {
     "broken": [],  # saves of these steps find their directory gone
     "broken_on": 0,  # on this process
     "config": {},
+    "preflight": True,
 }
 
 
@@ -112,7 +113,7 @@ def work(settings):
     )
     in_background = settings["config"].get("async_save", True)
     state, placement, update = make_run(settings)
-    if settings["config"].get("preflight", True):  # else a kill during an upload would hit it
+    if settings["preflight"]:  # else a kill during an upload would hit it
         checkpoints.preflight(state)
     step = checkpoints.choose()
     if step is not None:

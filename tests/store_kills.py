@@ -34,7 +34,8 @@ def kill_at(url: str, folder: Path, points: Sequence[str], *, async_save: bool) 
     """
     settings = {**DEFAULTS, "every": EVERY, "width": 64, "pause_s": 0, "directory": url}
     settings["out"] = str(folder / "records.jsonl")
-    settings["config"] = {"max_to_keep": 2, "preflight": False, "async_save": async_save}
+    settings["config"] = {"max_to_keep": 2, "async_save": async_save}
+    settings["preflight"] = False
     run(settings, [["", {"steps": 2 * EVERY}], *[[point, {"steps": 1000}] for point in points]])
     records = read(folder / "records.jsonl")
     reached = max(record["step"] for record in records if "step" in record)

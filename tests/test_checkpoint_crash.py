@@ -84,8 +84,8 @@ CRASHES = {
 
 def test_a_kill_at_any_named_point_leaves_whole_checkpoints_and_costs_no_bits(tmp_path):
     assert {*CRASHES, "during_upload"} == set(POINTS)  # that one: test_object_storage
-    settings = {"every": 4, "width": 64, "pause_s": 0}
-    settings["config"] = {"max_to_keep": 2, "preflight": False}
+    settings = {"every": 4, "width": 64, "pause_s": 0, "preflight": False}
+    settings["config"] = {"max_to_keep": 2}
     run = Run(tmp_path, **settings)
     whole = {
         "directory": str(tmp_path / "whole"),
