@@ -14,6 +14,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.run import metrics_log
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
@@ -265,7 +266,10 @@ def test_a_long_run_is_shown_by_a_bounded_number_of_records(tmp_path, monkeypatc
     make_run(tmp_path, "long", [1.5, 1.25], start_step=1990)  # ten steps are done again
     (whole,) = read_runs([str(tmp_path / "long")])
     monkeypatch.setattr(report_runs, "MAX_RECORDS", 64)
+    decoded, decode = [], metrics_log.decode
+    monkeypatch.setattr(metrics_log, "decode", lambda text: decoded.append(text) or decode(text))
     (run,) = read_runs([str(tmp_path / "long")])
+    assert len(decoded) < 200  # decoding all lines takes most of the time of a long run
     assert len(whole.train) == 1992 and len(run.train) <= 128
     assert run.outcome == whole.outcome
     assert {9.0, 0.5, 1.5, 1.25} <= {r["loss"] for r in run.train}

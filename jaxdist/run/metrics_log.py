@@ -28,6 +28,7 @@ _MAX_PENDING_BYTES = 64 << 20
 """Bytes of records that cannot be written yet: about 100,000 steps."""
 
 _TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step":\s*(\d+)')
+_LOSS = re.compile(rb'"loss":\s*([-+.\deE]+)')
 _RESUME = re.compile(rb'(?!{"kind": "train").*"event":\s*"(?:start|rollback)"')
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -177,44 +178,75 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     return [record for record, _ in stream_records(path)]
 
 
-def stream_records(path: str | os.PathLike[str]) -> Iterator[tuple[Record, bool]]:
+def stream_records(
+    path: str | os.PathLike[str], *, max_train: int = 0
+) -> Iterator[tuple[Record, bool]]:
     """Yield each record, oldest first, and whether it is in the history that `current` returns.
 
-    The file is read twice, block by block. A last line without its newline is left out.
+    The file is read twice, block by block. A last line without its newline is left out. If it has
+    more train records than `max_train` (0 = no limit), most are skipped without being decoded: of
+    neighbors those with the least and the largest (or a non-finite) loss, the first and the last
+    are left.
 
     Raises:
         ConfigError: the file is missing, or a line is no record.
     """
     file = locate(path)
     resumes: list[float] = []
+    num_train = 0
     try:
-        for resume in filter(_RESUME.match, _lines(file)):
-            match = _STEP.search(resume)
-            resumes.append(int(match[1]) if match else 0)
+        for line in _lines(file):
+            if line.startswith(_TRAIN_LINE):
+                num_train += 1
+            elif _RESUME.match(line):
+                match = _STEP.search(line)
+                resumes.append(int(match[1]) if match else 0)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."
         ) from error
     # By the number of starts and rollbacks still to come: the least step of these.
     limits = list(itertools.accumulate([math.inf, *reversed(resumes)], min))
-    for number, raw in enumerate(_lines(file), start=1):
+    numbered: Iterable[tuple[int, bytes]] = enumerate(_lines(file), start=1)
+    if 0 < max_train < num_train:
+        numbered = _thinned(numbered, 4 * num_train // max_train)
+    for number, raw in numbered:
         if not raw.strip():
             continue
-        line = raw.decode(errors="replace")
+        text = raw.decode(errors="replace")
         try:
-            record = decode(line)
+            record = decode(text)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."
+                f"{path}, line {number} is no JSON ({error.msg}): {text[:60]!r}. Remove the line."
             ) from error
         kind, step = (record.get("kind"), record.get("step")) if type(record) is dict else ("", 0)
         if kind != "event" and not (kind in ("train", "eval") and isinstance(step, int)):
             raise ConfigError(
-                f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."
+                f"{path}, line {number} is no record (kind, step, ...): {text[:60]!r}. Remove it."
             )
         if _RESUME.match(raw) and len(limits) > 1:
             limits.pop()
         yield record, _is_lasting(record) or record.get("step", 0) <= limits[-1]
+
+
+def _thinned(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield all lines but most train lines: of `size` neighbors at most four."""
+    group: list[tuple[int, bytes]] = []
+
+    def loss(line: tuple[int, bytes]) -> float:
+        match = _LOSS.search(line[1])
+        return float(match[1]) if match else math.inf
+
+    for line in itertools.chain(lines, [(0, b"")]):
+        if line[1].startswith(_TRAIN_LINE) and len(group) < size:
+            group.append(line)
+            continue
+        if group:
+            yield from sorted({group[0], min(group, key=loss), max(group, key=loss), group[-1]})
+        group = [line] if line[1].startswith(_TRAIN_LINE) else []
+        if not group:
+            yield line
 
 
 def _is_lasting(record: Record) -> bool:

@@ -117,7 +117,7 @@ def _sorted(
     counts: collections.Counter[str],
 ) -> Iterator[Record]:
     """Yield all records, and add those of the history that the report shows to the lists."""
-    for record, is_current in stream_records(metrics):
+    for record, is_current in stream_records(metrics, max_train=2 * MAX_RECORDS):
         if record["kind"] != "event":
             kept = train if record["kind"] == "train" else evals
             if len(kept) == 2 * MAX_RECORDS:
