@@ -156,7 +156,7 @@ def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
 class Utf8:
     """A tokenizer of bytes, in which a character may take several tokens."""
 
-    stop_ids = frozenset()
+    stop_ids, marks_start = frozenset(), False
 
     def decode(self, tokens, *, show_special):
         return bytes(tokens).decode(errors="replace")
