@@ -39,7 +39,7 @@ def diagnose(parts):
 
 @pytest.fixture(scope="module")
 def batches(parts):
-    first = jax.device_put(_batch(parts), parts.step.batch_sharding)
+    first = jax.device_put(_batch(parts, None), parts.step.batch_sharding)
     return [
         jax.tree.map(lambda x, n=n: x + (n * (x.dtype == np.float32)), first) for n in range(STEPS)
     ]

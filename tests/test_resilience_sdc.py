@@ -131,8 +131,11 @@ def test_minority():
 
 
 JOB = tiny(
-    *("--mesh=dp=8", "--steps=12", "--checkpoint.save_interval_steps=4", "--eval.interval_steps=0"),
-    *("--resilience.sdc_check_interval_steps=3"),
+    "--mesh=dp=8",
+    "--steps=12",
+    "--checkpoint.save_interval_steps=4",
+    "--eval.interval_steps=0",
+    "--resilience.sdc_check_interval_steps=3",
 )
 
 
