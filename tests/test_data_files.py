@@ -3,12 +3,17 @@
 import gzip
 import json
 import os
-import threading
+import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from decoders import FAMILIES
+from hf_models import write_model, write_tokenizer
 from refusals import refused
 
 import jaxdist
@@ -16,12 +21,19 @@ from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.__main__ import main as data_main
+from jaxdist.data.corpus import Corpus
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.files import find_files
+from jaxdist.data.images import TEST_FILE, TRAIN_FILES, open_cifar
+from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer
 from jaxdist.generate import GenerateConfig
+from jaxdist.models.huggingface.directory import open_weights
+from jaxdist.models.huggingface.safetensors import INDEX
 from jaxdist.runtime.storage import locate
 
 BOM = b"\xef\xbb\xbf"
+PATIENCE_S = 60
 LINES = b'{"text": "hello"}\n{"text": "b"}\n'
 
 
@@ -239,28 +251,68 @@ def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
             read_run([f"--{flag}={path}", "--data.records=chat", "--data.sources=/dev"], command="")
 
 
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """Folders of a model, of tokens and of images, each of them complete."""
+    root = tmp_path_factory.mktemp("complete")
+    write_model(root / "model", FAMILIES["llama3.1"])
+    write_tokenizer(root / "model", ["ab"])
+    text = written(root / "text.txt", b"abc")
+    assert data_main([str(text), f"--out={root}/tokens", "--tokenizer=bytes"]) == 0
+    (root / "images").mkdir()
+    for name in (*TRAIN_FILES, TEST_FILE):
+        written(root / "images" / f"{name}.bin", bytes(3073))
+    return root
+
+
+def weights_of(path: Path):
+    if path.name not in ("config.json", "model.safetensors"):  # which comes before the others
+        (path.parent / "model.safetensors").unlink()
+    return open_weights(path.parent)
+
+
 READERS = {
     "prompts.txt": prompts_of,
     "prompts.jsonl": prompts_of,
+    "rows.parquet": lambda path: next(read_records(path, ["text"])),
     "shard": lambda path: next(locate(path).stream()),
     "block": lambda path: locate(path).part(0, 8),
+    **{
+        f"model/{name}": weights_of
+        for name in ("config.json", "model.safetensors", "x.safetensors", INDEX)
+    },
+    **{
+        f"model/{name}": lambda path: FileTokenizer(path.parent / "tokenizer.json")
+        for name in TOKENIZER_FILES
+    },
+    **{
+        f"tokens/{name}": lambda path: Corpus(path.parent)
+        for name in ("corpus.json", "tokens-00000.bin", "documents.bin")
+    },
+    **{
+        f"images/{name}.bin": lambda path: open_cifar(path.parent, "unit")
+        for name in (TRAIN_FILES[0], TEST_FILE)
+    },
 }
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_no_reader_waits_for_a_pipe(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    ended = []
-
-    def read():
-        with pytest.raises((ConfigError, OSError)):
-            READERS[name](tmp_path / name)
-        ended.append(name)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    reader.join(30)
-    assert ended
+def test_no_reader_waits_for_a_pipe(complete, tmp_path, name):
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    # Ends a reader that waits, even one in C that holds Python's lock.
+    write = ["sh", "-c", f'sleep {PATIENCE_S}; : > "$0"', str(path)]
+    start = time.monotonic()
+    writer = subprocess.Popen(write, start_new_session=True)
+    try:
+        with refused(name, error=OSError if name in ("shard", "block") else ConfigError):
+            READERS[name](path)
+        assert time.monotonic() - start < PATIENCE_S
+    finally:
+        os.killpg(writer.pid, signal.SIGKILL)
+        writer.wait()
 
 
 def test_a_mesh_of_many_names_is_one_problem():

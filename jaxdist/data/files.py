@@ -234,7 +234,7 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
                 f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
             ) from None
         # A store's refusal says by itself what to do.
-        fix = " Check the file and its rights, or leave it out of the sources."
+        fix = " Check the file and its rights, or leave it out."
         raise ConfigError(
             f"{str(path)!r} cannot be read: {error.strerror or error}."
             f"{'' if is_url(str(path)) else fix}"

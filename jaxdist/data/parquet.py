@@ -47,7 +47,7 @@ def read_columns(
     import pyarrow.parquet as parquet
 
     try:
-        with parquet.ParquetFile(open_ranges(path)) as file, open_file(path, 512) as stream:
+        with open_file(path, 512) as stream, parquet.ParquetFile(open_ranges(path)) as file:
             if problem := _problem_of(file.schema_arrow, columns, texts):
                 raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
             if is_unread is not None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.data.files import read_errors
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.runtime.storage.panics import panics_as
@@ -273,11 +274,19 @@ def tokenizer_files(folder: Location) -> dict[str, bytes]:
     """Name -> content of a tokenizer's files.
 
     What only the model's `config.json` says of its end is told as a `generation_config.json`.
+
+    Raises:
+        ConfigError: one of them cannot be read.
     """
     there = folder.entries()
-    files = {name: (folder / name).read() for name in TOKENIZER_FILES if name in there}
+
+    def read(name: str) -> bytes:
+        with read_errors(str(folder / name)):
+            return (folder / name).read()
+
+    files = {name: read(name) for name in TOKENIZER_FILES if name in there}
     if "generation_config.json" not in files and "config.json" in there:
-        told = _table({"config.json": (folder / "config.json").read()}, "config.json", folder)
+        told = _table({"config.json": read("config.json")}, "config.json", folder)
         ids = {key: told[key] for key in ("bos_token_id", "eos_token_id") if _ids(told, key)}
         if ids:
             files["generation_config.json"] = json.dumps(ids).encode()

@@ -276,8 +276,8 @@ def _open(file: Location) -> dict[str, StoredTensor]:
     dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
     found: dict[str, StoredTensor] = {}
     try:
+        offset = 8 + int.from_bytes(file.part(0, 8), "little")  # rejects pipes; the library waits
         with _header_of(file) as header, safe_open(header, framework="np") as stored:
-            offset = 8 + int.from_bytes(file.part(0, 8), "little")
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
                 shape, dtype = tuple(tensor.get_shape()), dtypes[tensor.get_dtype()]
