@@ -97,6 +97,43 @@ def test_a_table_that_is_no_section_is_named_with_its_keyword(tmp_path):
         train(tmp_path / "run", opti={"peak_lr": 1e-3})
 
 
+USER = {"role": "user", "content": "Hi"}
+WRONG = [
+    ("config", [3, b"x", ["a"]], lambda run, value: jaxdist.train(value)),
+    ("model", [3, ["cnn"]], lambda run, value: jaxdist.train(model=value)),
+    ("callbacks", [3, [3], "x"], lambda run, value: jaxdist.train(callbacks=value)),
+    ("progress", [3, "no"], lambda run, value: jaxdist.train(progress=value)),
+    ("1", [{1: 2}], lambda run, value: jaxdist.train(value)),
+    ("model.1", [{1: 2}], lambda run, value: jaxdist.train(model=value)),
+    ("path", [3, None, b"x"], lambda run, value: jaxdist.open(value)),
+    ("step", ["x", 1.0, True], lambda run, value: jaxdist.open(run.path, step=value)),
+    ("mesh", [3, None, {"dp": 2}], lambda run, value: jaxdist.open(run.path, mesh=value)),
+    ("weights", [3, "mean", None], lambda run, value: jaxdist.open(run.path, weights=value)),
+    ("model", [3, "cnn", {"d_model": 8}], lambda run, value: jaxdist.open(run.path, model=value)),
+    ("data", ["a.txt", ["a.txt"], {}], lambda run, value: jaxdist.open(run.path, data=value)),
+    ("gpus", [3, None, ["h100:8"]], lambda run, value: jaxdist.plan(value)),
+    ("config", [3, ["a"]], lambda run, value: jaxdist.plan("h100:8", value)),
+    ("1", [{1: 2}], lambda run, value: jaxdist.plan("h100:8", value)),
+    ("prompt", [3, None, {}, {"a"}, [3]], lambda run, value: run.generate(value)),
+    ("message", [[[]], [[{}]], [{**USER, "content": 3}]], lambda run, value: run.generate(value)),
+    ("top_k", ["x", 1.5, {1: 2}], lambda run, value: run.generate("a", top_k=value)),
+    ("sources", [3, None, [3], {"a"}], lambda run, value: run.evaluate(value)),
+    ("max_batches", ["x", 1.5], lambda run, value: run.evaluate(max_batches=value)),
+    ("path", [3, None, b"x"], lambda run, value: run.export_hf(value)),
+    ("dtype", [3, None, {1: 2}], lambda run, value: run.export_hf("hf", dtype=value)),
+]
+
+
+def test_arguments_of_wrong_types_are_rejected(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argument, values, call in WRONG:
+        for value in values:
+            with pytest.raises(jaxdist.ConfigError) as error:
+                call(run, value)
+            assert re.search(rf"\b{argument}", str(error.value)), (argument, value)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_last_save_that_fails_is_an_exception(monkeypatch, tmp_path):
     def failing(config, program, stop, asked):
         program.on_start(SimpleNamespace(path=tmp_path))

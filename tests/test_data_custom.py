@@ -78,6 +78,9 @@ def met(*, seq_len, seed):
 def arrays(*, seq_len, seed):
     return np.zeros((3, 4))
 
+def unseeded(*, seq_len):
+    return [row(seq_len, 0)(i) for i in range(9)]
+
 def empty(*, seq_len, seed):
     return []
 
@@ -195,6 +198,7 @@ def test_fingerprint_follows_rows():
         ("unweighted", r"rows without weights \(they have: tokens, targets\)"),
         ("arrays", "rows of type ndarray, not dicts"),
         ("empty", "has no rows"),
+        ("unseeded", "cannot be called: .*seed"),
         ("iterator", "returned generator, which has no random access"),
         ("endless", "repeats without end"),
         ("gaps", "row 7 is missing"),

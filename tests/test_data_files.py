@@ -16,7 +16,6 @@ from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
 from refusals import refused
 
-import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
@@ -318,21 +317,3 @@ def test_no_reader_waits_for_a_pipe(complete, tmp_path, name):
 def test_a_mesh_of_many_names_is_one_problem():
     with refused("100000"):
         MeshSpec.parse(",".join(f"a{i}=1" for i in range(100_000)))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: jaxdist.train(3),
-        lambda: jaxdist.train(model=3),
-        lambda: jaxdist.train(callbacks=3),
-        lambda: jaxdist.train(callbacks=[3]),
-        lambda: jaxdist.open(3),
-        lambda: jaxdist.open("runs/none", step="x"),
-        lambda: jaxdist.plan("h100:8", 3),
-        lambda: jaxdist.plan(3),
-    ],
-)
-def test_python_calls_with_wrong_types_are_rejected(call):
-    with pytest.raises(ConfigError):
-        call()

@@ -123,7 +123,13 @@ def open_custom(
         factory = _function(source)
     else:
         factory = given if callable(given) else lambda *, seq_len, seed: given
-    divides = set(_SHARD) <= inspect.signature(factory).parameters.keys()
+    try:
+        signature = inspect.signature(factory)
+        divides = set(_SHARD) <= signature.parameters.keys()
+        signature.bind(seq_len=seq_len, seed=seed, **(dict.fromkeys(_SHARD, 0) if divides else {}))
+    except (TypeError, ValueError) as error:
+        fix = "Give a function of the keywords seq_len and seed."
+        raise ConfigError(f"data source {source!r} cannot be called: {error}. {fix}") from None
 
     def call(shard_index: int, num_shards: int) -> tuple[Any, Any]:
         shard = dict(zip(_SHARD, (shard_index, num_shards), strict=True)) if divides else {}

@@ -271,12 +271,9 @@ def tokenizer_file(name: str) -> Location:
 
 
 def tokenizer_files(folder: Location) -> dict[str, bytes]:
-    """Name -> content of a tokenizer's files.
+    """Name -> content of a tokenizer's files; raises `ConfigError` if one cannot be read.
 
     What only the model's `config.json` says of its end is told as a `generation_config.json`.
-
-    Raises:
-        ConfigError: one of them cannot be read.
     """
     there = folder.entries()
 

@@ -24,7 +24,7 @@ from jaxdist.data.custom import GIVEN_ROWS
 from jaxdist.models import GIVEN_MODEL
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.program import Program
-from jaxdist.run.results import Run
+from jaxdist.run.results import Run, check_type
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.progress import has_watcher, make_bar
 from jaxdist.runtime.storage import flush_appended
@@ -78,7 +78,8 @@ def train(
     is_many = isinstance(callbacks, Iterable) and not callable(callbacks)
     callbacks = list(callbacks) if is_many else [callbacks]  # type: ignore[arg-type, list-item]
     are_functions = all(map(callable, callbacks))
-    _check_type("callbacks", callbacks, are_functions, "a function or a list of functions")
+    check_type("callbacks", callbacks, are_functions, "a function or a list of functions")
+    check_type("progress", progress, progress in (None, True, False), "True, False or None")
     shows = has_watcher() if progress is None else progress
     started: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
@@ -134,10 +135,10 @@ def open(
     Raises:
         ConfigError: there is no run.
     """
-    _check_type("path", path, isinstance(path, str | os.PathLike), "the path of a run")
-    is_step = step is None or (isinstance(step, int) and not isinstance(step, bool))
-    _check_type("step", step, is_step, "a whole number or None")
     make_model, rows = _objects(model, data, {})
+    for name, value, found in (("model", model, make_model), ("data", data, rows)):
+        is_object = value is None or found is not None or callable(value)
+        check_type(name, value, is_object, "the object that train got, or None for settings")
     return Run(path, step=step, mesh=mesh, weights=weights, model=make_model, rows=rows)
 
 
@@ -184,21 +185,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[prefix + (name if prefix else ALIASES.get(name, name))] = value
+            flat[f"{prefix}{name if prefix else ALIASES.get(name, name)}"] = value
     return flat
 
 
 def _file_flags(config: Config) -> list[str]:
     if config is None:
         return []
-    _check_type("config", config, isinstance(config, str | os.PathLike), "a TOML file or a table")
+    check_type("config", config, isinstance(config, str | os.PathLike), "a TOML file or a table")
     return ["--config", os.fspath(config)]  # type: ignore[arg-type]
-
-
-def _check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
-    """Raise ConfigError for an argument of a wrong type."""
-    if not is_allowed:
-        raise ConfigError(f"{name} is {type(value).__name__}. Use {allowed}.")
 
 
 def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
@@ -223,7 +218,7 @@ def _objects(
         values |= _flat({"model": model})
     elif model is not None:
         is_model = isinstance(model, Model) or callable(model)
-        _check_type("model", model, is_model, "a Model, a function that makes one, or settings")
+        check_type("model", model, is_model, "a Model, a function that makes one, or settings")
         name = _importable(model)
         values |= {"model.kind": "custom", "model.factory": name or GIVEN_MODEL}
         if isinstance(model, Model):

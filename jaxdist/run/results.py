@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, get_args, overload
 
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
 from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.types import Model, Params
+from jaxdist.data.chat import BadRecord, checked_messages
 from jaxdist.run.metrics_log import current, decode, read_outline, stream_records
 from jaxdist.run.run_directory import RunDirectory, read_table
 from jaxdist.run.text_generation import make_decoder, open_writer
@@ -23,6 +24,12 @@ from jaxdist.runtime.storage import Location, is_url
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
+
+
+def check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
+    """Raise ConfigError for an argument of a wrong type."""
+    if not is_allowed:
+        raise ConfigError(f"{name} is {value!r:.80}. Use {allowed}.")
 
 
 class Run:
@@ -44,6 +51,11 @@ class Run:
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
+        check_type("path", path, isinstance(path, str | os.PathLike), "the path of a run")
+        is_step = step is None or (isinstance(step, int) and not isinstance(step, bool))
+        check_type("step", step, is_step, "a whole number or None")
+        check_type("mesh", mesh, isinstance(mesh, str), 'a text such as "tp=2"')
+        check_type("weights", weights, weights in get_args(Weights), '"auto", "ema" or "raw"')
         given = path if is_url(path) else os.path.expanduser(path)
         try:
             place, named = run_at(given)
@@ -168,17 +180,24 @@ class Run:
             ConfigError: a wrong option, an empty prompt, or one that outgrows the model.
         """
         settings = read_settings(TextSettings, [], command="Run.generate", values=options)
-        is_one = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
-        asked = [prompts] if is_one else list(prompts)
-        chat = bool(asked) and not isinstance(asked[0], str)
+        is_many = isinstance(prompts, list | tuple) and not isinstance([*prompts, 0][0], Mapping)
+        asked = list(prompts) if is_many else [prompts]
+        chat = bool(asked) and isinstance(asked[0], list | tuple)
+        are_alike = all(isinstance(one, list | tuple if chat else str) for one in asked)
+        check_type("prompts", prompts, are_alike, "a text, a conversation, or a list of either")
+        try:
+            talks = [checked_messages({"messages": [*m]}, answered=False) for m in asked if chat]
+        except BadRecord as error:
+            raise ConfigError(f"a conversation {error}") from None
         parts = self._opened.parts
         writer = open_writer(parts, settings, chat=chat)
-        prepared = writer.encode([{"messages" if chat else "prompt": one} for one in asked])
+        requests = [{"messages": m} for m in talks] or [{"prompt": text} for text in asked]
+        prepared = writer.encode(requests)
         if not prepared:
             return []
         writer.decoder = make_decoder(parts, self.params, settings)
         texts = [text for text, _ in writer.write(prepared, stream=False)]
-        return texts[0] if is_one else texts
+        return texts if is_many else texts[0]
 
     def evaluate(
         self, sources: str | Sequence[str] = (), *, max_batches: int = 0
@@ -192,8 +211,11 @@ class Run:
         Raises:
             ConfigError: nothing was held out, or the data do not fit the model.
         """
-        names = [sources] if isinstance(sources, str) else list(sources)
-        dataset = self._opened.open_held_out(names)
+        names = [sources] if isinstance(sources, str) else sources
+        are_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
+        check_type("sources", sources, are_names, "a path or URL as text, or a list of them")
+        check_type("max_batches", max_batches, type(max_batches) is int, "a whole number")
+        dataset = self._opened.open_held_out(list(names))
         return self._opened.evaluate(self.params, dataset, max_batches=max_batches)
 
     def export_hf(self, path: str | os.PathLike[str], *, dtype: str = "stored") -> Path:
@@ -208,6 +230,7 @@ class Run:
         """
         from jaxdist.tools.convert import to_hf
 
+        check_type("path", path, isinstance(path, str | os.PathLike), "the path of a new directory")
         step = -1 if self._step is None else self._step
         values = {"src": str(self.path), "out": str(path), "step": step, "dtype": dtype}
         values |= {"weights": self._kind}

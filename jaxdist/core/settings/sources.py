@@ -155,7 +155,7 @@ def given_by_program(values: Mapping[str, Any], aliases: Mapping[str, str]) -> l
         for name, value in node.items():
             is_table = isinstance(value, Mapping)
             known = aliases.get(name, name) if not prefix and not is_table else name
-            path = (*prefix, *known.split("."))
+            path = (*prefix, *str(known).split("."))
             if is_table and value:
                 walk(value, path)
             else:
