@@ -366,9 +366,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 55_565,
-    "package code lines": 36_900,
-    "test lines": 39_635,
+    "package lines": 55_600,
+    "package code lines": 36_950,
+    "test lines": 39_640,
     "two-way folder pairs": 7,
     "settings of a run": 134,
 }
