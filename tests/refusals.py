@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,12 @@ def refused(
     problems = getattr(caught.value, "problems", [str(caught.value)])
     assert len(problems) == num_problems, problems
     assert not (absent := missing(str(caught.value), *facts)), (absent, problems)
+
+
+def snapshot(directory: Path) -> dict[str, bytes | None]:
+    """Path -> content of each file, None for a directory."""
+    paths = sorted(directory.rglob("*"))
+    return {str(p.relative_to(directory)): None if p.is_dir() else p.read_bytes() for p in paths}
 
 
 def missing(text: str, *facts: object) -> list[str]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from launched import Launched, is_running
-from refusals import missing, refused
+from refusals import missing, refused, snapshot
 
 from jaxdist import runtime
 from jaxdist.core.settings import ConfigError
@@ -398,6 +398,9 @@ def test_words_reach_the_console_when_the_disk_is_full(tmp_path):
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "attempt-0-process-0.error.json").write_text("{}")
+    before = snapshot(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "jaxdist.launch", f"--run-dir={tmp_path}", "--program=/no/such"],
         capture_output=True,
@@ -406,6 +409,7 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert missing(line, "/no/such", os.strerror(errno.ENOENT), "--program") == []
+    assert snapshot(tmp_path) == before
 
 
 def test_train_gets_one_run_directory_for_all_attempts():

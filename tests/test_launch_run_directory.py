@@ -6,7 +6,7 @@ import time
 
 import pytest
 from launched import Launched
-from refusals import missing
+from refusals import missing, snapshot
 
 
 def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
@@ -76,8 +76,25 @@ def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
     assert (after == before) != begun
 
 
-def test_a_rejected_first_job_leaves_no_logs(tmp_path):
-    body = "from jaxdist.core.settings import ConfigError\nraise ConfigError('rejected')"
-    launched = Launched(tmp_path, body)
-    assert launched.end()[0] == 2
-    assert list(launched.run_dir.iterdir()) == []
+REJECTED = "from jaxdist.core.settings import ConfigError\nraise ConfigError('rejected')"
+EARLIER = ("launch/round.json", "launch/host-0.json", "logs/attempt-0-process-0.error.json")
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node=2", "--nproc-per-node=1:1"])
+@pytest.mark.parametrize("earlier", [(), EARLIER])
+def test_a_rejected_job_leaves_the_run_directory_as_it_was(tmp_path, flag, earlier):
+    for name in earlier:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    before = snapshot(tmp_path)
+    assert Launched(tmp_path, REJECTED, flag).end()[0] == 2
+    assert {
+        name: file for name, file in snapshot(tmp_path).items() if name != "worker.py"
+    } == before
+
+
+def test_each_host_of_a_rejected_elastic_job_removes_its_files(tmp_path):
+    flags = ("--nnodes=1:2", "--nproc-per-node=1", "--address=localhost")
+    hosts = [Launched(tmp_path, REJECTED, *flags, f"--node-rank={rank}") for rank in range(2)]
+    assert [host.end()[0] for host in hosts] == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["worker.py"]

@@ -10,16 +10,10 @@ import sys
 import pytest
 from commands import run_here, tiny
 from damaged import flip_bit
-from refusals import missing, refused
+from refusals import missing, refused, snapshot
 
 from jaxdist.checkpoint import CheckpointError
 from jaxdist.core.settings import ConfigError
-
-
-def snapshot(directory) -> dict:
-    """Path -> content of each file, None for a directory."""
-    paths = sorted(directory.rglob("*"))
-    return {str(p.relative_to(directory)): None if p.is_dir() else p.read_bytes() for p in paths}
 
 
 def train(directory, *flags, steps=2) -> int:

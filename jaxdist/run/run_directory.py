@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -13,7 +12,7 @@ from typing import Any
 from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import Location, locate, remove_empty
 
 log = logging.getLogger("jaxdist")
 
@@ -90,17 +89,12 @@ class RunDirectory:
         return run
 
     def _make(self, directory: Location) -> None:
-        above = directory
-        while directory.is_local and not above.exists():
-            self._made.append(above)
-            above = above.parent
+        self._made = [*directory.missing(), *self._made]
         directory.make_directory()
 
     def discard(self) -> None:
         """Remove the directories that `open` has made, if they are empty."""
-        for directory in sorted(self._made, key=str, reverse=True):
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+        remove_empty(self._made)
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:

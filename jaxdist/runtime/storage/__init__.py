@@ -33,6 +33,7 @@ from jaxdist.runtime.storage.location import (
     Locked,
     LockFile,
     open_regular,
+    remove_empty,
 )
 from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, problem_of
 from jaxdist.runtime.storage.parts import Mirror, flush_appended, mirror

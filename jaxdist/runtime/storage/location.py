@@ -12,7 +12,7 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Self
 
@@ -204,6 +204,10 @@ class Location(os.PathLike[str]):
         """Make this directory and its parents."""
         os.makedirs(self.path, exist_ok=True)
 
+    def missing(self) -> list[Self]:
+        """Return this directory and its parents if they do not exist, deepest first."""
+        return [] if self.exists() else [self, *self.parent.missing()]
+
     def delete(self) -> None:
         """Delete the file, durably with the next durable write next to it; nothing without one."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -334,6 +338,13 @@ class LockFile:
     def close(self) -> None:
         """Let go of the lock."""
         os.close(self._descriptor)
+
+
+def remove_empty(directories: Iterable[Location]) -> None:
+    """Remove directories that are empty, in this order; leave the others."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
 
 
 def _raise_unless_absent(error: OSError) -> None:

@@ -330,6 +330,10 @@ class ObjectLocation(Location):
     def make_directory(self) -> None:
         """Nothing: directories are not made here."""
 
+    def missing(self) -> list[Self]:
+        """Return []: an object store has no directories."""
+        return []
+
     def delete(self) -> None:
         """Delete the object; nothing without one."""
         import obstore

@@ -211,6 +211,10 @@ class ElasticAgent(Agent):
         else:
             self.rendezvous.close(state="ended", code=code)
 
+    def discard(self) -> None:
+        """Restore the files of the rendezvous."""
+        self.rendezvous.discard()
+
     # --- leading ----------------------------------------------------------------------------------
 
     def _leads(self, hosts: Mapping[int, Host]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.core.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.core.settings.schema import flag_of
-from jaxdist.runtime.storage import file_system_problem, locate
+from jaxdist.runtime.storage import file_system_problem
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
@@ -223,12 +223,6 @@ def main(argv: Sequence[str], summary: str) -> int:
             heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
         )
         agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
-    try:  # once nothing else can be wrong: a refused job leaves no directory
-        locate(plan.run_dir).make_directory()
-    except OSError as error:
-        raise ConfigError(
-            f"--run-dir {plan.run_dir} cannot be made ({error.strerror}). Name another one."
-        ) from None
     return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
 
 

@@ -18,6 +18,7 @@ How the files are read:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import Capacity
 
@@ -140,10 +141,17 @@ class Rendezvous:
         self._looked = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, name="launch-heartbeat", daemon=True
+        )
         self._warned = False
+        self._made: list[Location] = []
+        # Content of each file before this launch (None = no file), and as written last.
+        self._contents: dict[Location, tuple[bytes | None, bytes]] = {}
 
     def claim_rank(self) -> Host | None:
         """Start the heartbeats, or return another living launcher that has this rank."""
+        self._made = self.folder.missing()
         self.folder.make_directory()
         own = self.folder / f"host-{self.own.rank}.json"
         old = _read_host(own)
@@ -155,7 +163,7 @@ class Rendezvous:
             time.sleep(HEARTBEAT_S / 10)
         self.read_hosts()
         self.publish()
-        threading.Thread(target=self._send_heartbeats, name="launch-heartbeat", daemon=True).start()
+        self._heartbeats.start()
         return None
 
     def publish(self, capacity: Capacity | None = None, **changes: Any) -> None:
@@ -174,6 +182,30 @@ class Rendezvous:
     def stop_heartbeat(self) -> None:
         """Stop the heartbeats without a last state."""
         self._ended.set()
+
+    def discard(self) -> None:
+        """Restore the files as they were before this launch.
+
+        Other hosts get `heartbeat_timeout_s` to read the last state of this one. The host that
+        created the directory restores last, so that it can remove the directory.
+        """
+        if self._heartbeats.ident:
+            self._heartbeats.join()
+        until = self.clock() + self.heartbeat_timeout_s
+        while self.clock() < until and any(map(self._is_reading, self.read_hosts().values())):
+            time.sleep(HEARTBEAT_S / 10)
+        for file, (earlier, written) in self._contents.items():
+            with contextlib.suppress(OSError):
+                if file.read() == written and earlier is not None:
+                    file.write(earlier)
+                elif file.read() == written:
+                    file.delete()
+        remove_empty(self._made)
+
+    def _is_reading(self, host: Host) -> bool:
+        is_other = host.rank != self.own.rank and self.is_alive(host)
+        has_ended = host.state in ("left", "ended") and not self._made
+        return is_other and not has_ended and (self.folder / f"host-{host.rank}.json").exists()
 
     def read_hosts(self) -> dict[int, Host]:
         """State of every host whose heartbeat has moved since the first look, and of this one."""
@@ -221,12 +253,16 @@ class Rendezvous:
             self.publish()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
+        file, content = self.folder / f"{name}.json", json.dumps(record).encode()
         try:
-            (self.folder / f"{name}.json").write(json.dumps(record), durable=False)
+            if file not in self._contents:
+                self._contents[file] = file.read() if file.exists() else None, b""
+            file.write(content, durable=False)
+            self._contents[file] = self._contents[file][0], content
         except OSError as failure:
             if not self._warned:
                 say(
-                    f"cannot write {self.folder / name}.json ({failure.strerror}): other hosts "
+                    f"cannot write {file} ({failure.strerror}): other hosts "
                     f"will take this one for lost after {self.heartbeat_timeout_s:.0f} s"
                 )
             self._warned = True

@@ -22,7 +22,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import os
 import random
 import secrets
 import signal
@@ -35,7 +34,8 @@ from types import FrameType
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.local import lineage
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
@@ -85,6 +85,9 @@ class Agent(abc.ABC):
 
     def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
         """Called when the launcher ends, with its exit code."""
+
+    def discard(self) -> None:  # noqa: B027  # a hook
+        """Remove all files of this launch; called after `close` if the job was rejected."""
 
 
 class FixedAgent(Agent):
@@ -137,22 +140,28 @@ class Supervisor:
         self._began = time.monotonic()
         self._failures = 0  # in a row, without a new checkpoint
         self._failed_at = 0.0
+        self._is_unchanged = True  # every attempt was rejected before it changed the run
 
     def run(self) -> int:
         """Run attempts until one settles the job's exit code, and return it."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
         logs = locate(self.run_dir) / "logs"
-        is_new = not logs.exists()
-        logs.make_directory()
+        try:
+            made = logs.missing()
+            logs.make_directory()
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {self.run_dir} cannot be created ({error.strerror}). Use another one."
+            ) from None
         code = runtime.EXIT_CONFIG  # of a ConfigError; nothing else is raised
         try:
             code = self._run_groups()
         finally:
             self.agent.close(code, self.stop_signal)
-            if code == runtime.EXIT_CONFIG and is_new:
-                with contextlib.suppress(OSError):
-                    os.rmdir(logs)
+            if code == runtime.EXIT_CONFIG and self._is_unchanged:
+                self.agent.discard()
+                remove_empty(made)
             if self._preloaded is not None:
                 self._preloaded.close()
         return code
@@ -223,6 +232,7 @@ class Supervisor:
         finally:
             self.group = None
         self.agent.on_group_end(result)
+        self._is_unchanged &= result.is_rejected
         return result
 
     def _watch(self, group: WorkerGroup) -> None:

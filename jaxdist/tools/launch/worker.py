@@ -80,6 +80,7 @@ class Worker:
             self.process = start(command, environ, output)
         except OSError:
             os.close(readable)
+            self.discard_output()
             raise
         finally:
             os.close(output)

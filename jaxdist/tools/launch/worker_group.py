@@ -75,6 +75,7 @@ class GroupResult:
         details: traceback, or the last lines of its log.
         seconds: from the start to the first failure.
         failed_at: when that was, of `time.monotonic`; 0 where no process failed.
+        is_rejected: the settings were rejected before any process changed the run directory.
     """
 
     exit_code: int
@@ -87,6 +88,7 @@ class GroupResult:
     seconds: float = 0.0
     failed_at: float = 0.0
     already_printed: bool = False
+    is_rejected: bool = False
 
     def report(self) -> str:
         """The block that closes a failed attempt; the cause stands on top."""
@@ -252,6 +254,7 @@ class WorkerGroup:
             seconds=first.ended_at - self.started,
             failed_at=first.ended_at,
             already_printed=code == runtime.EXIT_CONFIG and len(self.workers) == 1,
+            is_rejected=is_rejected,
         )
 
 
