@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.storage import BLOCK_BYTES, Appender, Location, locate
+from jaxdist.runtime.storage import Appender, Location, locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -295,14 +295,11 @@ def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
 
 
 def _lines_backward(file: Location) -> Iterator[bytes]:
-    """Yield the pieces between newlines, the last one first; objects are read as one block."""
-    end, head = file.size(), b""
-    while end:
-        start = max(0, end - BLOCK_BYTES) if file.is_local else 0
-        block = file.part(start, end - start) if file.is_local else file.read()
+    """Yield the pieces between newlines, the last one first."""
+    head = b""
+    for block in file.blocks_backward():
         head, *lines = (block + head).split(b"\n")
         yield from reversed(lines)
-        end = start
     yield head
 
 

@@ -78,7 +78,7 @@ class RunDirectory:
             run._make(run.logs)
             if run.is_writer:
                 run._make(run.checkpoints)
-                if run.metrics.exists():
+                if run.metrics.is_local and run.metrics.exists():  # elsewhere it adds an object
                     run.metrics.appender().close()  # fails now, not after the first compilation
         except OSError as error:
             run.discard()

@@ -151,6 +151,12 @@ class Location(os.PathLike[str]):
             while block := file.read(BLOCK_BYTES):
                 yield block
 
+    def blocks_backward(self) -> Iterator[bytes]:
+        """Yield the file in blocks of at most `BLOCK_BYTES`, the last block first."""
+        for end in range(self.size(), 0, -BLOCK_BYTES):
+            start = max(0, end - BLOCK_BYTES)
+            yield self.part(start, end - start)
+
     def part(self, start: int, length: int) -> bytes:
         """That many bytes of the file from `start` on."""
         with open_regular(self.path) as file:

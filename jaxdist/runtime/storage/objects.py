@@ -285,10 +285,21 @@ class ObjectLocation(Location):
         try:
             size = self._head()["size"]
         except FileNotFoundError:
-            yield self.read()
+            for meta in self._parts():
+                yield self._get(meta["path"])[0]
             return
         for start in range(0, size, BLOCK_BYTES):
             yield self.part(start, min(BLOCK_BYTES, size - start))
+
+    def blocks_backward(self) -> Iterator[bytes]:
+        """Yield the file in blocks, the last block first; a file that grew, one part at a time."""
+        try:
+            self._head()
+        except FileNotFoundError:
+            for meta in reversed(self._parts()):
+                yield self._get(meta["path"])[0]
+        else:
+            yield from super().blocks_backward()
 
     def part(self, start: int, length: int) -> bytes:
         """That many bytes of the object from `start` on."""
