@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refused
 
+import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import ConfigError
-from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
+from jaxdist.data import DataConfig, Loader, custom, eval_batches, open_datasets, resume_position
 from jaxdist.data.custom import CustomRows
 from jaxdist.data.stream import shard_of
 from jaxdist.models import example
@@ -57,6 +58,32 @@ def values(*, seq_len, seed):
         }
     rows = grain.MapDataset.range(40).map(make)
     return rows[10:], rows[:10]
+
+def points(*, seq_len, seed):
+    def make(i):
+        x = np.random.default_rng(i).normal(size=(seq_len, 3)).astype(np.float32)
+        targets = np.float32(x @ [0.25, -0.5, 0.75] + 0.1)
+        zeros = np.zeros(seq_len, int)
+        return {"tokens": zeros, "targets": targets, "weights": x[:, 0] ** 2, "x": x}
+    return [make(i) for i in range(8)]
+
+def regression(*, seq_len):
+    from flax import nnx
+    from jaxdist.core.types import Model
+    from jaxdist.models.layers import functional
+    zeros = nnx.initializers.zeros
+    init, axes, bind = functional(
+        lambda rngs: nnx.Linear(3, 1, use_bias=False, kernel_init=zeros, rngs=rngs)
+    )
+
+    def loss(params, _, batch, context):
+        error = bind(params)(batch["x"])[..., 0] - batch["targets"]
+        weights = batch["weights"]
+        return {"loss": (weights * error**2).sum(), "weight": weights.sum()}
+
+    return Model(
+        name="regression", init=init, axes=axes, rules={}, head_loss=loss, dims={}, vocab_size=9
+    )
 
 def value_stream(*, seq_len, seed):
     rows, held = values(seq_len=seq_len, seed=seed)
@@ -296,6 +323,46 @@ def test_only_a_model_of_ones_own_takes_targets_that_are_no_classes():
         parts = SimpleNamespace(config=read_run(flags, command=""), model=example.build(seq_len=8))
         with refused("targets", "float32") if is_rejected else contextlib.nullcontext():
             check_data_fits(parts, train)
+
+
+def train_regression(**settings):
+    """Gradient descent on all rows at once, a row on each device."""
+    optim = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "peak_lr": 0.1}
+    settings = {
+        "model": {"kind": "custom", "factory": "my_rows:regression"},
+        "data": {"sources": ["my_rows:points"]},
+        "train": {"seq_len": 8, "global_batch_size": 8},
+        "optim": {**optim, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e6},
+        "monitoring": {"tensorboard": False},
+        **settings,
+    }
+    return jaxdist.train(settings, mesh="dp=8", run_dir="run", progress=False)
+
+
+def test_a_regression_learns_from_float_targets_as_numpy_does():
+    result = train_regression(steps=4)
+    import my_rows
+
+    rows = my_rows.points(seq_len=8, seed=0)
+    x, y, weights = (np.concatenate([r[f] for r in rows]) for f in ("x", "targets", "weights"))
+    w, losses = np.zeros(3), []
+    for _ in range(4):
+        error = x.astype(np.float64) @ w - y
+        losses.append((weights * error**2).sum() / weights.sum())
+        w -= 0.1 * 2 * (weights * error) @ x / weights.sum()
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5)  # float32
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_run_on_rows_that_were_cut_to_integers_is_not_resumed_on_floats(monkeypatch):
+    with monkeypatch.context() as patch:  # the dtypes of earlier versions
+        floats = ("weights", "images")
+        old = lambda field, dtype: np.dtype(np.float32 if field in floats else np.int32)
+        patch.setattr(custom, "_batch_dtype", old)
+        patch.setattr(custom, "_misfit", lambda value, dtype: "")
+        train_regression(steps=2)
+    with refused("the data changed", "content"):
+        train_regression(steps=4)
 
 
 # --- streams: grain.IterDataset
