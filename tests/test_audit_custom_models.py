@@ -13,6 +13,7 @@ from test_block_sums import ROWS, SEQ, VOCAB, make_model
 import jaxdist
 from jaxdist.config import RunConfig
 from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
@@ -111,6 +112,20 @@ def test_a_model_that_jax_cannot_type_is_refused(head_loss, axis, code, fix, num
     with refused(f"over {axis}", f"{__file__}:{line}", code, fix) as error:
         check_mesh(parts)
     assert "pcast" not in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_the_sum_of_an_empty_array_is_no_omitted_sum(mesh):
+    def block(params, x, aux, context):
+        hidden = jnp.tanh(context.enter(x) @ params["up"])
+        hidden = hidden + jnp.sum(hidden[:0])
+        return x + jnp.sum(x[:0]) + context.leave(hidden @ params["down"]), {}
+
+    model = dataclasses.replace(make_model(), block=block)
+    parts = assemble(
+        config_on(mesh), jax.devices()[: MeshSpec.parse(mesh).num_devices], model=model
+    )
+    assert check_mesh(parts).violations == []
 
 
 # --- wrong sums that the traced step does not show ---

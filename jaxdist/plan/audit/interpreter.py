@@ -118,7 +118,12 @@ class Interpreter:
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
-        """What jax's own types know: a value that does not vary over an axis is equal over it."""
+        """What jax's own types know: a value that does not vary over an axis is equal over it.
+
+        An empty array has the state of zeros, since its sum is 0.
+        """
+        if 0 in getattr(aval, "shape", ()):
+            return (ZERO,) * len(self.axes)
         varies = getattr(getattr(aval, "mat", None), "varying", None)
         if varies is None:
             return states
