@@ -83,8 +83,9 @@ def with_fault(parts, step, seed, kind):
         tree = jax.tree.unflatten(structure, values)
         return dataclasses.replace(state, **{section: tree}), metrics
 
-    step_record = dataclasses.replace(parts.step, train=train)
-    return dataclasses.replace(parts, step=step_record), named
+    faulty = dataclasses.replace(parts)
+    vars(faulty)["step"] = dataclasses.replace(parts.step, train=train)
+    return faulty, named
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(0, "bit"), (1, "ulp"), (2, "bit"), (3, "ulp")])

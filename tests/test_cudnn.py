@@ -315,6 +315,23 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     assert compared.step.context.exchange.cudnn_obstacle == ""
 
 
+def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
+    flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
+    built = []
+
+    def build(*_, **options):
+        built.append(options["packed_kernel"])
+        return SimpleNamespace()
+
+    found = Admission(errors={}, obstacle="differs")
+    monkeypatch.setattr(setup, "admit_packed_kernel", lambda *_, **__: found)
+    monkeypatch.setattr(setup, "make_step", build)
+    parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
+    parts = setup.compare_kernel(setup.with_remat(parts, "dots"), text_fields(32, True))
+    assert built == [] and parts.step is parts.step
+    assert built == [found]
+
+
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
     layout = SimpleNamespace(
         mesh=SimpleNamespace(devices=np.array(jax.devices()[:2])), auto_tensor=False, used=(TENSOR,)

@@ -208,7 +208,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     monkeypatch.setattr(room.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     (needed,) = seen  # once, and not after each step
-    assert policies[0] == "auto" and policies[-1] in POLICIES  # the step has what auto stands for
+    assert policies and set(policies) <= set(POLICIES)  # one step, with what auto stands for
     assert f"compared: {needed}" in capsys.readouterr().out
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     events = [record["event"] for record in records if record["kind"] == "event"]

@@ -7,6 +7,7 @@ compiled and no array is made, but where cuDNN's kernel is compared with the ref
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -70,7 +71,26 @@ class Parts:
     num_params: int
     packed_kernel: Admission | None
     ring_kernel: Admission | None
-    step: Step
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """The step, built at its first use: parts that are replaced before never build one."""
+        config, rule = self.config, self.config.optim
+        return make_step(
+            self.model,
+            self.optimizer,
+            self.schedule,
+            self.layout,
+            config.train,
+            config.precision,
+            max_grad_norm=rule.max_grad_norm,
+            ema_decay=rule.ema_decay,
+            loss_scale=self.loss_scale,
+            pipeline_config=config.pipeline,
+            frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
+            packed_kernel=self.packed_kernel,
+            ring_kernel=self.ring_kernel,
+        )
 
     @property
     def devices(self) -> list[Any]:
@@ -282,7 +302,6 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
     return Parts(
         config=config,
         spec=spec,
@@ -297,50 +316,7 @@ def assemble(
         num_params=num_params(model),
         packed_kernel=None,
         ring_kernel=None,
-        step=step,
     )
-
-
-def _make_step(
-    config: RunConfig,
-    model: Model,
-    layout: Layout,
-    optimizer: Any,
-    schedule: Callable[[Array], Array],
-    loss_scale: dict[str, Array],
-    **kernels: Admission | None,
-) -> Step:
-    """The step of a run; `loss_scale` is {} or two scalars []."""
-    return make_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        config.train,
-        config.precision,
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.optim.ema_decay,
-        loss_scale=loss_scale,
-        pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-        **kernels,
-    )
-
-
-def _with(parts: Parts, **changes: Any) -> Parts:
-    """The parts with changes of what their step is made from, and such a step."""
-    parts = dataclasses.replace(parts, **changes)
-    step = _make_step(
-        parts.config,
-        parts.model,
-        parts.layout,
-        parts.optimizer,
-        parts.schedule,
-        parts.loss_scale,
-        packed_kernel=parts.packed_kernel,
-        ring_kernel=parts.ring_kernel,
-    )
-    return dataclasses.replace(parts, step=step)
 
 
 def _fit_devices(
@@ -369,7 +345,7 @@ def with_remat(parts: Parts, remat: str) -> Parts:
     """The parts with another remat policy, e.g. the one that auto stands for on these devices."""
     train = dataclasses.replace(parts.config.train, remat=remat)
     config = dataclasses.replace(parts.config, train=train)
-    return _with(parts, config=config)
+    return dataclasses.replace(parts, config=config)
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
@@ -387,14 +363,14 @@ def compare_packed_kernel(parts: Parts) -> Parts:
     """
     place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
     found = admit_packed_kernel(*place, **_attention_asked(parts))
-    return parts if found is None else _with(parts, packed_kernel=found)
+    return parts if found is None else dataclasses.replace(parts, packed_kernel=found)
 
 
 def compare_ring_kernel(parts: Parts) -> Parts:
     """As `compare_packed_kernel`, for rows of one document whose parts travel round a ring."""
     place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
     found = admit_ring_kernel(*place, **_attention_asked(parts))
-    return parts if found is None else _with(parts, ring_kernel=found)
+    return parts if found is None else dataclasses.replace(parts, ring_kernel=found)
 
 
 def _attention_asked(parts: Parts) -> dict[str, Any]:
