@@ -6,6 +6,7 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -58,7 +59,6 @@ def run(
         assemble,
         check_data_fits,
         compare_kernel,
-        with_remat,
     )
     from jaxdist.run.startup import audited_meshes, fetch_weights, open_run_directory
 
@@ -68,7 +68,7 @@ def run(
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
     if budget is not None and budget.remat is not None:
-        parts = with_remat(parts, budget.remat.job.remat)
+        parts = dataclasses.replace(parts, remat=budget.remat.job.remat)
     if budget is not None and not config.force:
         budget.check()
     data = open_datasets(

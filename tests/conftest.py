@@ -45,9 +45,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Each program is compiled once per machine, by whichever test, worker or leg needs it first.
 setup_compilation_cache(os.environ.setdefault("JAXDIST_CACHE", str(CACHES / "xla")))
 
-from jaxdist.core.step import layer_scan  # noqa: E402
+from jaxdist.core import step_plan  # noqa: E402
 
-layer_scan.UNROLL_UP_TO = 0  # scanned layers: what a large model has, and quick to compile
+step_plan.UNROLL_UP_TO = 0  # scanned layers: what a large model has, and quick to compile
 
 # Fixtures of more than one file; after the devices, since this imports what uses them.
 from damaged import pristine, run  # noqa: E402, F401

@@ -118,6 +118,7 @@ def host_batch(rows: int) -> dict[str, np.ndarray]:
 def make_parts(case: Case) -> tuple[Any, ...]:
     """(model, layout, train config, precision, context, pipeline config) of a case."""
     import jax
+    from tiny import plan_of
 
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -146,14 +147,8 @@ def make_parts(case: Case) -> tuple[Any, ...]:
         num_virtual_stages=case.virtual,
         gather=case.gather,  # type: ignore[arg-type]
     )
-    return (
-        model,
-        layout,
-        config,
-        precision,
-        make_context(model, layout, config, precision, stages),
-        stages,
-    )
+    plan = plan_of(model, layout, config, precision, stages)
+    return model, layout, plan, make_context(model, layout, plan)
 
 
 def lowered(case: Case) -> Any:
@@ -164,10 +159,8 @@ def lowered(case: Case) -> Any:
     from jaxdist.core.parallel.context import place_batch
     from jaxdist.core.step import make_value_and_grad
 
-    model, layout, config, precision, context, stages = make_parts(case)
-    function = make_value_and_grad(
-        model, layout, config, context, precision=precision, stages=stages
-    )
+    model, layout, plan, context = make_parts(case)
+    function = make_value_and_grad(model, layout, plan, context)
     arguments = (
         jax.device_put(
             host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
@@ -195,8 +188,8 @@ def evaluation(case: Case) -> Any:
     from jaxdist.core.parallel.context import place_batch
     from jaxdist.core.step import make_evaluate
 
-    model, layout, _, _, context, stages = make_parts(case)
-    evaluate = jax.jit(make_evaluate(model, layout, context, stages))
+    model, layout, plan, context = make_parts(case)
+    evaluate = jax.jit(make_evaluate(model, layout, plan, context))
     params = jax.device_put(
         host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
     )

@@ -40,6 +40,8 @@ LEVELS = {
     "core.state": 5,
     "core.parallel.pipeline": 5,
     "models.huggingface": 5,
+    "core.step.config": 4,
+    "core.step_plan": 5.5,  # reads the settings of the pipeline; the step reads it
     "core.step": 6,
     "checkpoint": 6,
     "run.metrics_log": 5,

@@ -276,8 +276,8 @@ def test_a_right_model_of_ones_own_is_not(case):
     assert audit_of(*make_parts(case)).violations == []
 
 
-def audit_of(model, layout, config, context, stages):
-    function = make_value_and_grad(model, layout, config, context, stages=stages)
+def audit_of(model, layout, plan, context):
+    function = make_value_and_grad(model, layout, plan, context)
     params = jax.eval_shape(model.init, jax.random.key(0))
     program = jax.make_jaxpr(function)(params, make_batch(), jax.random.key(0), jnp.float32(1))
     return audit_program(program.jaxpr, model, layout)

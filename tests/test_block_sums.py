@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pipeline_parity import FAST_COMPILE
+from tiny import plan_of
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_evaluate, make_value_and_grad
 from jaxdist.core.types import Dims, Model
@@ -147,15 +147,15 @@ def make_parts(case):
         global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, remat=case.remat
     )
     stages = PipelineConfig(schedule=case.schedule, num_virtual_stages=case.virtual)
-    context = make_context(model, layout, config, PrecisionConfig(), stages)
-    return model, layout, config, context, stages
+    plan = plan_of(model, layout, config, pipeline=stages)
+    return model, layout, plan, make_context(model, layout, plan)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
     params, expected, expected_grads = by_hand
-    model, layout, config, context, stages = make_parts(case)
-    function = make_value_and_grad(model, layout, config, context, stages=stages)
+    model, layout, plan, context = make_parts(case)
+    function = make_value_and_grad(model, layout, plan, context)
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     sums, grads, _ = run(function, placed, batch, jax.random.key(0), jnp.float32(SCALE))
@@ -174,19 +174,19 @@ def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
 )
 def test_evaluation_sums_what_blocks_return(case, by_hand):
     params, expected, _ = by_hand
-    model, layout, _, context, stages = make_parts(case)
+    model, layout, plan, context = make_parts(case)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    check_sums(run(make_evaluate(model, layout, context, stages), placed, batch), expected)
+    check_sums(run(make_evaluate(model, layout, plan, context), placed, batch), expected)
 
 
 def test_a_constant_sum_is_counted_once_by_devices_that_share_a_layer(by_hand):
     params, _, _ = by_hand
-    model, layout, _, context, _ = make_parts(Case("tp=2", sequence=True))
+    model, layout, plan, context = make_parts(Case("tp=2", sequence=True))
     model = dataclasses.replace(model, block=lambda _, x, *__: (x, {"layers": jnp.float32(1)}))
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    assert run(make_evaluate(model, layout, context), placed, batch)["layers"] == LAYERS
+    assert run(make_evaluate(model, layout, plan, context), placed, batch)["layers"] == LAYERS
 
 
 def run(function, *arguments):
@@ -206,8 +206,8 @@ def check_sums(sums, expected):
 )
 def test_a_block_that_returns_something_else_is_refused(returned):
     model = dataclasses.replace(make_model(), block=lambda params, x, *_: returned(x))
-    _, layout, _, context, _ = make_parts(Case("1"))
-    evaluate = make_evaluate(model, layout, context)
+    _, layout, plan, context = make_parts(Case("1"))
+    evaluate = make_evaluate(model, layout, plan, context)
     params = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(TypeError, match=r"Model\.block returned"):
         jax.eval_shape(evaluate, params, make_batch())

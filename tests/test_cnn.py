@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import plan_of
 
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
 from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
@@ -51,7 +51,7 @@ def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
     layout, optimizer = layout_of(model, mesh, **options), make_optimizer(SGD, model.axes)
     train = TrainConfig(num_microbatches=num_microbatches)
     schedule = lambda step: jnp.float32(learning_rate)
-    step = make_step(model, optimizer, schedule, layout, train, PrecisionConfig())
+    step = make_step(model, optimizer, schedule, layout, plan_of(model, layout, train))
     return step, lambda seed: init_state(model, optimizer, layout, seed=seed, loss_scale={})
 
 
@@ -159,8 +159,9 @@ def test_gradients_equal_pytorch():
     torch.manual_seed(0)
     network, model, batch = torch_cnn(torch, TINY), build(TINY, seq_len=1), random_batch()
     layout = layout_of(model, "1")
-    context = make_context(model, layout, TrainConfig(), PrecisionConfig())
-    function = jax.jit(make_value_and_grad(model, layout, TrainConfig(), context))
+    plan = plan_of(model, layout)
+    context = make_context(model, layout, plan)
+    function = jax.jit(make_value_and_grad(model, layout, plan, context))
     params = from_torch(network, TINY)
     _, grads, _ = function(params, batch, jax.random.key(0), jnp.float32(1))
     torch_loss(torch, network, batch)[0].backward()

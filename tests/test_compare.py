@@ -190,7 +190,7 @@ def test_steps_are_done_again_with_the_kernel_of_training(tmp_path, monkeypatch,
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
     data = [SimpleNamespace(fields=fields)] * 2
     kernels = []
-    compared = lambda own, fields: dataclasses.replace(own, packed_kernel=fields)
+    compared = lambda own, fields: dataclasses.replace(own, check=fields)
     monkeypatch.setattr(rerun, "compare_kernel", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
@@ -198,7 +198,7 @@ def test_steps_are_done_again_with_the_kernel_of_training(tmp_path, monkeypatch,
     monkeypatch.setattr(
         rerun,
         "make_diagnostic_step",
-        lambda own: kernels.append(own.packed_kernel),
+        lambda own: kernels.append(own.check),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
     assert kernels == [fields] * 2

@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import model_of
 
-from jaxdist.core.step import compiler_options
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import TrainConfig, compiler_options
 from jaxdist.core.step.compiler_options import (
     MEMORY_LIMIT,
     NO_ZEROS,
     choose_options,
     memory_limit,
 )
+from jaxdist.core.step_plan import Device, StepSettings, plan_step
 from jaxdist.plan.hardware import GIB, GPUS
 from jaxdist.tools.doctor import variables
 
@@ -42,6 +46,14 @@ def layout_of(platform, kind):
     return SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device]), local_devices=[device]))
 
 
+def options_of(platform, kind, make_state):
+    spec = MeshSpec.parse("1")
+    plain = Layout(mesh=spec.build(jax.devices()[:1]))
+    settings = StepSettings(TrainConfig())
+    plan = plan_step(model_of("learned"), plain, Device(platform, kind=kind), False, settings)
+    return choose_options(plan, layout_of(platform, kind), make_state)
+
+
 def state_of(gib):
     whole = SimpleNamespace(shard_shape=lambda shape: shape)
     leaf = SimpleNamespace(shape=(gib * GIB // 4,), dtype=jnp.dtype("float32"), sharding=whole)
@@ -63,7 +75,7 @@ def names_of(options):
 
 
 def test_a_gpu_gets_the_limit_of_its_memory_and_of_this_state(refuses):
-    zeros, limit = choose_options(layout_of("gpu", "NVIDIA H100 80GB HBM3"), state_of(11))
+    zeros, limit = options_of("gpu", "NVIDIA H100 80GB HBM3", state_of(11))
     assert limit == memory_limit(H100, 0.92, 11 * GIB)
     assert limit.name == MEMORY_LIMIT and limit.value == 115
     assert (zeros.name, zeros.value) == (NO_ZEROS, True)
@@ -72,7 +84,7 @@ def test_a_gpu_gets_the_limit_of_its_memory_and_of_this_state(refuses):
 
 def test_what_the_compiler_refuses_is_left_out_with_one_line(refuses, caplog):
     refuses[MEMORY_LIMIT] = "No such compile option"
-    assert names_of(choose_options(layout_of("gpu", "h100"), state_of(11))) == [NO_ZEROS]
+    assert names_of(options_of("gpu", "h100", state_of(11))) == [NO_ZEROS]
     (record,) = caplog.records
     assert MEMORY_LIMIT in record.args
 
@@ -82,14 +94,14 @@ def test_what_the_compiler_refuses_is_left_out_with_one_line(refuses, caplog):
 )
 def test_what_the_environment_says_comes_first(refuses, monkeypatch, said, kept):
     monkeypatch.setenv("XLA_FLAGS", f"--a=1 {said}")
-    assert names_of(choose_options(layout_of("gpu", "h100"), state_of(11))) == [kept]
+    assert names_of(options_of("gpu", "h100", state_of(11))) == [kept]
 
 
 @pytest.mark.parametrize(
     "platform, kind, names", [("cpu", "cpu", []), ("gpu", "NVIDIA Unheard-Of", [NO_ZEROS])]
 )
 def test_cpus_get_none_and_gpus_of_unknown_memory_no_limit(refuses, platform, kind, names):
-    assert names_of(choose_options(layout_of(platform, kind), state_of(1))) == names
+    assert names_of(options_of(platform, kind, state_of(1))) == names
 
 
 def test_a_compiler_is_asked_before_an_option_is_used():

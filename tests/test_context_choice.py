@@ -1,5 +1,6 @@
 """Which exchange devices that share rows take, on which meshes, and how even their work is."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import model_of, plan_of
 
 from jaxdist.config import read_run
 from jaxdist.core.attention.context_parallel import plan_exchange
@@ -14,8 +16,9 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step import describe_exchange, exchange_of
+from jaxdist.core.step import describe_exchange
 from jaxdist.core.step.model_context import settle
+from jaxdist.core.step_plan import _per_node, exchange_of
 
 
 @pytest.mark.parametrize(
@@ -65,9 +68,9 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
     model = SimpleNamespace(context_parallel=True, dims={"heads": 24, "kv_heads": 24})
     if exchange is None:
         with pytest.raises(ConfigError):
-            exchange_of(model, here)
+            exchange_of(model, here, _per_node(here), packed=False)
         return
-    plan = exchange_of(model, here)
+    plan = exchange_of(model, here, _per_node(here), packed=False)
     assert (plan.exchange, plan.inner) == (exchange, inner)
 
 
@@ -117,10 +120,12 @@ def test_zig_zag_gives_every_device_the_same_work():
 def uneven_rows(exchange: str, heads: int) -> str:
     """What the start of a run says of 8 devices and five documents a row."""
     spec = MeshSpec.parse("cp=8")
-    layout = Layout(mesh=spec.build(jax.devices()), context_attention=exchange, packed_rows=True)
-    model = SimpleNamespace(context_parallel=True, dims={"heads": heads, "kv_heads": heads})
+    layout = Layout(mesh=spec.build(jax.devices()), context_attention=exchange)
+    dims = {"heads": heads, "kv_heads": heads}
+    model = dataclasses.replace(model_of("rotary"), dims=dims)
+    plan = plan_of(model, layout, packed=True)
     places = np.concatenate([np.arange(length) for length in (5, 11, 3, 21, 24)])[None]
-    (line,) = describe_exchange(model, layout, 64, packed=True, places=places)
+    (line,) = describe_exchange(model, layout, plan, 64, places=places)
     return line
 
 

@@ -32,13 +32,12 @@ from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.step import TrainConfig, packed_kernel
-from jaxdist.core.step.model_context import obstacle_of
-from jaxdist.core.step.packed_kernel import admit_packed_kernel, admit_ring_kernel
-from jaxdist.core.types import AttentionMask
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.step.packed_kernel import check_kernel
+from jaxdist.core.step_plan import Device, obstacle_of
+from jaxdist.core.types import AttentionCall, AttentionMask
 from jaxdist.data.packing import text_fields
 from jaxdist.run import setup, trained_run
-from jaxdist.runtime import coordination
 
 LENGTH = 40
 ROWS = {
@@ -197,6 +196,14 @@ def test_every_outcome_has_a_line():
     assert len(set(lines)) == 5
 
 
+def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False):
+    """The part of a plan that the check reads, on an H100."""
+    return SimpleNamespace(
+        platform="gpu", compute_capability="9.0", compute_dtype=dtype, packed=packed,
+        exchange=exchange, accumulation=accumulation, is_described=is_described,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("obstacle", ["", "differs"])
 def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obstacle):
     compared = []
@@ -206,8 +213,7 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
         return Admission(errors={}, obstacle="")
 
     monkeypatch.setattr(admission, "compare_packed", compare)
-    monkeypatch.setattr(coordination, "gather", lambda name, value: [value, obstacle])
-    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     layout = SimpleNamespace(
         mesh=SimpleNamespace(devices=np.array([gpu])),
@@ -219,11 +225,12 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
 
     layout.auto_tensor = False
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
-    def admit(dtype, layout=layout, dims=model.dims, **change):
-        asked = {"wanted": "auto", "windows": (7, 0), "softcap": 0.0, "dropout": 0.0, **change}
-        return admit_packed_kernel(SimpleNamespace(dims=dims), layout, config, dtype, **asked)
+    def admit(dtype, layout=layout, dims=model.dims, is_described=False, **change):
+        call = AttentionCall(sliding_window=7, full_every=2, **change)
+        model = SimpleNamespace(dims=dims, attention_call=call)
+        plan = plan_for(dtype, packed=True, is_described=is_described)
+        return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
 
     assert obstacle in admit(jnp.bfloat16).obstacle
     assert bool(admit(jnp.bfloat16).obstacle) == bool(obstacle)
@@ -238,8 +245,7 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     assert admit(jnp.bfloat16, dims={"heads": 8}) is None
     split_by_xla = SimpleNamespace(**vars(layout) | {"auto_tensor": True, "used": (TENSOR,)})
     assert admit(jnp.bfloat16, layout=split_by_xla) is None
-    monkeypatch.setattr(jax, "devices", list)
-    assert admit(jnp.bfloat16) is None and len(compared) == 2
+    assert admit(jnp.bfloat16, is_described=True) is None and len(compared) == 2
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
@@ -253,10 +259,8 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
 
     monkeypatch.setattr(admission, "compare_ring", compare)
     monkeypatch.setattr(admission, "compare_packed_ring", compare)
-    monkeypatch.setattr(coordination, "gather", lambda name, value: [value, obstacle])
-    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
     layout = SimpleNamespace(
         mesh=SimpleNamespace(devices=np.array([gpu])),
         size=lambda axis: {"tensor": 2, "context": 4}.get(axis.name, 1),
@@ -264,13 +268,14 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
         auto_tensor=False,
         used=(),
     )
-    model = SimpleNamespace(dims={"heads": 8, "kv_heads": 4, "head_dim": 64})
+    dims = {"heads": 8, "kv_heads": 4, "head_dim": 64}
     config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
 
-    def admit(exchange, dtype=jnp.bfloat16, admit=admit_ring_kernel, **change):
-        monkeypatch.setattr(packed_kernel, "exchange_of", lambda *_: exchange)
-        asked = {"wanted": "auto", "windows": (0,), "softcap": 0.0, "dropout": 0.0, **change}
-        return admit(model, layout, config, dtype, **asked)
+    def admit(exchange, dtype=jnp.bfloat16, packed=False, windows=(0,), **change):
+        call = SimpleNamespace(kernel="auto", windows=windows, softcap=0.0, dropout=0.0)
+        model = SimpleNamespace(dims=dims, attention_call=call)
+        plan = plan_for(dtype, packed=packed, exchange=exchange, **change)
+        return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
 
     hybrid = ExchangePlan("hybrid", 2, False, "")
     found = admit(hybrid)
@@ -278,25 +283,24 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     assert found.use == "ring"
     expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
-    whole = dataclasses.replace(config, num_microbatches=0)
-    assert packed_kernel.shapes_of(model, layout, whole, jnp.bfloat16, (0,)).rows == 12
+    admit(hybrid, accumulation=1)
+    assert compared.pop().rows == 12
     # What no ring of cuDNN's kernel is asked for is not compared.
     assert admit(hybrid, dtype=jnp.float32) is None
     gathered = ExchangePlan("all_gather", 1, False, "")
     for exchange in (None, gathered, ExchangePlan("all_to_all", 4, False, "")):
         assert admit(exchange) is None
-    assert admit(gathered, admit=admit_packed_kernel) is None and len(compared) == 1
+    assert admit(gathered, packed=True) is None and len(compared) == 1
     # Packed rows round it are compared with the same shapes.
-    assert obstacle in admit(hybrid, admit=admit_packed_kernel).obstacle
+    assert obstacle in admit(hybrid, packed=True).obstacle
     assert compared == 2 * compared[:1]
     # A window hides nothing of rows that are no longer.
     assert admit(hybrid, windows=(7, 4096)).use == "ring"
     assert compared[2:] == [dataclasses.replace(compared[0], windows=(7, 0))]
     # No layer would use the kernel.
     assert admit(hybrid, windows=(7,)) is None
-    assert admit(hybrid, windows=(4095, 7), admit=admit_packed_kernel) is None
-    monkeypatch.setattr(jax, "devices", list)
-    assert admit(hybrid) is None and len(compared) == 3
+    assert admit(hybrid, windows=(4095, 7), packed=True) is None
+    assert admit(hybrid, is_described=True) is None and len(compared) == 3
 
 
 def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
@@ -305,13 +309,13 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:2])
     assert "not compared" in parts.step.context.exchange.cudnn_obstacle
     rows, packed = (text_fields(32, is_packed) for is_packed in (False, True))
-    for fields in (rows, packed):  # on a CPU nothing is compared
-        assert setup.compare_kernel(parts, fields) is parts
+    assert setup.compare_kernel(parts, rows) is parts  # on a CPU nothing is compared
+    unseen = setup.compare_kernel(parts, packed)
+    assert unseen.check is None and unseen.plan.packed
     found = Admission(errors={}, obstacle="", use="ring")
-    monkeypatch.setattr(setup, "admit_ring_kernel", lambda *_, **__: found)
-    assert setup.compare_kernel(parts, packed) is parts
+    monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
     compared = setup.compare_kernel(parts, rows)
-    assert compared.ring_kernel is found
+    assert compared.check is found
     assert compared.step.context.exchange.cudnn_obstacle == ""
 
 
@@ -319,48 +323,43 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
     built = []
 
-    def build(*_, **options):
-        built.append(options["packed_kernel"])
+    def build(*arguments, **_):
+        built.append(arguments[4])
         return SimpleNamespace()
 
     found = Admission(errors={}, obstacle="differs")
-    monkeypatch.setattr(setup, "admit_packed_kernel", lambda *_, **__: found)
+    monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
     monkeypatch.setattr(setup, "make_step", build)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
-    parts = setup.compare_kernel(setup.with_remat(parts, "dots"), text_fields(32, True))
+    parts = setup.compare_kernel(dataclasses.replace(parts, remat="dots"), text_fields(32, True))
     assert built == [] and parts.step is parts.step
-    assert built == [found]
+    (plan,) = built
+    assert (plan.remat, plan.packed_rejection) == ("dots", "differs")
 
 
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
-    layout = SimpleNamespace(
-        mesh=SimpleNamespace(devices=np.array(jax.devices()[:2])), auto_tensor=False, used=(TENSOR,)
-    )
-    described = SimpleNamespace(
-        mesh=SimpleNamespace(devices=np.array([SimpleNamespace()])), auto_tensor=False
-    )
-    assert "not compared" in obstacle_of(layout, None)
-    assert obstacle_of(described, None) == ""
+    layout = SimpleNamespace(auto_tensor=False, used=(TENSOR,))
+    here, described = Device("gpu"), Device("gpu", is_described=True)
+    assert "not compared" in obstacle_of(layout, here, None)
+    assert obstacle_of(layout, described, None) == ""
     for obstacle in ("", "differs"):
-        assert obstacle_of(layout, Admission(errors={}, obstacle=obstacle)) == obstacle
+        assert obstacle_of(layout, here, Admission(errors={}, obstacle=obstacle)) == obstacle
     layout.auto_tensor = True
-    assert "XLA splits" in obstacle_of(layout, Admission(errors={}, obstacle=""))
+    assert "XLA splits" in obstacle_of(layout, here, Admission(errors={}, obstacle=""))
 
 
 def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
-    flags += ["--model.sliding_window=5", "--model.full_attention_every=2", "--train.seq_len=32"]
+    flags += ["--train.seq_len=32"]
     asked = []
 
-    def admit(*_, windows, **__):
-        asked.append(windows)
-        return Admission(errors={}, obstacle="") if len(asked) > 1 else None
+    def check(model, layout, plan, *_):
+        asked.append(plan.packed)
+        return Admission(errors={}, obstacle="") if plan.packed else None
 
-    monkeypatch.setattr(setup, "admit_packed_kernel", admit)
+    monkeypatch.setattr(setup, "check_kernel", check)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
     assert not asked and "not compared" in parts.step.context.packed_obstacle
-    unseen = setup.compare_packed_kernel(parts)  # none could be: stays as it is
-    assert unseen.step.context.packed_obstacle == parts.step.context.packed_obstacle
     monkeypatch.setattr(
         trained_run, "evaluate", lambda step, *_, **__: step.context.packed_obstacle
     )
@@ -368,7 +367,7 @@ def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkey
     plain, packed = (SimpleNamespace(fields=text_fields(32, packed)) for packed in (False, True))
     assert "not compared" in run.evaluate({}, plain) and len(asked) == 1
     assert run.evaluate({}, packed) == run.evaluate({}, packed) == ""
-    assert asked == [(5, 0)] * 2  # once for the run, however often it is evaluated
+    assert asked == [False, True]  # once for the rows of a kind, however often it is evaluated
 
 
 def test_jaxs_operations_take_what_they_are_given():

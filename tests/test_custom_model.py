@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from refusals import refused
+from tiny import plan_of
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
@@ -54,7 +55,8 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     config = TrainConfig(num_microbatches=num_microbatches)
     precision = PrecisionConfig(compute_dtype=dtype)
     schedule = lambda step: jnp.float32(1e-2)
-    step = make_step(model, optimizer, schedule, layout, config, precision, max_grad_norm=1.0)
+    plan = plan_of(model, layout, config, precision)
+    step = make_step(model, optimizer, schedule, layout, plan, max_grad_norm=1.0)
     state = init_state(model, optimizer, layout, seed=0, loss_scale={})
     history = []
     for number in range(num_steps):
@@ -104,8 +106,8 @@ def test_the_tensor_axis_is_used_and_not_only_stored():
     """Under automatic partitioning too, no device multiplies by whole kernels."""
     model, mesh = example(), MeshSpec.parse("tp=4").build(jax.devices()[:4])
     layout = Layout(mesh=mesh, rules=model.rules, auto_tensor=True)
-    args = (lambda step: jnp.float32(1e-2), layout, TrainConfig(), PrecisionConfig())
-    step = make_step(model, optax.scale_by_adam(), *args)
+    schedule = lambda step: jnp.float32(1e-2)
+    step = make_step(model, optax.scale_by_adam(), schedule, layout, plan_of(model, layout))
     state = abstract_state(model, optax.scale_by_adam(), layout, loss_scale={})
     text = step.evaluate.lower(state.params, random_batch(0)).compile().as_text()
     assert "all-reduce" in text

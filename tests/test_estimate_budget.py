@@ -14,11 +14,12 @@ from refusals import missing, refused
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
-from jaxdist.core.step import TrainConfig, layer_scan
+from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.run import setup
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 GIB = 2**30
@@ -190,7 +191,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     from jaxdist.plan.estimate import memory_check as room
 
     seen, policies = [], []
-    of, resolve = room.Budget.of, layer_scan.resolve_remat
+    of, build = room.Budget.of, setup.make_step
 
     def judged(config, spec, devices, model, host_of, limit_gib=72.0):
         return of(config, spec, gpus(len(devices), limit_gib), model, host_of)
@@ -199,11 +200,11 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         seen.append(executable_bytes(stats))
         return f"compared: {seen[-1]}"
 
-    def resolved(config, platform):
-        policies.append(config.remat)
-        return resolve(config, platform)
+    def built(*arguments, **options):
+        policies.append(arguments[4].remat)
+        return build(*arguments, **options)
 
-    monkeypatch.setattr(layer_scan, "resolve_remat", resolved)
+    monkeypatch.setattr(setup, "make_step", built)
     monkeypatch.setattr(room.Budget, "of", judged)
     monkeypatch.setattr(room.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from decoders import FAMILIES, SIZES, VARIANTS, logits_of, random_params, random_tokens
 from flax import nnx
 from refusals import refused
@@ -19,7 +20,6 @@ from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.attention.tiled import TILE
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
@@ -357,8 +357,9 @@ def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
     train = TrainConfig(num_microbatches=num_microbatches)
-    context = make_context(model, layout, train, PrecisionConfig())
-    function = jax.jit(make_value_and_grad(model, layout, train, context))
+    plan = tiny.plan_of(model, layout, train)
+    context = make_context(model, layout, plan)
+    function = jax.jit(make_value_and_grad(model, layout, plan, context))
     params = jax.device_put(random_params(model), layout.shardings(layout.param_specs(model.axes)))
     batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
     sums, grads, _ = function(params, batch, jax.random.key(key), jnp.float32(1.0))

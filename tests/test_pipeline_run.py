@@ -19,16 +19,14 @@ OPTIMIZER = optax.scale_by_adam()
 
 def make_run(case: Case):
     """(layout, step) of a case with Adam, clipping and a constant learning rate."""
-    model, layout, config, precision, _, stages = make_parts(case)
+    model, layout, plan, _ = make_parts(case)
     step = make_step(
         model,
         OPTIMIZER,
         lambda count: 3e-3 + 0.0 * count,
         layout,
-        config,
-        precision,
+        plan,
         max_grad_norm=1.0,
-        pipeline_config=stages,
     )
     return layout, step
 
@@ -99,7 +97,7 @@ def test_generation_on_stages_gives_the_logits_of_one_device():
     """The layers lie on their stages; XLA brings each to the activations as the scan reaches it."""
     logits = {}
     for mesh in ("dp=1", "pp=4,tp=2"):
-        model, layout, _, _, context, _ = make_parts(Case(mesh=mesh))
+        model, layout, _, context = make_parts(Case(mesh=mesh))
         plain = Context(dtype=context.dtype, attend=make_attend(platform="cpu"))
         params = jax.device_put(
             host_params("llama", 4), layout.shardings(layout.param_specs(model.axes))

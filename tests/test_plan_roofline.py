@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.core.step import default_loss_chunk
+from jaxdist.core.step_plan import default_loss_chunk
 from jaxdist.plan.compiled.hlo import parse
 from jaxdist.plan.compiled.roofline import model_times
 from jaxdist.plan.hardware import GPUS, Cluster

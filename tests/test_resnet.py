@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from refusals import refused
 from test_cnn import layout_of, random_batch, trainer
+from tiny import plan_of
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad, statistics
+from jaxdist.core.step import make_context, make_value_and_grad, statistics
 from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
 from jaxdist.models import ResnetConfig, build
 from jaxdist.models.weights import num_params
@@ -89,9 +89,10 @@ def test_a_head_that_forgets_its_statistics_is_refused():
         if name != BATCH_STATISTICS
     }
     layout = layout_of(model, "1")
-    context = make_context(model, layout, TrainConfig(), PrecisionConfig())
+    plan = plan_of(model, layout)
+    context = make_context(model, layout, plan)
     forgetful = dataclasses.replace(model, head_loss=head)
-    function = make_value_and_grad(forgetful, layout, TrainConfig(), context)
+    function = make_value_and_grad(forgetful, layout, plan, context)
     params = jax.eval_shape(model.init, jax.random.key(0))
     with refused("norm/mean", "batch_statistics", error=TypeError):
         jax.eval_shape(function, params, random_batch(), jax.random.key(0), jnp.float32(1))

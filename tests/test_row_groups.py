@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from test_audit import parts_of
 from test_parity import check
-from tiny import Case, layout_of, reference, run, step_of, text_batch
+from tiny import Case, layout_of, model_of, reference, run, step_of, text_batch
 
-from jaxdist.core.matmul import cpu
+from jaxdist.core import step_plan
 from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.step import model_context
-from jaxdist.core.step.model_context import products_of, row_groups_of
+from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import dot, groups_of_rows
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.audit import audit_parts
@@ -26,7 +24,7 @@ from jaxdist.plan.audit import audit_parts
 
 @pytest.fixture
 def two_groups(monkeypatch):
-    monkeypatch.setattr(model_context, "row_groups_of", lambda *_: 2)
+    monkeypatch.setattr(step_plan, "row_chunks_of", lambda *_: (2, ""))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_dropout_of_a_row_is_the_same_in_a_group(monkeypatch):
         return float(parts.step.train(parts.init_state(), batch, np.inf)[1]["loss"])
 
     one = first_loss()
-    monkeypatch.setattr(model_context, "row_groups_of", lambda *_: 2)
+    monkeypatch.setattr(step_plan, "row_chunks_of", lambda *_: (2, ""))
     assert first_loss() == pytest.approx(one, rel=1e-6)
 
 
@@ -87,24 +85,24 @@ def test_the_audit_reads_groups(two_groups):
 @pytest.mark.parametrize(
     "mesh, platform, matmul, groups",
     [
-        ("fsdp=2,tp=2", "gpu", "auto", 4),
-        ("tp=4", "gpu", "auto", 4),
-        ("fsdp=4", "gpu", "auto", 1),
-        ("fsdp=2,tp=2", "cpu", "auto", 1),
+        ("fsdp=2,tp=2", "gpu", "", 4),
+        ("tp=4", "gpu", "", 4),
+        ("fsdp=4", "gpu", "", 1),
+        ("fsdp=2,tp=2", "cpu", "", 1),
         ("fsdp=2,tp=2", "gpu", "fp8", 1),
-        ("pp=2,tp=2", "gpu", "auto", 4),
-        ("pp=2,tp=2", "cpu", "auto", 1),
-        ("cp=2,tp=2", "gpu", "auto", 1),
+        ("pp=2,tp=2", "gpu", "", 4),
+        ("pp=2,tp=2", "cpu", "", 1),
+        ("cp=2,tp=2", "gpu", "", 1),
     ],
 )
 def test_groups_are_for_collectives_of_layers_that_gpus_split(mesh, platform, matmul, groups):
-    precision = PrecisionConfig(matmul_dtype=matmul)
-    assert row_groups_of(layout_of(Case("rotary", mesh)), precision, platform) == groups
+    layout = layout_of(Case("rotary", mesh))
+    assert step_plan.row_chunks_of(layout, matmul, platform)[0] == groups
 
 
 def test_a_tensor_axis_that_xla_splits_has_none():
     layout = SimpleNamespace(used=layout_of(Case("rotary", "tp=2")).used, auto_tensor=True)
-    assert row_groups_of(layout, PrecisionConfig(), "gpu") == 1
+    assert step_plan.row_chunks_of(layout, "", "gpu")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -128,21 +126,22 @@ def test_a_product_by_position_is_the_product(dims, shapes):
 @pytest.mark.parametrize(
     "mesh, sequence, platform, product",
     [
-        ("fsdp=2,tp=2", True, "gpu", tensor.dot_by_position),
-        ("pp=2,tp=2", True, "gpu", tensor.dot_by_position),
-        ("fsdp=2,tp=2", False, "gpu", None),  # positions are not scattered
-        ("fsdp=4", True, "gpu", None),
-        ("fsdp=2,tp=2", True, "cpu", cpu.dot),
-        ("pp=2,tp=2", True, "cpu", None),  # stages put gradients of weights off
+        ("fsdp=2,tp=2", True, "gpu", "by_position"),
+        ("pp=2,tp=2", True, "gpu", "by_position"),
+        ("fsdp=2,tp=2", False, "gpu", "plain"),  # positions are not scattered
+        ("fsdp=4", True, "gpu", "plain"),
+        ("fsdp=2,tp=2", True, "cpu", "cpu"),
+        ("pp=2,tp=2", True, "cpu", "plain"),  # stages put gradients of weights off
     ],
 )
 def test_each_platform_has_its_product(mesh, sequence, platform, product):
     layout = layout_of(Case("rotary", mesh, sequence=sequence))
-    assert products_of(layout, platform).get("dot") is product
+    model, settings = model_of("rotary"), step_plan.StepSettings(TrainConfig())
+    plan = step_plan.plan_step(model, layout, step_plan.Device(platform), False, settings)
+    assert plan.dot == product
 
 
 def test_the_audit_reads_products_by_position(monkeypatch):
-    by_position = {"dot": tensor.dot_by_position}
-    monkeypatch.setattr(model_context, "products_of", lambda *_: by_position)
+    monkeypatch.setattr(step_plan, "_choose_dot", lambda *_: ("by_position", ""))
     audit = audit_parts(parts_of("dp=2,fsdp=2,tp=2"))
     assert audit.violations == [] and audit.num_parameters and audit.transfers

@@ -30,11 +30,12 @@ from tiny import (
 )
 
 from jaxdist.config import RunConfig
+from jaxdist.core import step_plan
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import problems_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
-from jaxdist.core.step import TrainConfig, layer_scan, make_step, remat_policy
+from jaxdist.core.step import TrainConfig, make_step, remat_policy
 from jaxdist.core.types import Dims, Model
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.run.setup import assemble
@@ -258,8 +259,8 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass():
         settings = tiny.train_config(case, remat="none")
         state = jax.eval_shape(lambda m=model: tiny.make_state(m, optax.identity(), {})(0))
         step = make_step(
-            model, optax.identity(), tiny.schedule, layout, settings,
-            PrecisionConfig(compute_dtype="float32"),
+            model, optax.identity(), tiny.schedule, layout,
+            tiny.plan_of(model, layout, settings, PrecisionConfig(compute_dtype="float32")),
         )  # fmt: skip
         batch = {k: jax.ShapeDtypeStruct(v[:2, :4].shape, v.dtype) for k, v in text_batch().items()}
         memory = step.train.lower(state, batch, np.inf).compile().memory_analysis()
@@ -340,7 +341,7 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
         layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), auto_tensor=True)
         state = init_state(model, optax.identity(), layout, seed=0, loss_scale={})
         step = make_step(
-            model, optax.identity(), tiny.schedule, layout, TrainConfig(), PrecisionConfig()
+            model, optax.identity(), tiny.schedule, layout, tiny.plan_of(model, layout)
         )
         losses[text] = []
         for _ in range(3):
@@ -411,10 +412,10 @@ def test_wrong_settings_say_what_is_allowed(changes, message):
 def test_layers_that_move_nothing_are_unrolled(
     mesh, platform, remat, layers, unrolled, monkeypatch
 ):
-    monkeypatch.setattr(layer_scan, "UNROLL_UP_TO", 16)
+    monkeypatch.setattr(step_plan, "UNROLL_UP_TO", 16)
     model = dataclasses.replace(model_of("rotary"), num_layers=layers)
     gathers = mesh.startswith("fsdp")
-    found = layer_scan.layers_of_a_body(
+    found, _ = step_plan.layers_of_a_body(
         model, layout_of(Case("rotary", mesh)), platform, remat, gathers=gathers
     )
     assert found == (layers if unrolled else 1)
@@ -423,7 +424,8 @@ def test_layers_that_move_nothing_are_unrolled(
 def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
     """With recomputation, as on GPUs."""
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
-    monkeypatch.setattr(layer_scan, "layers_of_a_body", lambda model, *_, **__: model.num_layers)
+    unrolled = lambda model, *_, **__: (model.num_layers, "")
+    monkeypatch.setattr(step_plan, "layers_of_a_body", unrolled)
     check(run(case), reference(case.model))
 
 

@@ -24,6 +24,7 @@ from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
 from jaxdist.core.step import Step, TrainConfig, make_step
+from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import Batch, Context, Model, Params
 from jaxdist.models import CnnConfig, DecoderConfig, build
 
@@ -261,6 +262,22 @@ def train_config(case: Case, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**settings, **changes})
 
 
+def plan_of(
+    model: Model,
+    layout: Layout,
+    train: TrainConfig | None = None,
+    precision: PrecisionConfig | None = None,
+    pipeline: PipelineConfig | None = None,
+    *,
+    packed: bool = False,
+) -> StepPlan:
+    """The plan of a step, with default settings, on the layout's own devices."""
+    settings = StepSettings(
+        train or TrainConfig(), precision or PrecisionConfig(), pipeline or PipelineConfig()
+    )
+    return plan_step(model, layout, Device.of(layout), packed, settings)
+
+
 def step_of(
     case: Case,
     *,
@@ -291,12 +308,10 @@ def step_of(
         rule,
         schedule,
         layout,
-        config,
-        precision,
+        plan_of(model, layout, config, precision, case.pipeline),
         max_grad_norm=max_grad_norm,
         ema_decay=ema_decay,
         loss_scale=loss_scale,
-        pipeline_config=case.pipeline,
         frozen=frozen,
     )
     state = place_state(

@@ -255,7 +255,6 @@ class RunConfig:
             auto_tensor=model.tensor == "auto",
             fsdp_over_context=self.mesh.fsdp_over_context,
             context_attention=self.mesh.context_attention,
-            packed_rows=self.data.packs_documents,
             host_of=host_of or {},
         )
 

@@ -105,7 +105,6 @@ class Layout:
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how attention sees a whole row (`attention/context_parallel.py`).
-        packed_rows: rows hold several documents, as far as that is known before they are read.
         host_of: process -> its host; a process that is not named has a host of its own.
     """
 
@@ -116,7 +115,6 @@ class Layout:
     auto_tensor: bool = False
     fsdp_over_context: bool = True
     context_attention: str = "auto"
-    packed_rows: bool = False
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -20,7 +20,7 @@ import numpy as np
 from jaxdist.checkpoint.checksum import checksum
 from jaxdist.core import collectives
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import make_value_and_grad
+from jaxdist.core.step import make_context, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
 from jaxdist.run.setup import Parts
 
@@ -44,10 +44,8 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
     gradients = make_value_and_grad(
         model,
         parts.layout,
-        parts.config.train,
-        parts.step.context if model is parts.model else _context(model, parts),
-        precision=parts.config.precision,
-        stages=parts.config.pipeline,
+        parts.plan,
+        make_context(model, parts.layout, parts.plan),
     )
 
     @jax.jit
@@ -72,21 +70,6 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
         }
 
     return lambda state, batch: _in_order(jax.device_get(step(state, batch)))
-
-
-def _context(model: Model, parts: Parts) -> Context:
-    from jaxdist.core.step.model_context import make_context
-
-    config = parts.config
-    return make_context(
-        model,
-        parts.layout,
-        config.train,
-        config.precision,
-        config.pipeline,
-        parts.packed_kernel,
-        parts.ring_kernel,
-    )
 
 
 def _digests(tree: Any) -> dict[str, Array]:

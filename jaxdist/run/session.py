@@ -137,7 +137,7 @@ class Session:
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
             announce(parts, self.train_data, self.monitor, budget)
             # On CPU devices a dispatch waits for the step before it.
-            self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
+            self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
             self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
             if budget is not None and not self.config.force:  # the compiled step may be too large
                 self._compile(parts.abstract_batch(self.train_data.fields), math.inf)

@@ -31,13 +31,15 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Step, make_step
-from jaxdist.core.step.packed_kernel import admit_packed_kernel, admit_ring_kernel
+from jaxdist.core.step.packed_kernel import check_kernel
+from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
+from jaxdist.runtime import coordination
 
 log = logging.getLogger("jaxdist")
 
@@ -53,9 +55,9 @@ class Parts:
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it was
-            not compared, and then devices that are here do not use it.
-        ring_kernel: the same of cuDNN's kernel for the parts that travel round a ring.
+        packed: rows hold several documents; until the data is open, as the settings suggest.
+        check: result of comparing cuDNN's kernel with the reference; None = not compared.
+        remat: the policy that costs decided; None = as in the settings.
     """
 
     config: RunConfig
@@ -67,30 +69,45 @@ class Parts:
     optimizer: Any
     schedule: Any
     loss_scale: dict[str, Array]
-    compute_dtype: Any
     num_params: int
-    packed_kernel: Admission | None
-    ring_kernel: Admission | None
+    packed: bool
+    check: Admission | None = None
+    remat: str | None = None
+
+    @functools.cached_property
+    def plan(self) -> StepPlan:
+        """The decisions about the step."""
+        config = self.config
+        return plan_step(
+            self.model,
+            self.layout,
+            Device.of(self.layout),
+            self.packed,
+            StepSettings(config.train, config.precision, config.pipeline),
+            self.check,
+            self.remat,
+        )
 
     @functools.cached_property
     def step(self) -> Step:
         """The step, built at its first use: parts that are replaced before never build one."""
-        config, rule = self.config, self.config.optim
+        rule = self.config.optim
         return make_step(
             self.model,
             self.optimizer,
             self.schedule,
             self.layout,
-            config.train,
-            config.precision,
+            self.plan,
             max_grad_norm=rule.max_grad_norm,
             ema_decay=rule.ema_decay,
             loss_scale=self.loss_scale,
-            pipeline_config=config.pipeline,
             frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
-            packed_kernel=self.packed_kernel,
-            ring_kernel=self.ring_kernel,
         )
+
+    @property
+    def compute_dtype(self) -> Any:
+        """Dtype of matrix products."""
+        return self.plan.compute_dtype
 
     @property
     def devices(self) -> list[Any]:
@@ -283,14 +300,13 @@ def assemble(
         needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
     layout = config.layout(spec.build(devices), model, host_of)
-    platform = devices[0].platform
-    compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
-    loss_scale = initial_loss_scale(compute_dtype)
+    platform = platform_of(devices[0])
+    loss_scale = initial_loss_scale(config.precision.resolve(platform))
     problems = optim.frozen_problems(config.optim, model.axes)
     problems += matmul.problems(
         config.precision.matmul_dtype,
         model.num_layers,
-        "cpu" if platform == "cpu" else "gpu",
+        platform,
         str(getattr(devices[0], "compute_capability", "")),
     )
     if problems:
@@ -312,10 +328,8 @@ def assemble(
         optimizer=optimizer,
         schedule=schedule,
         loss_scale=loss_scale,
-        compute_dtype=compute_dtype,
         num_params=num_params(model),
-        packed_kernel=None,
-        ring_kernel=None,
+        packed=config.data.packs_documents,
     )
 
 
@@ -341,47 +355,17 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
-def with_remat(parts: Parts, remat: str) -> Parts:
-    """The parts with another remat policy, e.g. the one that auto stands for on these devices."""
-    train = dataclasses.replace(parts.config.train, remat=remat)
-    config = dataclasses.replace(parts.config, train=train)
-    return dataclasses.replace(parts, config=config)
-
-
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
-    """The parts for rows of these fields, after comparing cuDNN's kernel for what needs it.
+    """Return the parts for rows of these fields, after comparing cuDNN's kernel for them.
 
-    That is packed documents, where rows have `segments`, and else the parts of a ring.
+    The kernel for packed documents and for the parts of a ring is used only if that succeeds.
+    Nothing runs if the kernel cannot be used.
     """
-    return compare_packed_kernel(parts) if "segments" in fields else compare_ring_kernel(parts)
-
-
-def compare_packed_kernel(parts: Parts) -> Parts:
-    """The parts for rows with `segments`, after comparing cuDNN's kernel for them.
-
-    Only its success lets the step use the kernel. Nothing runs where the kernel cannot be used.
-    """
-    place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
-    found = admit_packed_kernel(*place, **_attention_asked(parts))
-    return parts if found is None else dataclasses.replace(parts, packed_kernel=found)
-
-
-def compare_ring_kernel(parts: Parts) -> Parts:
-    """As `compare_packed_kernel`, for rows of one document whose parts travel round a ring."""
-    place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
-    found = admit_ring_kernel(*place, **_attention_asked(parts))
-    return parts if found is None else dataclasses.replace(parts, ring_kernel=found)
-
-
-def _attention_asked(parts: Parts) -> dict[str, Any]:
-    """What the model asks of attention, as `admit_packed_kernel` takes it."""
-    call = parts.model.attention_call
-    return {
-        "wanted": call.kernel,
-        "windows": call.windows,
-        "softcap": call.softcap,
-        "dropout": call.dropout,
-    }
+    packed, train = "segments" in fields, parts.config.train
+    if packed != parts.packed:
+        parts = dataclasses.replace(parts, packed=packed)
+    found = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
+    return parts if found is None else dataclasses.replace(parts, check=found)
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:

@@ -198,16 +198,12 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     rows = config.train.global_batch_size // parts.layout.num_replicas
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
-    packed = "segments" in data.fields
-    context = dataclasses.replace(parts.step.context, packed_rows=packed)
-    notes = list(model.notes(context)) if model.notes else []
+    notes = list(model.notes(parts.step.context)) if model.notes else []
     notes += describe_exchange(
-        model, parts.layout, config.train.seq_len, model.attention_call.windows,
-        packed=packed, places=_places(parts, data),
-        rows=rows // microbatches,
+        model, parts.layout, parts.plan, config.train.seq_len, places=_places(parts, data),
+        windows=model.attention_call.windows, rows=rows // microbatches,
     )  # fmt: skip
-    compared = (parts.packed_kernel, parts.ring_kernel)
-    notes += [found.describe() for found in compared if found is not None]
+    notes += [parts.check.describe()] if parts.check is not None else []
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
         notes.append(describe(schedule, rows))
@@ -239,11 +235,11 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 def _precision(parts: Parts) -> str:
     """Number formats, for the start of a run."""
     compute = f"{parts.compute_dtype} compute, float32 parameters"
-    narrow = parts.config.precision.matmul_dtype
-    if narrow not in matmul.FORMATS:
+    narrow = parts.plan.matmul_dtype
+    if not narrow:
         return compute
     wanted = matmul.FORMATS[narrow]
-    emulated = parts.layout.mesh.devices.flat[0].platform == "cpu"
+    emulated = parts.plan.platform == "cpu"
     how = "emulated: this platform has no such products" if emulated else f"by {wanted.library}"
     return (
         f"{compute}; {narrow} products in layers 2 to {parts.model.num_layers - 1} of "

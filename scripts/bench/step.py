@@ -29,10 +29,11 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.data import DataConfig
+from jaxdist.data.packing import text_fields
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.monitoring.device_memory import device_memory
-from jaxdist.run.setup import assemble, compare_packed_kernel
+from jaxdist.run.setup import assemble, compare_kernel
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)
 PRESETS = {
@@ -100,7 +101,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     config = run_config(shape, batch, args.remat or remat, args)
     parts = assemble(config, jax.devices()[:1])
     if args.documents:
-        parts = compare_packed_kernel(parts)
+        parts = compare_kernel(parts, text_fields(seq, packed=True))
     batches = make_batches(vocab, batch, seq, parts.step.batch_sharding, args.documents)
     ours = Ours(parts, batches)
     rivals = [ours]
@@ -215,7 +216,7 @@ class Bare:
     """The hand-written step."""
 
     def __init__(self, shape, parts, batches):
-        kernel = "cudnn" if parts.step.context.platform == "gpu" else "xla"
+        kernel = "cudnn" if parts.plan.platform == "gpu" else "xla"
         self.step = bare.make_step(shape, parts.compute_dtype, kernel)
         self.state, self.batches, self.count = bare.init_state(shape), batches, 0
 
@@ -264,7 +265,7 @@ def alternate(rivals, blocks: int, block_steps: int) -> list[list[Block]]:
 
 def packed_kernel(parts) -> dict[str, str]:
     """What comparing cuDNN's kernel for packed documents found, where it was compared."""
-    return {"packed": parts.packed_kernel.describe()} if parts.packed_kernel else {}
+    return {"packed": parts.check.describe()} if parts.check else {}
 
 
 def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> list[dict]:

@@ -87,12 +87,6 @@ def _gathers(primitive: Any, avals: Any) -> bool:
     return len(avals) == 1 or (len(avals) == 3 and avals[1].dtype.itemsize == 1)
 
 
-def is_sharded(specs: Any) -> bool:
-    """Whether any leaf of `Layout.gather_specs` must be gathered before use."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    return any(axes_of(spec) for spec in leaves)
-
-
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
     """Float32 gradients of whole weights, summed over the shards' axes; a device keeps its shard.
 

@@ -16,11 +16,5 @@ from jaxdist.core.step.gradients import (
     make_value_and_grad,
 )
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.step.model_context import (
-    default_loss_chunk,
-    describe_exchange,
-    exchange_of,
-    make_context,
-    row_groups_of,
-)
+from jaxdist.core.step.model_context import describe_exchange, make_context
 from jaxdist.core.step.train_step import Metrics, Step, make_step, make_update

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState
-from jaxdist.plan.hardware import gpu_of
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.runtime.backend import given_xla_flags, memory_fraction
 from jaxdist.runtime.formatting.numbers import in_bytes
 
@@ -49,24 +49,22 @@ class CompilerOption(NamedTuple):
 
 
 def choose_options(
-    layout: Layout, make_state: Callable[[], TrainState]
+    plan: StepPlan, layout: Layout, make_state: Callable[[], TrainState]
 ) -> tuple[CompilerOption, ...]:
     """The options of a train step on this layout that its compiler takes; none on CPUs.
 
     One that the compiler refuses is left out, with one line in the log. `make_state` gives the
     shapes, dtypes and shardings of the train state.
     """
-    device = layout.mesh.devices.flat[0]
-    if device.platform not in ("gpu", "cuda"):
+    if not plan.avoids_zeroed_buffers:
         return ()
     found = [CompilerOption(NO_ZEROS, True, "what layers keep for backward is not zeroed first")]
-    gpu = gpu_of(device.device_kind)
-    if gpu is not None:  # else its whole memory is not known
-        limit = memory_limit(gpu.memory_bytes, memory_fraction(), argument_bytes(make_state()))
+    if plan.memory_bytes:
+        limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))
         found += [limit] if limit else []
     given = given_xla_flags()
     wanted = [option for option in found if option.name not in given]
-    own = layout.mesh.local_devices or [device]
+    own = layout.mesh.local_devices or [layout.mesh.devices.flat[0]]
     refused = _refused(own[0], tuple((option.name, option.value) for option in wanted))
     for name, reason in refused.items():
         log.warning("compiler option %s is left out: %s", name, reason)

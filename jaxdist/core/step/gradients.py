@@ -18,46 +18,40 @@ from jaxdist.core.parallel import data, reduction
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
-from jaxdist.core.step.config import TrainConfig
-from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
+from jaxdist.core.step.layer_scan import make_layer, remat_policy
 from jaxdist.core.step.omitted_sums import check_equal, explain_types
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 
 def make_value_and_grad(
     model: Model,
     layout: Layout,
-    config: TrainConfig,
+    plan: StepPlan,
     context: Context,
     *,
-    precision: PrecisionConfig | None = None,
-    stages: PipelineConfig | None = None,
     frozen: Params | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """The differentiated part of a step, as a function of global arrays.
 
-    `precision` and `stages` matter where the mesh has stages. Gradients of the leaves that `frozen`
-    marks are 0, and nothing that only they need is computed or moved. A running average has in its
-    place what the batch showed of it (`step/statistics.py`).
+    Gradients of the leaves that `frozen` marks are 0, and nothing that only they need is computed
+    or moved. A running average has in its place the batch's own (`step/statistics.py`).
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
         gradients of `objective` / weight, float32, sharded like the moments where ZeRO says so,
         else like the parameters; their global norm, float32 []).
     """
-    precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
     axes = layout.summed_axes
     if layout.size(PIPELINE) > 1:
-        value_and_grad = _make_pipeline(model, layout, config, context.platform, precision, stages)
+        value_and_grad = _make_pipeline(model, layout, plan)
     else:
-        value_and_grad = _make_accumulation(model, layout, config.accumulation)
+        value_and_grad = _make_accumulation(model, layout, plan.accumulation)
 
     def sum_rows(x: Any) -> Any:
         return collectives.all_reduce(x, layout.batch_axes) if layout.batch_axes else x
@@ -68,7 +62,7 @@ def make_value_and_grad(
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
-        sums, shown = statistics.take(sums, config.accumulation)
+        sums, shown = statistics.take(sums, plan.accumulation)
         sums = _sum_over_devices(sums, model, layout)
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
@@ -80,33 +74,28 @@ def make_value_and_grad(
         return sums, statistics.put(model.axes, grads, shown), norm
 
     specs = (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
-    return _manual(local, model, layout, *specs)
+    return _manual(local, model, layout, plan, *specs)
 
 
 def _make_pipeline(
-    model: Model,
-    layout: Layout,
-    config: TrainConfig,
-    platform: str,
-    precision: PrecisionConfig,
-    stages: PipelineConfig,
+    model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Sums and local gradients by a pipeline.
 
     Returns:
         As `_make_accumulation`, for this replica's batch [rows, ...].
     """
-    num_stages, remat = layout.size(PIPELINE), resolve_remat(config, platform)
+    num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
         model,
         layout,
         lambda rows: stages.make_schedule(
-            num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
+            num_stages=num_stages, rows=rows, num_microbatches=plan.num_microbatches
         ),
-        layer=make_layer(model, layout, precision, platform, gather=stages.gather == "action"),
+        layer=make_layer(model, layout, plan),
         policy=None if remat == "none" else remat_policy(remat, {}),
         gather=stages.gather,
-        reduce_dtype=precision.resolve_reduce(jnp.float32),  # of sums over microbatches
+        reduce_dtype=plan.microbatch_reduce_dtype,
     )
 
 
@@ -153,15 +142,14 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
 
 
 def make_evaluate(
-    model: Model, layout: Layout, context: Context, stages: PipelineConfig | None = None
+    model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[..., Sums]:
     """Evaluation, where the mesh has stages by a forward pipeline.
 
     Returns:
         (params, batch [rows, ...]) -> sums over the global batch, float32 [] each. No dropout.
     """
-    stages = stages or PipelineConfig()
-    num_stages = layout.size(PIPELINE)
+    num_stages, stages = layout.size(PIPELINE), plan.pipeline
     if num_stages > 1:
         evaluate = pipeline_evaluate.make_pipeline_evaluate(
             model,
@@ -176,7 +164,8 @@ def make_evaluate(
         batch = data.number_rows(batch, layout.batch_axes)
         return _sum_over_devices(evaluate(params, batch, context), model, layout)
 
-    return _manual(local, model, layout, (layout.param_specs(model.axes), layout.batch_specs), P())
+    specs = layout.param_specs(model.axes), layout.batch_specs
+    return _manual(local, model, layout, plan, specs, P())
 
 
 def _accumulate(
@@ -195,9 +184,11 @@ def _accumulate(
     return total
 
 
-def _manual(function: Any, model: Model, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+def _manual(
+    function: Any, model: Model, layout: Layout, plan: StepPlan, in_specs: Any, out_specs: Any
+) -> Any:
     """`function` on each device's own part; an argument's specs may follow from the argument."""
-    if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+    if plan.orders_collectives:
         function = in_order(function, hidden=layout.auto_tensor)
 
     def over_devices(*arguments: Any) -> Any:

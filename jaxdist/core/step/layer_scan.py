@@ -16,35 +16,19 @@ from jaxdist.core.attention import keeps_attention
 from jaxdist.core.axis import spec_over
 from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
 from jaxdist.core.parallel import fsdp, tensor
-from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.omitted_sums import check_equal, varying_axes
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Context, Model, Params, Sums
 from jaxdist.optim.matrices import sides_of
 
-UNROLL_UP_TO = 16
-"""Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
-
-UNROLL_ON_GPUS_UP_TO = 32
-"""The same of XLA:GPU: what backward keeps is then not copied into stacks and out of them."""
-
 
 def make_run_layers(
-    model: Model,
-    layout: Layout,
-    config: TrainConfig,
-    precision: PrecisionConfig,
-    platform: str,
-    *,
-    gather: bool = True,
+    model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[..., tuple[Array, Sums]]:
     """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes.
-
-    Without `gather` weights arrive whole and are only cast.
 
     Returns:
         (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
@@ -53,13 +37,10 @@ def make_run_layers(
     """
     if not model.num_layers:
         return Context().run_layers
-    layer = make_layer(model, layout, precision, platform, gather=gather)
-    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
-    remat = resolve_remat(config, platform)
-    gathers = gather and fsdp.is_sharded(specs)
-    recomputes = remat != "none" or gathers
-    unroll = layers_of_a_body(model, layout, platform, remat, gathers=gathers)
-    narrow = _make_narrow_layer(model, layout, precision, platform)
+    layer = make_layer(model, layout, plan)
+    recomputes = plan.remat != "none" or plan.gathers_layers
+    unroll = plan.layers_per_body
+    narrow = _make_narrow_layer(model, layout, plan)
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
@@ -80,7 +61,7 @@ def make_run_layers(
                 # Elsewhere it would only pin every kept value with a reduce-precision.
                 body = jax.checkpoint(
                     body,
-                    policy=remat_policy(remat, layers),
+                    policy=remat_policy(plan.remat, layers),
                     prevent_cse=recomputes and unroll >= count,
                 )
             xs = (first + jnp.arange(count), layers)
@@ -102,53 +83,22 @@ def make_run_layers(
     return run_layers
 
 
-def layers_of_a_body(
-    model: Model, layout: Layout, platform: str, remat: str, *, gathers: bool
-) -> int:
-    """Layers in the body of the loop over them: all, which is no loop, or one.
+def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tuple[Array, Sums]]:
+    """One layer, its weights gathered, or only cast if the stage gathered them before.
 
-    A part of them pays on no platform. A pipeline holds its layers in several loop bodies:
-    unrolled, they would take long to compile. So would collectives in every layer on GPUs, where
-    moreover a layer that keeps its input alone has next to nothing to copy. ZeRO-2, which saves
-    memory, would take more of it: unrolled, GPT-2 keeps whole gradients longer (6.5 for 5.1 GiB).
-    """
-    if layout.size(PIPELINE) > 1:
-        return 1
-    if platform == "cpu":
-        # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
-        unrolls = model.num_layers <= UNROLL_UP_TO and remat == "none" and not gathers
-    else:
-        moves = gathers or TENSOR in layout.used or CONTEXT in layout.used or layout.zero == 2
-        unrolls = model.num_layers <= UNROLL_ON_GPUS_UP_TO and remat != "full" and not moves
-    return model.num_layers if unrolls else 1
-
-
-def resolve_remat(config: TrainConfig, platform: str) -> str:
-    """The remat policy's name, `auto` resolved."""
-    if config.remat == "auto":
-        return "dots" if platform == "gpu" else "none"
-    return config.remat
-
-
-def make_layer(
-    model: Model, layout: Layout, precision: PrecisionConfig, platform: str, *, gather: bool = True
-) -> Callable[..., tuple[Array, Sums]]:
-    """One layer, its weights gathered.
-
-    With a `precision.matmul_dtype` and stages, every layer but the model's first and last
+    With a `plan.matmul_dtype` and stages, every layer but the model's first and last
     multiplies in it, and rounds whole weights. Which layers a stage runs is known to it alone.
 
     Returns:
         (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
-        context) -> (x, Sums). Without `gather` the weights are whole already and only cast.
+        context) -> (x, Sums).
     """
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
-    if not gather:
+    has_stages = layout.size(PIPELINE) > 1
+    if has_stages and plan.pipeline.gather == "step":
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
-    dtype = precision.resolve(platform)
-    reduce_dtype = precision.resolve_reduce(dtype)
-    narrow = precision.matmul_dtype
-    chooses = narrow in matmul.FORMATS and layout.size(PIPELINE) > 1
+    dtype, reduce_dtype = plan.compute_dtype, plan.reduce_dtype
+    chooses = bool(plan.matmul_dtype) and has_stages
 
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
@@ -157,7 +107,7 @@ def make_layer(
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
-            dot = matmul.make_dot(narrow, _splitting_axes(layout), platform, is_wide=is_end)
+            dot = _make_dot(layout, plan, is_wide=is_end)
             context = dataclasses.replace(context, dot=dot)
         return _run(block, weights, x, index, aux, context)
 
@@ -177,14 +127,12 @@ class _NarrowLayer(NamedTuple):
     layer: Callable[..., tuple[Array, Sums]]
 
 
-def _make_narrow_layer(
-    model: Model, layout: Layout, precision: PrecisionConfig, platform: str
-) -> _NarrowLayer | None:
+def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowLayer | None:
     """The layer between the first and the last; None where those are as all others."""
-    if precision.matmul_dtype not in matmul.FORMATS or layout.size(PIPELINE) > 1:
+    if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
-    if precision.matmul_dtype != "fp8":
-        return _make_block_scaled_layer(model, layout, precision, platform)
+    if plan.matmul_dtype != "fp8":
+        return _make_block_scaled_layer(model, layout, plan)
     axes = model.axes["layers"]
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     split = jax.tree.map(
@@ -193,15 +141,14 @@ def _make_narrow_layer(
         is_leaf=lambda x: isinstance(x, P),
     )
     multiplies = jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
-    dtype = precision.resolve(platform)
-    reduce_dtype = precision.resolve_reduce(dtype)
+    dtype, reduce_dtype = plan.compute_dtype, plan.reduce_dtype
 
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
         weights, known = fp8_weights.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-        dot = fp8.make_dot(_splitting_axes(layout), platform, known=known)
+        dot = _make_dot(layout, plan, known=known)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
     return _NarrowLayer(
@@ -209,12 +156,10 @@ def _make_narrow_layer(
     )
 
 
-def _make_block_scaled_layer(
-    model: Model, layout: Layout, precision: PrecisionConfig, platform: str
-) -> _NarrowLayer:
+def _make_block_scaled_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowLayer:
     """The layer between the first and the last, its weights gathered in the compute dtype."""
-    plain = make_layer(model, layout, precision, platform)
-    dot = matmul.make_dot(precision.matmul_dtype, _splitting_axes(layout), platform)
+    plain = make_layer(model, layout, plan)
+    dot = _make_dot(layout, plan)
 
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
@@ -225,9 +170,11 @@ def _make_block_scaled_layer(
     return _NarrowLayer(lambda layers: (), layer)
 
 
-def _splitting_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes whose devices may hold parts of one activation: all but the stages."""
-    return tuple(axis.name for axis in layout.used if axis is not PIPELINE)
+def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., Array]:
+    """Make the product of x [...] and w [...] in `plan.matmul_dtype`, as `matmul.make_dot`."""
+    # Devices of these axes may hold parts of one activation; those of stages do not.
+    axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
+    return matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options)
 
 
 def _run(

@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.attention.admission import Admission
 from jaxdist.core.dependences import all_made, when
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.precision import PrecisionConfig, update_loss_scale
+from jaxdist.core.precision import update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
-from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
 from jaxdist.core.step.model_context import make_context
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
@@ -56,46 +54,35 @@ def make_step(
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Array], Array],
     layout: Layout,
-    config: TrainConfig,
-    precision: PrecisionConfig,
+    plan: StepPlan,
     *,
     max_grad_norm: float = 0.0,
     ema_decay: float = 0.0,
     loss_scale: dict[str, Array] | None = None,
-    pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
-    packed_kernel: Admission | None = None,
-    ring_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_kernel` and `ring_kernel` are as of
-    `make_context`.
+    leaves that the optimizer leaves alone.
     """
-    stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_kernel, ring_kernel)
+    context = make_context(model, layout, plan)
     kept: dict[str, Any] = dict(
-        loss_scale=loss_scale or {}, offload=config.offload_optimizer, has_ema=bool(ema_decay)
+        loss_scale=loss_scale or {}, offload=plan.offload_optimizer, has_ema=bool(ema_decay)
     )
     shardings = state_shardings(model, optimizer, layout, **kept)
-    options = choose_options(layout, lambda: abstract_state(model, optimizer, layout, **kept))
-    gradients = make_value_and_grad(
-        model, layout, config, context, precision=precision, stages=stages, frozen=frozen
-    )
+    options = choose_options(plan, layout, lambda: abstract_state(model, optimizer, layout, **kept))
+    gradients = make_value_and_grad(model, layout, plan, context, frozen=frozen)
     update = make_update(model, optimizer, layout, max_grad_norm, frozen)
     train = _make_train(
         gradients,
         update,
         schedule,
         ema_decay=ema_decay,
-        fetched_to=opt_shardings(model, optimizer, layout) if config.offload_optimizer else None,
-        # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
-        # copies, on one core, what it might write before its last reader is done. A GPU writes all
-        # at once. What several devices wait for would take another collective.
-        in_turn=context.platform == "cpu" and layout.mesh.size == 1,
+        fetched_to=opt_shardings(model, optimizer, layout) if plan.offload_optimizer else None,
+        in_turn=plan.updates_in_turn,
     )
     batch_sharding = layout.sharding(layout.batch_spec())
     whole = layout.sharding(P())
@@ -108,7 +95,7 @@ def make_step(
             compiler_options={option.name: option.value for option in options} or None,
         ),
         evaluate=jax.jit(
-            make_evaluate(model, layout, context, stages),
+            make_evaluate(model, layout, plan, context),
             in_shardings=(shardings.params, None),
             out_shardings=whole,
         ),

@@ -210,10 +210,8 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     function = make_value_and_grad(
         parts.model,
         parts.layout,
-        parts.config.train,
+        parts.plan,
         parts.step.context,
-        precision=parts.config.precision,
-        stages=parts.config.pipeline,
     )
     specs = parts.layout.shardings(parts.layout.param_specs(parts.model.axes))
     params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(parts.config.seed)), specs)

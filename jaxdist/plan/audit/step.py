@@ -106,7 +106,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
     Raises:
         ConfigError: the audit failed on the traced step.
     """
-    reduce_dtype = parts.config.precision.resolve_reduce(parts.compute_dtype)
+    reduce_dtype = parts.plan.reduce_dtype
     # The arguments of training, so that its call finds the step traced already.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
     try:

@@ -24,8 +24,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step import default_loss_chunk, exchange_of, row_groups_of
-from jaxdist.core.step.layer_scan import layers_of_a_body
+from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
@@ -110,9 +109,23 @@ class Job:
     # -- hardware and number formats --------------------------------------------------------------
 
     @functools.cached_property
+    def plan(self) -> StepPlan:
+        """The decisions about the step, as training makes them on these GPUs."""
+        gpu, config = self.cluster.gpu, self.config
+        device = Device(
+            platform="gpu",
+            compute_capability=gpu.compute_capability,
+            kind=gpu.name,
+            per_node=max(1, self.cluster.gpus_per_fabric // self.spec[TENSOR]),
+            is_described=True,
+        )
+        settings = StepSettings(config.train, config.precision, config.pipeline)
+        return plan_step(self.model, self.layout, device, config.data.packs_documents, settings)
+
+    @property
     def dtype(self) -> Any:
         """Dtype of matrix products."""
-        return self.config.precision.resolve("gpu")
+        return self.plan.compute_dtype
 
     @property
     def compute_bytes(self) -> int:
@@ -173,8 +186,7 @@ class Job:
     @property
     def row_groups(self) -> int:
         """Groups of a microbatch's rows that go through the layers side by side."""
-        most = row_groups_of(self.layout, self.config.precision, "gpu")
-        return groups_of_rows(self.micro_rows, most)
+        return groups_of_rows(self.micro_rows, self.plan.max_row_chunks)
 
     @property
     def tokens(self) -> int:
@@ -233,14 +245,14 @@ class Job:
 
         Of several stages, the one meant holds one of those two, and takes longest.
         """
-        if self.config.precision.matmul_dtype == "auto":
+        if not self.plan.matmul_dtype:
             return 0
         return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
 
     @property
     def num_fp8_layers(self) -> int:
         """Those of them whose weights travel, and whose inputs are kept, in 8 bits."""
-        return self.num_narrow_layers if self.config.precision.matmul_dtype == "fp8" else 0
+        return self.num_narrow_layers if self.plan.matmul_dtype == "fp8" else 0
 
     @property
     def layers_per_virtual_stage(self) -> int:
@@ -251,25 +263,22 @@ class Job:
     @property
     def remat(self) -> str:
         """What backward recomputes; "auto" counts as dots until `remat.choose_remat` chose."""
-        return "dots" if self.config.train.remat == "auto" else self.config.train.remat
+        return self.plan.remat
 
-    @functools.cached_property
+    @property
     def unrolls(self) -> bool:
         """Whether the layers are one straight line of our program, and no loop.
 
         Counted as a loop where products are in fewer bits, whose straight line was not looked at.
         """
-        if not self.engine.stacks_layers or self.config.precision.matmul_dtype != "auto":
+        if not self.engine.stacks_layers or self.plan.matmul_dtype:
             return False
-        gathers = any(self.is_gathered(weight) for weight in self.layers)
-        return layers_of_a_body(self.model, self.layout, "gpu", self.remat, gathers=gathers) > 1
+        return self.plan.layers_per_body > 1
 
-    @functools.cached_property
+    @property
     def exchange(self) -> ExchangePlan | None:
         """How devices that share rows see all keys; None where none do."""
-        stride = self.spec[TENSOR]
-        per_node = max(1, self.cluster.gpus_per_fabric // stride)
-        return exchange_of(self.model, self.layout, per_node)
+        return self.plan.exchange
 
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:
@@ -325,9 +334,7 @@ class Job:
         """Tokens whose logits exist at once."""
         if not self.is_decoder:
             return 0
-        vocab_shard = self.model.dims["vocab"] // self.spec[TENSOR]
-        usual = default_loss_chunk(vocab_shard, "gpu", self.cluster.gpu.name)
-        return min(self.tokens, self.config.train.loss_chunk_tokens or usual)
+        return min(self.tokens, self.plan.loss_chunk)
 
     # -- where weights lie -------------------------------------------------------------------------
 

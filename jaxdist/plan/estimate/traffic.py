@@ -74,7 +74,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
-    c, r = job.compute_bytes, job.config.precision.resolve_reduce(job.dtype).itemsize
+    c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
     # Stages gather what they round afterwards; vectors are not gathered at all.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
     yield ("all-gather", shard, "weights", c * in_layer, (depth - fp8) * passes)

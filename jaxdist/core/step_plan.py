@@ -1,0 +1,395 @@
+"""The decisions about one train step, made once: `plan_step` returns them in a frozen record.
+
+The step, evaluation, the audit and the estimates read the record and decide nothing again. Building
+it traces nothing and starts no device, so that a search over meshes can build thousands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist.core import matmul
+from jaxdist.core.attention.admission import Admission
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
+from jaxdist.core.axis import axes_of, divisors_of
+from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import Model
+from jaxdist.plan.hardware import GPUS, gpu_of
+
+if TYPE_CHECKING:
+    from jaxdist.core.step.config import TrainConfig
+
+UNROLL_UP_TO = 16
+"""Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
+
+UNROLL_ON_GPUS_UP_TO = 32
+"""The same of XLA:GPU: values that backward reads are then not copied into stacks and back."""
+
+_CPU_LOGITS_BYTES = 64 * 2**20
+_HEAD_PASSES = 0.15
+_LOGITS_SHARE = 1 / 64
+_ROW_CHUNKS = 4  # the first and the last have nothing beside their collectives
+
+
+class StepSettings(NamedTuple):
+    """The sections of the settings that decide about the step."""
+
+    train: TrainConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+
+
+class Device(NamedTuple):
+    """The kind of device that a step is planned for.
+
+    Attributes:
+        platform: "cpu" or "gpu".
+        compute_capability: of an NVIDIA GPU, e.g. "9.0"; "" if unknown.
+        kind: `jax.Device.device_kind`, or the name of a GPU in the catalogue.
+        per_node: neighbors along the context axis that share a node.
+        is_described: the devices are a description, and none of them belongs to this job.
+    """
+
+    platform: str
+    compute_capability: str = ""
+    kind: str = ""
+    per_node: int = 1
+    is_described: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout) -> Device:
+        """Return the device of a layout, read from the first device of its mesh."""
+        first = layout.mesh.devices.flat[0]
+        here = jax.devices()
+        return cls(
+            platform=platform_of(first),
+            compute_capability=str(getattr(first, "compute_capability", "")),
+            kind=first.device_kind,
+            per_node=_per_node(layout) if CONTEXT in layout.used else 1,
+            is_described=not any(device in here for device in layout.mesh.devices.flat),
+        )
+
+
+def platform_of(device: Any) -> str:
+    """Return "gpu" for every GPU, else the platform's own name."""
+    return "gpu" if device.platform in ("gpu", "cuda") else device.platform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The decisions about one step on one layout.
+
+    Attributes:
+        platform: "cpu" or "gpu".
+        compute_capability: of an NVIDIA GPU, e.g. "9.0"; "" elsewhere.
+        compute_dtype: of matrix products and of activations between blocks.
+        reduce_dtype: of sums of gradients as they leave a layer.
+        microbatch_reduce_dtype: of sums over microbatches of a pipeline.
+        matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
+        exchange: how devices that share rows exchange keys and values; None = rows are whole.
+        per_node: neighbors along the context axis that share a node.
+        is_described: the devices are a description, and none of them belongs to this job.
+        packed: rows hold several documents.
+        packed_rejection: why cuDNN may not multiply packed documents; "" = it may.
+        remat: the policy of recomputation, "auto" resolved.
+        gathers_layers: a layer gathers its weights when it runs.
+        layers_per_body: layers in the body of the loop over them.
+        max_row_chunks: the most equal parts in which rows go through the layers.
+        loss_chunk: tokens whose logits exist at once; 0 = all.
+        num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
+        pipeline: schedule of the stages.
+        dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
+        sums_weights_on_cpu: the head sums gradients of its kernel as `matmul.cpu` does.
+        settles_gradients: no gradient of a block's inputs is used before all are known.
+        updates_in_turn: averages, parameters and moments are written one after the other.
+        orders_collectives: collectives run in one order on all devices.
+        offload_optimizer: moments are in host memory.
+        avoids_zeroed_buffers: XLA leaves memory that a loop fills as it is before.
+        memory_bytes: memory of a GPU for XLA's schedule; 0 = unknown, or a CPU.
+        reasons: decision -> why.
+    """
+
+    platform: str
+    compute_capability: str
+    compute_dtype: Any
+    reduce_dtype: Any
+    microbatch_reduce_dtype: Any
+    matmul_dtype: str
+    exchange: ExchangePlan | None
+    per_node: int
+    is_described: bool
+    packed: bool
+    packed_rejection: str
+    remat: str
+    gathers_layers: bool
+    layers_per_body: int
+    max_row_chunks: int
+    loss_chunk: int
+    num_microbatches: int
+    pipeline: PipelineConfig
+    dot: str
+    sums_weights_on_cpu: bool
+    settles_gradients: bool
+    updates_in_turn: bool
+    orders_collectives: bool
+    offload_optimizer: bool
+    avoids_zeroed_buffers: bool
+    memory_bytes: int
+    reasons: Mapping[str, str]
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches of a step without pipeline stages."""
+        return self.num_microbatches or 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Short hash of all decisions; equal decisions have equal digests in every command."""
+        decisions = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("reasons", "per_node", "is_described")
+        }
+        decisions["packed_rejection"] = bool(self.packed_rejection)
+        if self.exchange is not None:
+            is_rejected = bool(self.exchange.cudnn_obstacle)
+            decisions["exchange"] = (*self.exchange[:3], is_rejected)
+        return hashlib.sha256(repr(decisions).encode()).hexdigest()[:12]
+
+
+def plan_step(
+    model: Model,
+    layout: Layout,
+    device: Device,
+    packed: bool,
+    settings: StepSettings,
+    check: Admission | None = None,
+    remat: str | None = None,
+) -> StepPlan:
+    """Decide about the step of a model on a layout.
+
+    Args:
+        model: the model.
+        layout: placement of its arrays, on real or abstract devices.
+        device: the kind of device.
+        packed: rows hold several documents, as far as is known.
+        settings: sections of the run's settings.
+        check: result of comparing cuDNN's kernel with the reference; None = not compared.
+        remat: the policy that costs decided; None = as in the settings.
+
+    Raises:
+        ConfigError: the heads or the stages do not allow the exchange of the settings.
+    """
+    train, precision, pipeline = settings
+    platform, has_stages = device.platform, layout.size(PIPELINE) > 1
+    dtype = precision.resolve(platform)
+    narrow = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
+    is_ring = check is not None and check.use == "ring"
+    exchange = exchange_of(model, layout, device.per_node, packed=packed)
+    if exchange is not None:
+        obstacle = obstacle_of(layout, device, check if is_ring else None)
+        exchange = exchange._replace(cudnn_obstacle=obstacle)
+    reasons = {} if exchange is None else {"exchange": exchange.reason}
+    remat, reasons["remat"] = _choose_remat(train.remat, remat, platform)
+    gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
+    layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
+    gathers = any(axes_of(layout.gather_specs(dims)) for dims in layers)  # ends at the first
+    per_body, reasons["layers_per_body"] = layers_of_a_body(
+        model, layout, platform, remat, gathers=gathers
+    )
+    chunks, reasons["max_row_chunks"] = row_chunks_of(layout, narrow, platform)
+    usual = default_loss_chunk(
+        model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.kind
+    )
+    dot, reasons["dot"] = _choose_dot(layout, platform)
+    gpu = gpu_of(device.kind) if platform == "gpu" else None
+    on_cpu, on_gpu = platform == "cpu", platform == "gpu"
+    in_steps = exchange is not None and exchange.exchange in ("ring", "hybrid")
+    reasons["formats"] = (
+        "from the settings" if precision.compute_dtype != "auto" else f"the default of {platform}"
+    )
+    reasons["loss_chunk"] = "from the settings" if train.loss_chunk_tokens else (
+        "logits that take little memory" if on_gpu else "logits that fit the caches"
+    )  # fmt: skip
+    return StepPlan(
+        platform=platform,
+        compute_capability=device.compute_capability,
+        compute_dtype=dtype,
+        reduce_dtype=precision.resolve_reduce(dtype),
+        microbatch_reduce_dtype=precision.resolve_reduce("float32"),
+        matmul_dtype=narrow,
+        exchange=exchange,
+        per_node=device.per_node,
+        is_described=device.is_described,
+        packed=packed,
+        packed_rejection=obstacle_of(layout, device, None if is_ring else check),
+        remat=remat,
+        gathers_layers=gathers,
+        layers_per_body=per_body,
+        max_row_chunks=chunks,
+        loss_chunk=train.loss_chunk_tokens or usual,
+        num_microbatches=train.num_microbatches,
+        pipeline=pipeline,
+        dot=dot,
+        sums_weights_on_cpu=on_cpu,
+        settles_gradients=on_gpu and in_steps and not has_stages,
+        # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
+        # copies, on one core, memory that it might write before its last reader is done. A GPU
+        # writes all at once. Several devices would need another collective to wait.
+        updates_in_turn=on_cpu and layout.mesh.size == 1,
+        orders_collectives=on_cpu and layout.mesh.size > 1,
+        offload_optimizer=train.offload_optimizer,
+        avoids_zeroed_buffers=on_gpu,
+        memory_bytes=0 if gpu is None else gpu.memory_bytes,
+        reasons=reasons,
+    )
+
+
+def exchange_of(
+    model: Model, layout: Layout, per_node: int, *, packed: bool
+) -> ExchangePlan | None:
+    """Plan how devices that share rows exchange keys and values; None if none do.
+
+    Raises:
+        ConfigError: the model's heads do not allow the exchange of the settings.
+    """
+    if CONTEXT not in layout.used or not model.context_parallel:
+        return None
+    tensor = layout.size(TENSOR)
+    return plan_exchange(
+        layout.context_attention,
+        size=layout.size(CONTEXT),
+        # A model that does not name its heads keeps them together.
+        heads=model.dims.get("heads", 1) // tensor or 1,
+        kv_heads=model.dims.get("kv_heads", 1) // tensor or 1,
+        per_node=per_node,
+        has_stages=layout.size(PIPELINE) > 1,
+        packed=packed,
+    )
+
+
+def _per_node(layout: Layout) -> int:
+    """Return the largest groups of neighbors along the context axis that are each on one host."""
+    mesh = layout.mesh
+    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
+    processes = [device.process_index for device in lines.flat]
+    hosts = np.array([str(layout.host_of.get(process, process)) for process in processes])
+    groups = lambda size: hosts.reshape(-1, size)
+    sizes = divisors_of(layout.size(CONTEXT))
+    return max(n for n in sizes if np.all(groups(n) == groups(n)[:, :1]))
+
+
+def obstacle_of(layout: Layout, device: Device, check: Admission | None) -> str:
+    """Return why cuDNN's operations may not be bound one by one on this layout; "" = they may.
+
+    Packed documents and the parts of a ring need that. `check` is the comparison for that use.
+    """
+    if layout.auto_tensor and TENSOR in layout.used:
+        return "XLA splits this model's heads, and cannot split cuDNN's own operations"
+    if check is not None:
+        return check.obstacle
+    if device.is_described:
+        return ""
+    return "cuDNN's kernel for it was not compared with the reference here"
+
+
+def _choose_remat(setting: str, chosen: str | None, platform: str) -> tuple[str, str]:
+    """The policy of recomputation, and why."""
+    if setting != "auto":
+        return setting, "from the settings"
+    if chosen is not None:
+        return chosen, "by the estimates of time and memory"
+    return ("dots", "until costs decide") if platform == "gpu" else ("none", "the default of CPUs")
+
+
+def layers_of_a_body(
+    model: Model, layout: Layout, platform: str, remat: str, *, gathers: bool
+) -> tuple[int, str]:
+    """Choose the layers in the body of the loop over them, all or one, and say why.
+
+    A part of them pays on no platform. A pipeline holds its layers in several loop bodies:
+    unrolled, they would take long to compile. So would collectives in every layer on GPUs, where
+    moreover a layer that keeps its input alone has next to nothing to copy. ZeRO-2, which saves
+    memory, would take more of it: unrolled, GPT-2 keeps whole gradients longer (6.5 for 5.1 GiB).
+    """
+    if layout.size(PIPELINE) > 1:
+        return 1, "stages hold their layers in several loops"
+    if platform == "cpu":
+        # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
+        unrolls = model.num_layers <= UNROLL_UP_TO and remat == "none" and not gathers
+    else:
+        moves = gathers or TENSOR in layout.used or CONTEXT in layout.used or layout.zero == 2
+        unrolls = model.num_layers <= UNROLL_ON_GPUS_UP_TO and remat != "full" and not moves
+    if unrolls:
+        return model.num_layers, "layers without collectives run faster unrolled"
+    return 1, "many layers, recomputation or collectives compile too slowly unrolled"
+
+
+def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int, str]:
+    """Choose the most parts in which rows of a microbatch go through the layers, and say why.
+
+    More than one where `tensor` splits layers on GPUs: XLA then runs one's collectives beside
+    another's products (Wang et al. 2024, "Domino", section 3). Beside a ring, whose steps have
+    collectives of their own, they gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
+    each part would have a scale of its own, and round otherwise than on a mesh without parts;
+    block-scaled formats were not tried.
+    """
+    splits = TENSOR in layout.used and not layout.auto_tensor
+    if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:
+        return 1, "no collective of `tensor` to hide behind another part's products"
+    return _ROW_CHUNKS, "collectives of `tensor` run beside another part's products"
+
+
+def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
+    """The product with weights, and why.
+
+    On GPUs where `tensor` gathers and scatters positions, these stand outermost in memory: XLA
+    would turn whole activations around before and behind every product. On CPU gradients of weights
+    are summed the faster way; stages put these off, and tell them from others by their form.
+    """
+    if platform == "cpu" and PIPELINE not in layout.used:
+        return "cpu", "sums gradients of weights faster on CPU"
+    splits = TENSOR in layout.used and not layout.auto_tensor and layout.sequence_parallel
+    if platform == "gpu" and splits:
+        return "by_position", "positions are gathered and scattered without a transpose"
+    return "plain", "no other is faster here"
+
+
+def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:
+    """Tokens whose logits exist at once where the settings leave it open; 0 = all.
+
+    Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4:
+    12 bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
+    passes below `_HEAD_PASSES` of the products' time, while float32 logits stay below
+    `_LOGITS_SHARE` of its memory, in multiples of 128, the tile of a product. A CPU takes what its
+    caches like.
+
+    Args:
+        vocab_shard: columns of the head on one device.
+        platform: "cpu" or "gpu".
+        device_kind: `jax.Device.device_kind`; of an unknown GPU the smallest usual one is assumed.
+    """
+    if not vocab_shard:
+        return 0
+    if platform != "gpu":
+        return max(128, _CPU_LOGITS_BYTES // (4 * vocab_shard))
+    gpu = gpu_of(device_kind) or GPUS["t4"]
+    peak = gpu.peak_flops.get("bfloat16") or gpu.peak_flops["float16"]
+    # Products reach 0.72 of the peak, passes over memory 0.85 of the bandwidth.
+    passes_per_token = 12 / (0.85 * gpu.memory_bandwidth) / (6 / (0.72 * peak))
+    affordable = math.ceil(passes_per_token / _HEAD_PASSES / 128)
+    fitting = int(_LOGITS_SHARE * gpu.memory_bytes) // (4 * vocab_shard * 128)
+    return 128 * max(1, min(affordable, fitting))
