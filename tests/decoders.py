@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.core.attention import make_attend
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig
 
@@ -105,8 +105,8 @@ def logits_of(model, params, batch, **context):
     """Logits [batch, seq, vocab] of the path that training differentiates, on one device."""
     shape = batch["tokens"].shape
     batch = {"targets": batch["tokens"], "weights": np.ones(shape, np.float32), **batch}
-    device = {k: v for k, v in context.items() if k in ("platform", "compute_capability")}
-    attend = make_attend(**{"platform": "cpu", **device})
+    capability = context.pop("compute_capability", "")
+    attend = make_attend(AttentionPlan(context.get("platform", "cpu"), capability))
     context = Context(run_layers=scan_layers, token_loss=capture_logits, attend=attend, **context)
     return jax.jit(lambda *args: model.loss(*args, context)["logits"])(params, batch)
 

@@ -22,6 +22,7 @@ from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, 
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import (
+    AttentionPlan,
     blockwise,
     make_attend,
     ring,
@@ -103,7 +104,7 @@ def dense(mask: str, heads: str, is_packed: bool):
 def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
     """The same by devices that share the rows."""
     mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
-    attend = make_attend(platform="cpu", exchange=plan)
+    attend = make_attend(AttentionPlan("cpu", exchange=plan))
     order = np.concatenate([axis.places_of(i, LENGTH // shards, shards) for i in range(shards)])
 
     def told(query, key, value, segments):
@@ -120,7 +121,7 @@ def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: i
 
 def test_dropout_over_shared_rows_is_refused_with_the_fix():
     mesh = MeshSpec(context=2).build(jax.devices()[:2])
-    attend = make_attend(platform="cpu", exchange=ExchangePlan("ring", 1, False, ""))
+    attend = make_attend(AttentionPlan("cpu", exchange=ExchangePlan("ring", 1, False, "")))
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
     local = lambda x: attend(x, x, x, MASKS["causal"], dropout=dropout)
     over = P(None, "context")
@@ -293,7 +294,7 @@ def test_layers_of_long_rows_never_have_a_matrix_of_scores():
     """In a loop over layers, whose masks are all alike: jax would make them ahead of it."""
     length = 4096
     kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (2, 1, 1)]
-    attend = make_attend(platform="cpu")
+    attend = make_attend(AttentionPlan("cpu"))
 
     def loss(query, key, value):
         layer = lambda x, _: (attend(x, key, value, AttentionMask()), None)

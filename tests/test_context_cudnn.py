@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_choice import kernel_of
 from refusals import refused
 from test_context import CLOSE, PLANS, apart, dense, shared
 
 from jaxdist.core.attention import (
+    AttentionPlan,
     blockwise,
-    choose_kernel,
     kernels,
     make_attend,
     parts,
@@ -33,7 +34,7 @@ GPU = {"platform": "gpu", "compute_capability": "9.0", "dtype": jnp.bfloat16}
         ("ring", {"packed": True}, "cudnn", "each part of a row that a document reaches"),
         ("ring", {"packed": True, "causal": False}, "blockwise", "on both sides"),
         ("hybrid", {"packed": True, "compute_capability": "8.0"}, "blockwise", "capability 9.0"),
-        ("hybrid", {"packed": True, "packed_obstacle": "it differs"}, "blockwise", "it differs"),
+        ("hybrid", {"packed": True, "packed_rejection": "it differs"}, "blockwise", "it differs"),
         ("ring", {"packed": True, "window": 9}, "blockwise", "sliding window over a ring"),
         ("hybrid", {"window": 63}, "blockwise", "sliding window over a ring"),
         ("ring", {"window": 64}, "cudnn", "one call for each part"),
@@ -47,21 +48,21 @@ def test_the_kernel_of_shared_rows_has_a_stated_reason(exchange, change, kernel,
     """Rows of few keys, which alone would take the dense kernel."""
     ask = {**GPU, "head_dim": 128, "num_keys": 64, "packed": False, **change}
     plan = PLANS[exchange]
-    found, why = choose_kernel("auto", **ask, exchange=plan)
+    found, why = kernel_of("auto", **ask, exchange=plan)
     assert found == kernel and reason in why
     if kernel == "cudnn":
-        assert choose_kernel("cudnn", **ask, exchange=plan)[0] == "cudnn"
+        assert kernel_of("cudnn", **ask, exchange=plan)[0] == "cudnn"
     else:
         with refused("attention='cudnn'", reason):
-            choose_kernel("cudnn", **ask, exchange=plan)
+            kernel_of("cudnn", **ask, exchange=plan)
 
 
 def test_a_ring_whose_comparison_failed_goes_block_by_block():
     ask = {**GPU, "head_dim": 128, "num_keys": 64, "packed": False}
-    plan = PLANS["ring"]._replace(cudnn_obstacle="it differs")
-    found, why = choose_kernel("auto", **ask, exchange=plan)
+    plan = {"exchange": PLANS["ring"], "ring_rejection": "it differs"}
+    found, why = kernel_of("auto", **ask, **plan)
     assert found == "blockwise" and "it differs" in why
-    assert choose_kernel("auto", **ask | {"packed": True}, exchange=plan)[0] == "cudnn"
+    assert kernel_of("auto", **ask | {"packed": True}, **plan)[0] == "cudnn"
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, mask, is_packe
 def lowered(window: int, is_packed: bool) -> str:
     """A ring of four over rows of 1,024 and its gradients, for a GPU, which it needs none for."""
     mesh = MeshSpec(context=4).build(jax.devices()[:4])
-    attend = make_attend(platform="gpu", compute_capability="9.0", exchange=PLANS["ring"])
+    attend = make_attend(AttentionPlan("gpu", "9.0", PLANS["ring"]))
 
     def gradients(query, key, value, segments):
         mask = AttentionMask(sliding_window=window, segments=segments if is_packed else None)

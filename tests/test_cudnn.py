@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_choice import kernel_of
 from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.core.attention import (
+    AttentionPlan,
     admission,
     blockwise,
-    choose_kernel,
     cudnn,
     make_attend,
 )
@@ -198,8 +199,9 @@ def test_every_outcome_has_a_line():
 
 def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False):
     """The part of a plan that the check reads, on an H100."""
+    attention = AttentionPlan("gpu", "9.0", exchange, "untested", "untested")
     return SimpleNamespace(
-        platform="gpu", compute_capability="9.0", compute_dtype=dtype, packed=packed,
+        attention=attention, compute_dtype=dtype, packed=packed,
         exchange=exchange, accumulation=accumulation, is_described=is_described,
     )  # fmt: skip
 
@@ -272,7 +274,9 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
 
     def admit(exchange, dtype=jnp.bfloat16, packed=False, windows=(0,), **change):
-        call = SimpleNamespace(kernel="auto", windows=windows, softcap=0.0, dropout=0.0)
+        call = SimpleNamespace(
+            kernel="auto", sliding_window=0, windows=windows, softcap=0.0, dropout=0.0
+        )
         model = SimpleNamespace(dims=dims, attention_call=call)
         plan = plan_for(dtype, packed=packed, exchange=exchange, **change)
         return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
@@ -307,7 +311,7 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=cp=2"]
     flags += ["--train.seq_len=32", "--mesh.context_attention=ring"]
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:2])
-    assert "not compared" in parts.step.context.exchange.cudnn_obstacle
+    assert "not compared" in parts.plan.attention.ring_rejection
     rows, packed = (text_fields(32, is_packed) for is_packed in (False, True))
     assert setup.compare_kernel(parts, rows) is parts  # on a CPU nothing is compared
     unseen = setup.compare_kernel(parts, packed)
@@ -316,7 +320,7 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
     compared = setup.compare_kernel(parts, rows)
     assert compared.check is found
-    assert compared.step.context.exchange.cudnn_obstacle == ""
+    assert compared.plan.attention.ring_rejection == ""
 
 
 def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
@@ -334,7 +338,7 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
     parts = setup.compare_kernel(dataclasses.replace(parts, remat="dots"), text_fields(32, True))
     assert built == [] and parts.step is parts.step
     (plan,) = built
-    assert (plan.remat, plan.packed_rejection) == ("dots", "differs")
+    assert (plan.remat, plan.attention.packed_rejection) == ("dots", "differs")
 
 
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
@@ -359,10 +363,10 @@ def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkey
 
     monkeypatch.setattr(setup, "check_kernel", check)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
-    assert not asked and "not compared" in parts.step.context.packed_obstacle
-    monkeypatch.setattr(
-        trained_run, "evaluate", lambda step, *_, **__: step.context.packed_obstacle
-    )
+    assert not asked and "not compared" in parts.plan.attention.packed_rejection
+    monkeypatch.setattr(trained_run, "evaluate", lambda step, *_, **__: step)
+    rejection = property(lambda own: own.plan.attention.packed_rejection)
+    monkeypatch.setattr(trained_run.Parts, "step", rejection)
     run = trained_run.TrainedRun(path=None, parts=parts)
     plain, packed = (SimpleNamespace(fields=text_fields(32, packed)) for packed in (False, True))
     assert "not compared" in run.evaluate({}, plain) and len(asked) == 1
@@ -396,7 +400,7 @@ def test_a_batch_that_cudnn_cannot_count_is_refused():
 
 def test_a_batch_that_cudnn_cannot_count_goes_block_by_block(monkeypatch):
     monkeypatch.setattr(cudnn, "attend_packed", lambda query, *_: query)
-    attend = make_attend(platform="gpu", compute_capability="9.0")
+    attend = make_attend(AttentionPlan("gpu", "9.0"))
 
     def blocks(rows, kernel="auto"):
         query = jax.ShapeDtypeStruct((rows, 2**20, 8, 128), jnp.bfloat16)
@@ -421,6 +425,6 @@ def test_a_jax_without_the_operations_is_known(monkeypatch):
     spec.loader.exec_module(alone)
     monkeypatch.setattr(cudnn, "operations", alone.operations)
     gpu = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0", num_keys=64)
-    kernel, why = choose_kernel("auto", **gpu, head_dim=64, packed=True)
+    kernel, why = kernel_of("auto", **gpu, head_dim=64, packed=True)
     assert kernel == "xla" and jax.__version__ in why
-    assert choose_kernel("auto", **gpu, head_dim=64, packed=False)[0] == "cudnn"
+    assert kernel_of("auto", **gpu, head_dim=64, packed=False)[0] == "cudnn"

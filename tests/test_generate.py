@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import FAMILIES, logits_of, random_params, random_tokens
+from tiny import plan_of
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
@@ -48,7 +49,7 @@ def continued(case, stop=(), seed=0, mesh="dp=1", **sampling):
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]))
     params = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     sampling = Sampling(**sampling)
-    decoder = Decoder(model, params, layout, dtype=jnp.float32, sampling=sampling)
+    decoder = Decoder(model, params, layout, plan_of(model, layout), sampling)
     steps = decoder.tokens(prompts, max_new_tokens=6, stop=stop, seed=seed)
     return [list(row) for row in zip(*steps, strict=True)]
 
@@ -67,7 +68,7 @@ def test_devices_hold_the_keys_of_their_own_positions_and_heads(case):
     model, params, *_ = case
     layout = Layout(mesh=MeshSpec.parse("cp=4,tp=2").build(jax.devices()))
     sampling = Sampling(temperature=0.0)
-    decoder = Decoder(model, params, layout, dtype=jnp.float32, sampling=sampling)
+    decoder = Decoder(model, params, layout, plan_of(model, layout), sampling)
     for leaf in jax.tree.leaves(decoder._new_cache(3, 16)):
         layers, rows, positions, heads, width = leaf.shape
         held = (layers, rows, positions // 4, heads // 2, width)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decoders import FAMILIES, VARIANTS, logits_of, random_tokens, scan_layers
 
-from jaxdist.core.attention import make_attend
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.losses import Vocabulary, token_cross_entropy
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig, build, layers
@@ -241,7 +241,7 @@ def test_summed_loss_equals_torch(family):
     vocabulary = Vocabulary(FAMILIES[name].vocab_size, chunk=7)
     context = Context(
         run_layers=scan_layers,
-        attend=make_attend(platform="cpu"),
+        attend=make_attend(AttentionPlan("cpu")),
         token_loss=lambda *args, vocab_size, softcap: token_cross_entropy(*args, vocabulary),
     )
     batch = {"tokens": tokens, "targets": targets, "weights": weights}

@@ -12,10 +12,11 @@ import pytest
 import tiny
 from decoders import FAMILIES, SIZES, VARIANTS, logits_of, random_params, random_tokens
 from flax import nnx
+from kernel_choice import kernel_of
 from refusals import refused
 
-from jaxdist.core.attention import blockwise, choose_kernel, kernels, make_attend
-from jaxdist.core.attention.context_parallel import ExchangePlan
+from jaxdist.core.attention import AttentionPlan, blockwise, kernels, make_attend
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.attention.tiled import TILE
@@ -23,6 +24,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
+from jaxdist.core.step_plan import Device, StepSettings, plan_step
 from jaxdist.core.types import AttentionDropout, AttentionMask, Context, dot
 from jaxdist.models import DecoderConfig, build, layers
 from jaxdist.models.decoder import Attention
@@ -46,7 +48,7 @@ def test_decoding_with_a_cache_equals_the_full_forward(name):
     tokens = random_tokens(3, 12)
     expected = np.array(logits_of(model, params, {"tokens": tokens}))
     lengths = np.array([7, 2, 5])
-    context = Context(attend=make_attend(platform="cpu"))
+    context = Context(attend=make_attend(AttentionPlan("cpu")))
     step = jax.jit(lambda *args: model.decoding.step(*args, context))
 
     positions = np.where(np.arange(7) < lengths[:, None], np.arange(7), -1)
@@ -190,7 +192,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
             "needs compute capability 9.0, this is 8.0",
         ),
         ({"packed": True, "compute_capability": ""}, "needs compute capability 9.0, this is not"),
-        ({"packed": True, "packed_obstacle": "differs from the reference"}, "differs from"),
+        ({"packed": True, "packed_rejection": "differs from the reference"}, "differs from"),
         ({"cached": True}, "places of their own"),
         ({"head_dim": 36}, "multiple of 8, this is 36"),
         ({"head_dim": 512}, "this is 512"),
@@ -200,17 +202,17 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
 )
 def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, reason):
     ask = {**GPU, "head_dim": 64, "num_keys": 64, "packed": False, **change}
-    kernel, why = choose_kernel("auto", **ask)
+    kernel, why = kernel_of("auto", **ask)
     assert kernel == "xla" and reason in why
     with refused("attention='cudnn'", reason):
-        choose_kernel("cudnn", **ask)
-    assert choose_kernel("xla", **ask) == ("xla", "asked for")
+        kernel_of("cudnn", **ask)
+    assert kernel_of("xla", **ask) == ("xla", "asked for")
 
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
     for wanted, packed in itertools.product(("auto", "cudnn"), (False, True)):
         width = 256 if packed else 128
-        kernel, why = choose_kernel(wanted, **GPU, head_dim=width, num_keys=8192, packed=packed)
+        kernel, why = kernel_of(wanted, **GPU, head_dim=width, num_keys=8192, packed=packed)
         assert kernel == "cudnn" and "causal" in why
         assert (f"{DOCUMENTS} documents" in why) == packed
 
@@ -218,25 +220,25 @@ def test_cudnn_is_chosen_on_a_gpu_that_can():
 def test_long_rows_go_block_by_block_where_cudnn_cannot():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": False}
     for wanted in ("auto", "xla"):
-        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
-        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "tiled"
-        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
+        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
+        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "tiled"
+        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
 
 
 @pytest.mark.parametrize("change", [{"platform": "gpu"}, {"platform": "cpu", "cached": True}])
 def test_rows_that_cannot_go_in_tiles_go_block_by_block_earlier(change):
     ask = {**GPU, "head_dim": 64, "packed": False, **change}
     for num_keys, kernel in ((1023, "xla"), (1024, "blockwise")):
-        assert choose_kernel("xla", **ask, num_keys=num_keys)[0] == kernel
+        assert kernel_of("xla", **ask, num_keys=num_keys)[0] == kernel
 
 
 def test_rows_on_cpu_go_tile_by_tile_where_there_is_a_tile_to_skip():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": True, "num_keys": TILE + 1}
     for wanted in ("auto", "xla"):
-        assert choose_kernel(wanted, **ask)[0] == "tiled"
+        assert kernel_of(wanted, **ask)[0] == "tiled"
         for change in ({"num_keys": TILE}, {"dropout": 0.1}, {"cached": True}):
-            assert choose_kernel(wanted, **{**ask, **change})[0] == "xla"
-    assert choose_kernel("xla", **{**ask, "platform": "gpu"})[0] == "xla"
+            assert kernel_of(wanted, **{**ask, **change})[0] == "xla"
+    assert kernel_of("xla", **{**ask, "platform": "gpu"})[0] == "xla"
 
 
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():
@@ -247,20 +249,27 @@ def test_packed_rows_are_refused_when_cudnn_was_asked_for():
         logits_of(model, random_params(model), packed_batch(), **ampere)
 
 
-def test_the_log_line_names_the_kernel_and_why():
+def test_the_plan_names_the_kernel_and_why():
     model = build(FAMILIES["llama2"], seq_len=16)
-    notes = model.notes(Context(**{**GPU, "platform": "cpu"}))
-    assert notes[0].startswith("attention kernel: xla (cuDNN needs an NVIDIA GPU")
-    assert len(notes) == 1  # of the rows that there are
-    # The model's heads are 16 wide.
-    ring = ExchangePlan("ring", 1, False, "", cudnn_obstacle="none yet")
-    for ask, packed, unpacked in (
-        ({}, "cudnn", "cudnn"),
-        ({"packed_obstacle": "slow"}, "xla (slow", "cudnn"),
-        ({"exchange": ring}, "cudnn", "blockwise (none yet"),
+    layout = Layout(mesh=MeshSpec.parse("1").build(jax.devices()[:1]))
+    settings = StepSettings(TrainConfig(seq_len=16))
+    plan = lambda device, packed, **change: plan_step(
+        model, layout, device, packed, settings, **change
+    )
+    cpu, gpu = Device("cpu"), Device("gpu", "9.0", is_described=True)
+    assert plan(cpu, False).kernel == "xla"
+    assert plan(cpu, False).reasons["kernel"].startswith("cuDNN needs an NVIDIA GPU")
+    slow = Admission(errors={}, obstacle="slow")
+    for packed, check, kernel in (
+        (False, None, "cudnn"),
+        (True, None, "cudnn"),
+        (True, slow, "xla"),
+        (False, slow, "cudnn"),
     ):
-        assert packed in model.notes(Context(**GPU, **ask, packed_rows=True))[0]
-        assert unpacked in model.notes(Context(**GPU, **ask))[0]
+        found = plan(gpu, packed, check=check)
+        assert found.kernel == kernel
+        assert ("slow" in found.reasons["kernel"]) == (kernel == "xla")
+    assert plan(gpu, True).digest != plan(gpu, True, check=slow).digest
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])
@@ -270,7 +279,7 @@ def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
     query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
     segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
     mask = AttentionMask(sliding_window=window, segments=jnp.asarray(segments) if packed else None)
-    mixed = make_attend(platform="cpu")(query, key, value, mask)
+    mixed = make_attend(AttentionPlan("cpu"))(query, key, value, mask)
     for row, head, at in np.ndindex(2, 4, 8):
         seen = [
             k
@@ -289,7 +298,7 @@ def test_capped_scores_and_a_window_in_every_other_layer(layer, monkeypatch):
     rng = np.random.default_rng(0)
     heads = [jnp.asarray(rng.normal(size=(2, 8, n, 4)), jnp.float32) for n in (4, 2, 2)]
     mask = AttentionMask(sliding_window=3, full_every=2, layer=jnp.asarray(layer))
-    attend = jax.jit(lambda *x: make_attend(platform="cpu")(*x, mask, softcap=0.7))
+    attend = jax.jit(lambda *x: make_attend(AttentionPlan("cpu"))(*x, mask, softcap=0.7))
     query, key, value = heads
     mixed = attend(*heads)
     for row, head, at in np.ndindex(2, 4, 8):
@@ -298,11 +307,11 @@ def test_capped_scores_and_a_window_in_every_other_layer(layer, monkeypatch):
         probs = np.exp(scores) / np.exp(scores).sum()
         expected = probs @ value[row, seen, head // 2]
         np.testing.assert_allclose(mixed[row, at, head], expected, atol=1e-6)
-    pull = lambda *x: jnp.sum(jnp.sin(make_attend(platform="cpu")(*x, mask, softcap=0.7)))
+    pull = lambda *x: jnp.sum(jnp.sin(make_attend(AttentionPlan("cpu"))(*x, mask, softcap=0.7)))
     dense = jax.jit(jax.grad(pull, (0, 1, 2)))(*heads)
     monkeypatch.setattr(kernels, "BLOCKWISE_FROM", 1)
     monkeypatch.setattr(blockwise.Rule.__new__, "__defaults__", (True, 0, 4, 0.0))
-    again = make_attend(platform="cpu")(*heads, mask, softcap=0.7)
+    again = make_attend(AttentionPlan("cpu"))(*heads, mask, softcap=0.7)
     np.testing.assert_allclose(again, mixed, atol=1e-6)
     for ours, theirs in zip(jax.jit(jax.grad(pull, (0, 1, 2)))(*heads), dense, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
@@ -319,7 +328,7 @@ def test_settings_of_layers_that_differ_are_refused_where_layers_do_not():
 def test_queries_at_given_positions_see_what_they_would_in_the_whole_row():
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
-    attend = make_attend(platform="cpu")
+    attend = make_attend(AttentionPlan("cpu"))
     whole = attend(query, key, value, AttentionMask(sliding_window=3))
     at = np.array([[5, 2], [0, 7]])
     mask = AttentionMask(sliding_window=3, query_positions=jnp.asarray(at))
@@ -443,7 +452,7 @@ def test_dropout_keeps_the_mean_and_the_share():
 
 def test_a_kernel_that_drops_nothing_is_refused_for_dropout():
     rows = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    attend = make_attend(platform="gpu", compute_capability="9.0")
+    attend = make_attend(AttentionPlan("gpu", "9.0"))
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
     with refused("attention='cudnn'", "dropout"):
         attend(rows, rows, rows, AttentionMask(), kernel="cudnn", dropout=dropout)
@@ -452,7 +461,7 @@ def test_a_kernel_that_drops_nothing_is_refused_for_dropout():
 def test_attention_dropout_keeps_the_mean():
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 4)), jnp.float32) for n in (4, 2, 2))
-    attend, mask = make_attend(platform="cpu"), AttentionMask(sliding_window=3)
+    attend, mask = make_attend(AttentionPlan("cpu")), AttentionMask(sliding_window=3)
 
     @jax.jit
     def mean(keys):

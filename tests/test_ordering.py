@@ -14,7 +14,7 @@ import pipeline_parity
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import Case, layout_of, model_of, step_of, text_batch
+from tiny import Case, layout_of, model_of, plan_of, step_of, text_batch
 
 from jaxdist.core import collectives
 from jaxdist.core.collective_order import in_order
@@ -167,6 +167,6 @@ def test_generation_is_in_order(monkeypatch):
     monkeypatch.setattr("jaxdist.run.decoding.in_order", spy)
     model, layout, (_, state) = model_of("rotary"), layout_of(case), step_of(case)
     greedy = decoding.Sampling(temperature=0.0)
-    decoder = decoding.Decoder(model, state.params, layout, dtype=jnp.float32, sampling=greedy)
+    decoder = decoding.Decoder(model, state.params, layout, plan_of(model, layout), greedy)
     assert len(list(decoder.tokens([np.arange(4), np.arange(2)], max_new_tokens=3))) == 3
     assert asked == [True]

@@ -9,7 +9,7 @@ import pytest
 from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, make_parts
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.core.attention import make_attend
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import make_step
 from jaxdist.core.types import Context
@@ -98,7 +98,7 @@ def test_generation_on_stages_gives_the_logits_of_one_device():
     logits = {}
     for mesh in ("dp=1", "pp=4,tp=2"):
         model, layout, _, context = make_parts(Case(mesh=mesh))
-        plain = Context(dtype=context.dtype, attend=make_attend(platform="cpu"))
+        plain = Context(dtype=context.dtype, attend=make_attend(AttentionPlan("cpu")))
         params = jax.device_put(
             host_params("llama", 4), layout.shardings(layout.param_specs(model.axes))
         )

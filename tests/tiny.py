@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.core.attention import make_attend
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -187,7 +187,7 @@ def train_by_hand(name: str, batch: Batch, steps: int = 20) -> Trace:
         run_layers=run_layers,
         token_loss=token_loss,
         label_loss=label_loss,
-        attend=make_attend(platform="cpu"),
+        attend=make_attend(AttentionPlan("cpu")),
     )
 
     def mean_loss(params: Params) -> Any:

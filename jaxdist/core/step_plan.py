@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxdist.core import matmul
+from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kernel
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import axes_of, divisors_of
@@ -25,8 +26,9 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Model
+from jaxdist.core.types import AttentionCall, Model
 from jaxdist.plan.hardware import GPUS, gpu_of
 
 if TYPE_CHECKING:
@@ -93,17 +95,15 @@ class StepPlan:
     """The decisions about one step on one layout.
 
     Attributes:
-        platform: "cpu" or "gpu".
-        compute_capability: of an NVIDIA GPU, e.g. "9.0"; "" elsewhere.
+        attention: the devices, how they share rows, and what cuDNN may not do there.
+        kernel: attention kernel of training's rows; "" = none, or the settings' cannot run here.
         compute_dtype: of matrix products and of activations between blocks.
         reduce_dtype: of sums of gradients as they leave a layer.
         microbatch_reduce_dtype: of sums over microbatches of a pipeline.
         matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
-        exchange: how devices that share rows exchange keys and values; None = rows are whole.
         per_node: neighbors along the context axis that share a node.
         is_described: the devices are a description, and none of them belongs to this job.
         packed: rows hold several documents.
-        packed_rejection: why cuDNN may not multiply packed documents; "" = it may.
         remat: the policy of recomputation, "auto" resolved.
         gathers_layers: a layer gathers its weights when it runs.
         layers_per_body: layers in the body of the loop over them.
@@ -122,17 +122,15 @@ class StepPlan:
         reasons: decision -> why.
     """
 
-    platform: str
-    compute_capability: str
+    attention: AttentionPlan
+    kernel: str
     compute_dtype: Any
     reduce_dtype: Any
     microbatch_reduce_dtype: Any
     matmul_dtype: str
-    exchange: ExchangePlan | None
     per_node: int
     is_described: bool
     packed: bool
-    packed_rejection: str
     remat: str
     gathers_layers: bool
     layers_per_body: int
@@ -151,6 +149,16 @@ class StepPlan:
     reasons: Mapping[str, str]
 
     @property
+    def platform(self) -> str:
+        """Platform of the devices, "cpu" or "gpu"."""
+        return self.attention.platform
+
+    @property
+    def exchange(self) -> ExchangePlan | None:
+        """How devices that share rows exchange keys and values; None = rows are whole."""
+        return self.attention.exchange
+
+    @property
     def accumulation(self) -> int:
         """Microbatches of a step without pipeline stages."""
         return self.num_microbatches or 1
@@ -163,10 +171,9 @@ class StepPlan:
             for field in dataclasses.fields(self)
             if field.name not in ("reasons", "per_node", "is_described")
         }
-        decisions["packed_rejection"] = bool(self.packed_rejection)
-        if self.exchange is not None:
-            is_rejected = bool(self.exchange.cudnn_obstacle)
-            decisions["exchange"] = (*self.exchange[:3], is_rejected)
+        attention = self.attention  # without texts, which may differ between processes
+        exchange = attention.exchange[:3] if attention.exchange is not None else None
+        decisions["attention"] = (attention.platform, attention.compute_capability, exchange)
         return hashlib.sha256(repr(decisions).encode()).hexdigest()[:12]
 
 
@@ -199,10 +206,21 @@ def plan_step(
     narrow = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
     is_ring = check is not None and check.use == "ring"
     exchange = exchange_of(model, layout, device.per_node, packed=packed)
-    if exchange is not None:
-        obstacle = obstacle_of(layout, device, check if is_ring else None)
-        exchange = exchange._replace(cudnn_obstacle=obstacle)
     reasons = {} if exchange is None else {"exchange": exchange.reason}
+    attention = AttentionPlan(
+        platform,
+        device.compute_capability,
+        exchange,
+        packed_rejection=obstacle_of(layout, device, None if is_ring else check),
+        ring_rejection=obstacle_of(layout, device, check if is_ring else None),
+    )
+    kernel = ""
+    if model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
+        request = request_of(model, model.attention_call, train.seq_len, dtype, packed=packed)
+        try:
+            kernel, reasons["kernel"] = choose_kernel(request, attention)
+        except ConfigError as error:  # the step raises it
+            reasons["kernel"] = str(error)
     remat, reasons["remat"] = _choose_remat(train.remat, remat, platform)
     gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
     layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
@@ -225,17 +243,15 @@ def plan_step(
         "logits that take little memory" if on_gpu else "logits that fit the caches"
     )  # fmt: skip
     return StepPlan(
-        platform=platform,
-        compute_capability=device.compute_capability,
+        attention=attention,
+        kernel=kernel,
         compute_dtype=dtype,
         reduce_dtype=precision.resolve_reduce(dtype),
         microbatch_reduce_dtype=precision.resolve_reduce("float32"),
         matmul_dtype=narrow,
-        exchange=exchange,
         per_node=device.per_node,
         is_described=device.is_described,
         packed=packed,
-        packed_rejection=obstacle_of(layout, device, None if is_ring else check),
         remat=remat,
         gathers_layers=gathers,
         layers_per_body=per_body,
@@ -255,6 +271,22 @@ def plan_step(
         avoids_zeroed_buffers=on_gpu,
         memory_bytes=0 if gpu is None else gpu.memory_bytes,
         reasons=reasons,
+    )
+
+
+def request_of(
+    model: Model, call: AttentionCall, seq_len: int, dtype: Any, *, packed: bool
+) -> AttentionRequest:
+    """Describe the attention of training's rows to `choose_kernel`."""
+    return AttentionRequest(
+        dtype,
+        model.dims["head_dim"],
+        seq_len,
+        kernel=call.kernel,
+        packed=packed,
+        dropout=call.dropout,
+        softcap=call.softcap,
+        window=call.sliding_window,
     )
 
 

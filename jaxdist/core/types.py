@@ -234,11 +234,6 @@ class Context:
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         layer: index in the model of the block that runs, int32 scalar.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
-        compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
-        packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
-        exchange: how devices that share rows exchange keys and values, an
-            `attention.context_parallel.ExchangePlan`; None = rows are whole.
-        packed_rows: whether training rows hold several documents, as far as is known; for `notes`.
         row_groups: the most equal parts of the rows that go through the layers side by side, so
             that the collectives of one run beside the products of another.
     """
@@ -261,10 +256,6 @@ class Context:
     dropout_key: Array | None = None
     layer: Any = 0
     platform: str = "cpu"
-    compute_capability: str = ""
-    packed_obstacle: str = ""
-    exchange: Any = None
-    packed_rows: bool = False
     row_groups: int = 1
 
 
@@ -326,7 +317,6 @@ class Model:
         num_classes: classes that its labels may name; 0 = it has none, or any number.
         attention_call: what its layers ask of `Context.attend`, for what is chosen before they run.
         row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
-        notes: facts worth one log line at start (chosen kernels and why).
     """
 
     name: str
@@ -349,7 +339,6 @@ class Model:
     num_classes: int = 0
     attention_call: AttentionCall = AttentionCall()
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
-    notes: Callable[[Context], list[str]] | None = None
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
         """Sums of the local batch, of all layers and the head; training differentiates `objective`.

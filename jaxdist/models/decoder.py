@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.attention import choose_kernel
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import (
     Array,
@@ -101,7 +100,6 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         vocab_size=config.vocab_size,
         attention_call=config.attention_call,
         decoding=_make_decoding(config, bind_embed, bind_block, bind_head),
-        notes=lambda context: _notes(config, seq_len, context),
     )
     return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
 
@@ -461,22 +459,3 @@ def _once(bias: Array, context: Context) -> Array:
     """
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
-
-
-def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
-    kernel, reason = choose_kernel(
-        config.attention,
-        platform=context.platform,
-        compute_capability=context.compute_capability,
-        dtype=context.dtype,
-        head_dim=config.head_width,
-        num_keys=seq_len,
-        packed=context.packed_rows,
-        dropout=config.attention_dropout,
-        softcap=config.attention_softcap,
-        packed_obstacle=context.packed_obstacle,
-        exchange=context.exchange,
-        window=config.sliding_window,
-    )
-    of = " of packed documents" if context.packed_rows else ""
-    return [f"attention kernel{of}: {kernel} ({reason})"]

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.core.attention import make_attend
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.sharding import Layout
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Context, Dims, Model, Params
 
 _BUCKET = 64
@@ -35,18 +36,20 @@ class Decoder:
     """A model with its weights, ready to continue prompts; compiles once per bucket of lengths.
 
     The model has `decoding`. `params`, float32, are sharded over the layout's mesh as in training;
-    products have the compute `dtype`.
+    products have the plan's compute dtype.
     """
 
     def __init__(
-        self, model: Model, params: Params, layout: Layout, *, dtype: Any, sampling: Sampling
+        self, model: Model, params: Params, layout: Layout, plan: StepPlan, sampling: Sampling
     ):
         assert model.decoding is not None
         self._decoding, self._params = model.decoding, params
-        self._layout, self._dtype = layout, dtype
-        platform = layout.mesh.devices.flat[0].platform
-        platform = "gpu" if platform in ("gpu", "cuda") else platform
-        context = Context(dtype=dtype, platform=platform, attend=make_attend(platform=platform))
+        self._layout, self._dtype = layout, plan.compute_dtype
+        # Queries of a cache have positions of their own, and rows are whole: no fused kernel.
+        alone = AttentionPlan(plan.platform)
+        context = Context(
+            dtype=plan.compute_dtype, platform=plan.platform, attend=make_attend(alone)
+        )
 
         def decode(
             params: Params, cache: Any, tokens: Array, positions: Array
@@ -54,7 +57,7 @@ class Decoder:
             # Products take their weights in the compute dtype; the masters stay float32.
             return self._decoding.step(params, cache, tokens, positions, context)
 
-        if layout.mesh.size > 1 and platform == "cpu":
+        if plan.orders_collectives:
             decode = in_order(decode, hidden=True)
         self._decode = jax.jit(decode, donate_argnums=1)
         self._sample = jax.jit(functools.partial(sample_tokens, **dataclasses.asdict(sampling)))

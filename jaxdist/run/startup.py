@@ -198,9 +198,11 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     rows = config.train.global_batch_size // parts.layout.num_replicas
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
-    notes = list(model.notes(parts.step.context)) if model.notes else []
+    plan = parts.plan
+    of = " of packed documents" if plan.packed else ""
+    notes = [f"attention kernel{of}: {plan.kernel} ({plan.reasons['kernel']})"] * bool(plan.kernel)
     notes += describe_exchange(
-        model, parts.layout, parts.plan, config.train.seq_len, places=_places(parts, data),
+        model, parts.layout, plan, config.train.seq_len, places=_places(parts, data),
         windows=model.attention_call.windows, rows=rows // microbatches,
     )  # fmt: skip
     notes += [parts.check.describe()] if parts.check is not None else []

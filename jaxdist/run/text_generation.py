@@ -131,7 +131,7 @@ def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decode
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
     )
-    return Decoder(parts.model, params, parts.layout, dtype=parts.compute_dtype, sampling=sampling)
+    return Decoder(parts.model, params, parts.layout, parts.plan, sampling)
 
 
 def prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:

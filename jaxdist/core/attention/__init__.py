@@ -9,4 +9,11 @@ ring              keys and values that travel between devices while those at han
 zigzag            one step of a ring on cuDNN's kernel
 """
 
-from jaxdist.core.attention.kernels import choose_kernel, keeps_attention, make_attend, visible
+from jaxdist.core.attention.kernels import (
+    AttentionPlan,
+    AttentionRequest,
+    choose_kernel,
+    keeps_attention,
+    make_attend,
+    visible,
+)

@@ -51,15 +51,12 @@ class ExchangePlan(NamedTuple):
         paired: whether permutes are made of exchanges between pairs. A pipeline needs that: its
             stages take different branches, and a permute waits for all devices of the mesh.
         reason: why this way, for the log.
-        cudnn_obstacle: why cuDNN may not multiply the parts that travel, of rows of one document;
-            "" = it may.
     """
 
     exchange: Exchange
     inner: int
     paired: bool
     reason: str
-    cudnn_obstacle: str = ""
 
 
 def plan_exchange(
@@ -150,14 +147,14 @@ def _either(sizes: list[int]) -> str:
 def make_attend_to_shared(
     plan: ExchangePlan,
     attend_rows: Callable[..., Array],
-    choose_kernel: Callable[..., tuple[str, str]],
+    choose_kernel: Callable[..., str],
 ) -> Callable[..., Array]:
     """The `attend` of a `Context` where rows are shared.
 
     Args:
         plan: how devices exchange.
         attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
-        choose_kernel: (wanted, query, ...) -> `kernels.choose_kernel` of it on this platform.
+        choose_kernel: (query, ...) -> the kernel of a call; as of `kernels.AttentionRequest`.
 
     Returns:
         As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
@@ -186,13 +183,12 @@ def make_attend_to_shared(
             each = [partial(attend, mask=m, kernel=kernel, softcap=softcap) for m in (far, near)]
             return jax.lax.cond(mask.has_no_window, *each, query, key, value)
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
-        chosen, _ = choose_kernel(
-            kernel,
+        chosen = choose_kernel(
             query,
+            kernel=kernel,
             num_keys=key.shape[1] * collectives.group_size(CONTEXT.name),
             packed=mask.segments is not None,
             softcap=softcap,
-            exchange=plan,
             window=mask.sliding_window,
             causal=mask.causal,
         )

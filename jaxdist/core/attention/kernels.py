@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,22 +36,63 @@ DENSE_BELOW = 1024
 from there, too, as it leaves out the half that the causal mask hides."""
 
 
+class AttentionPlan(NamedTuple):
+    """The devices that attend, as `choose_kernel` needs them.
+
+    Attributes:
+        platform: "cpu" or "gpu".
+        compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" if unknown.
+        exchange: how devices that share rows exchange keys and values; None = rows are whole.
+        packed_rejection: why cuDNN may not multiply packed documents; "" = it may.
+        ring_rejection: why cuDNN may not multiply the parts that travel round a ring, of rows of
+            one document; "" = it may.
+    """
+
+    platform: str
+    compute_capability: str = ""
+    exchange: ExchangePlan | None = None
+    packed_rejection: str = ""
+    ring_rejection: str = ""
+
+
+class AttentionRequest(NamedTuple):
+    """One call of attention, as `choose_kernel` needs it.
+
+    Attributes:
+        dtype: of queries.
+        head_dim: width of a head.
+        num_keys: positions of a row.
+        kernel: "auto", "xla" or "cudnn".
+        packed: rows hold several documents.
+        cached: queries have positions of their own among the keys.
+        dropout: share of probabilities dropped.
+        softcap: bound of the scores; 0 = none.
+        window: newest keys that a query sees, 0 = all; it counts if devices share rows.
+        causal: a query sees the keys up to its own position; it counts if devices share rows.
+        too_large: why the packed kernel cannot take these shapes; "" = it can.
+    """
+
+    dtype: Any
+    head_dim: int
+    num_keys: int
+    kernel: str = "auto"
+    packed: bool = False
+    cached: bool = False
+    dropout: float = 0.0
+    softcap: float = 0.0
+    window: int = 0
+    causal: bool = True
+    too_large: str = ""
+
+
 def make_attend(
-    *,
-    platform: str,
-    compute_capability: str = "",
-    tensor_index: Callable[[], Any] = lambda: 0,
-    exchange: ExchangePlan | None = None,
-    packed_obstacle: str = "",
+    plan: AttentionPlan, *, tensor_index: Callable[[], Any] = lambda: 0
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
 
     Args:
-        platform: "cpu" or "gpu".
-        compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" elsewhere.
+        plan: the devices.
         tensor_index: index of this device on the tensor axis, which splits the heads.
-        exchange: how devices that share rows exchange keys and values; None = rows are whole.
-        packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
 
     Returns:
         (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
@@ -59,17 +100,11 @@ def make_attend(
         `ConfigError` where "cudnn" cannot do what is asked.
     """
 
-    def choose(wanted: str, query: Array, **asked: Any) -> tuple[Kernel, str]:
+    def choose(query: Array, **call: Any) -> Kernel:
         """`choose_kernel` for queries [batch, queries, heads, head_dim] here."""
-        return choose_kernel(
-            wanted,
-            platform=platform,
-            compute_capability=compute_capability,
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
-            packed_obstacle=packed_obstacle or cudnn.too_large(query.shape),
-            **asked,
-        )
+        too_large = cudnn.too_large(query.shape)
+        request = AttentionRequest(query.dtype, query.shape[-1], too_large=too_large, **call)
+        return choose_kernel(request, plan)[0]
 
     def attend(
         query: Array,
@@ -82,9 +117,9 @@ def make_attend(
         softcap: float = 0.0,
     ) -> Array:
         """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
-        chosen, _ = choose(
-            kernel,
+        chosen = choose(
             query,
+            kernel=kernel,
             num_keys=key.shape[1],
             packed=mask.segments is not None,
             cached=mask.query_positions is not None,
@@ -104,8 +139,9 @@ def make_attend(
         branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
         return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
 
-    over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend, choose)
-    return _without_float16(over_devices) if platform == "cpu" else over_devices
+    shared = plan.exchange
+    over_devices = attend if shared is None else make_attend_to_shared(shared, attend, choose)
+    return _without_float16(over_devices) if plan.platform == "cpu" else over_devices
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
@@ -123,52 +159,30 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
     return in_float32
 
 
-def choose_kernel(
-    wanted: str,
-    *,
-    platform: str,
-    compute_capability: str,
-    dtype: Any,
-    head_dim: int,
-    num_keys: int,
-    packed: bool,
-    cached: bool = False,
-    dropout: float = 0.0,
-    packed_obstacle: str = "",
-    softcap: float = 0.0,
-    exchange: ExchangePlan | None = None,
-    window: int = 0,
-    causal: bool = True,
-) -> tuple[Kernel, str]:
-    """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
-
-    `compute_capability` is that of NVIDIA GPUs, e.g. "9.0"; "" where it is not known. `num_keys`
-    are positions of a row. Rows are `packed` if they hold several documents; queries are `cached`
-    if they have places of their own among the keys. `packed_obstacle` and `exchange`: see
-    `make_attend`. `window` is the number of newest keys that a query sees, 0 = all; it counts where
-    devices share rows, as does whether the mask is `causal`.
+def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
+    """Choose the attention kernel of a call on these devices, and say why.
 
     Raises:
-        ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
+        ConfigError: the call names cuDNN, which cannot honor the mask or the shapes.
     """
+    platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
+    dtype, head_dim, packed = request.dtype, request.head_dim, request.packed
+    softcap, num_keys, dropout = request.softcap, request.num_keys, request.dropout
     # Of heads exchanged for positions each device has whole rows.
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
     obstacles = []
     if platform != "gpu":
         obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {platform}")
-    elif compute_capability and float(compute_capability) < 8.0:
-        obstacles.append(
-            f"cuDNN's kernel needs compute capability 8.0, this is {compute_capability}"
-        )
+    elif capability and float(capability) < 8.0:
+        obstacles.append(f"cuDNN's kernel needs compute capability 8.0, this is {capability}")
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
     if platform == "gpu":
-        is_windowed = 0 < window < num_keys
-        hidden = _part_obstacles(exchange, packed, is_windowed, causal) if in_parts else []
+        hidden = _part_obstacles(request, plan) if in_parts else []
         if packed and not hidden:
-            hidden = _packed_obstacles(compute_capability, packed_obstacle)
+            hidden = _packed_obstacles(request, plan)
         obstacles += hidden
-    if cached:
+    if request.cached:
         obstacles.append("cuDNN's kernel takes no queries with places of their own")
     # Wider heads run where they were compared first, which whole packed rows are.
     widest = 256 if packed and not in_parts else 128
@@ -183,13 +197,13 @@ def choose_kernel(
     if in_parts:
         by_xla, how = "blockwise", "; rows that devices share go block by block"
     elif not dropout:
-        in_tiles = platform == "cpu" and not cached
+        in_tiles = platform == "cpu" and not request.cached
         first = BLOCKWISE_FROM if in_tiles else DENSE_BELOW
         if num_keys >= first:
             by_xla, how = "blockwise", f"; rows of {first} keys and more go block by block"
         elif in_tiles and num_keys > tiled.TILE:
             by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
-    if wanted == "xla":
+    if request.kernel == "xla":
         return by_xla, f"asked for{how}"
     if not obstacles:
         if in_parts:
@@ -198,7 +212,7 @@ def choose_kernel(
         return "cudnn", "fused, and it honours the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
         )
-    if wanted == "cudnn":
+    if request.kernel == "cudnn":
         raise ConfigError(
             f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
             "Use attention='xla' or 'auto'."
@@ -206,27 +220,26 @@ def choose_kernel(
     return by_xla, "; ".join(obstacles) + how
 
 
-def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str]:
-    if float(compute_capability or 0) < 9.0:
-        known = compute_capability or "not known"
+def _packed_obstacles(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
+    if float(plan.compute_capability or 0) < 9.0:
+        known = plan.compute_capability or "not known"
         return [f"cuDNN's packed kernel needs compute capability 9.0, this is {known}"]
-    return [reason for reason in (cudnn.missing(), packed_obstacle) if reason]
+    reasons = (cudnn.missing(), plan.packed_rejection or request.too_large)
+    return [reason for reason in reasons if reason]
 
 
-def _part_obstacles(
-    exchange: ExchangePlan | None, packed: bool, is_windowed: bool, causal: bool
-) -> list[str]:
+def _part_obstacles(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
     """Why cuDNN cannot multiply the parts of a row that devices share."""
-    assert exchange is not None
-    if exchange.exchange == "all_gather":
+    assert plan.exchange is not None
+    if plan.exchange.exchange == "all_gather":
         return ["cuDNN's causal mask does not know which of all gathered keys come first"]
-    if is_windowed:
+    if 0 < request.window < request.num_keys:
         return ["cuDNN's kernel does not support a sliding window over a ring"]
-    if not causal and packed:
+    if not request.causal and request.packed:
         return ["documents of a shared row reach into parts on both sides without a causal mask"]
-    if packed:
+    if request.packed:
         return []
-    return [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]
+    return [reason for reason in (cudnn.missing(), plan.ring_rejection) if reason]
 
 
 def visible(mask: AttentionMask, queries: int, keys: int) -> Array:

@@ -31,13 +31,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     vocabulary_axis = TENSOR.name if TENSOR in layout.used else None
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
-    attend = attention.make_attend(
-        platform=plan.platform,
-        compute_capability=plan.compute_capability,
-        packed_obstacle=plan.packed_rejection,
-        exchange=plan.exchange,
-        **head_shard,
-    )
+    attend = attention.make_attend(plan.attention, **head_shard)
     own = {"weight_gradient": cpu.weight_gradient} if plan.sums_weights_on_cpu else {}
     return Context(
         dtype=plan.compute_dtype,
@@ -47,10 +41,6 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, plan),
         platform=plan.platform,
-        compute_capability=plan.compute_capability,
-        packed_obstacle=plan.packed_rejection,
-        exchange=plan.exchange,
-        packed_rows=plan.packed,
         row_groups=plan.max_row_chunks,
         gather=make_gather(layout, model, plan),
         **({"settle": settle} if plan.settles_gradients else {}),

@@ -20,7 +20,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
-from jaxdist.core.step_plan import StepPlan
+from jaxdist.core.step_plan import StepPlan, request_of
 from jaxdist.core.types import Model
 
 Agree: TypeAlias = Callable[[str, str], list[str]]
@@ -42,21 +42,12 @@ def check_kernel(
     is_ring = exchange is not None and exchange.exchange in ("ring", "hybrid")
     if shapes is None or plan.is_described or not (plan.packed or is_ring):
         return None
+    request = request_of(model, call, config.seq_len, plan.compute_dtype, packed=plan.packed)
+    # One kind of layer without a window is enough to need the kernel.
+    request = request._replace(window=min(shapes.windows))
+    untested = plan.attention._replace(packed_rejection="", ring_rejection="")
     try:
-        kernel, _ = choose_kernel(
-            call.kernel,
-            platform=plan.platform,
-            compute_capability=plan.compute_capability,
-            dtype=plan.compute_dtype,
-            head_dim=shapes.head_dim,
-            num_keys=config.seq_len,
-            packed=plan.packed,
-            softcap=call.softcap,
-            dropout=call.dropout,
-            exchange=exchange._replace(cudnn_obstacle="") if exchange is not None else None,
-            # One kind of layer without a window is enough to need the kernel.
-            window=min(shapes.windows) if in_parts else 0,
-        )
+        kernel, _ = choose_kernel(request, untested)
     except ConfigError:  # the step reports it
         return None
     if kernel != "cudnn":

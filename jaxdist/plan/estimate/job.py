@@ -24,7 +24,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
+from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
 from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
@@ -314,20 +314,9 @@ class Job:
         call = self.attention_call
         if call is None or not self.is_decoder:
             return ""
-        kernel, _ = choose_kernel(
-            call.kernel,
-            platform="gpu",
-            compute_capability=self.cluster.gpu.compute_capability,
-            dtype=self.dtype,
-            head_dim=self.model.dims["head_dim"],
-            num_keys=self.seq_len,
-            packed=self.config.data.packs_documents,
-            dropout=call.dropout,
-            softcap=call.softcap,
-            exchange=self.exchange,
-            window=call.sliding_window,
-        )
-        return kernel
+        packed = self.plan.packed
+        request = request_of(self.model, call, self.seq_len, self.dtype, packed=packed)
+        return choose_kernel(request, self.plan.attention)[0]
 
     @property
     def loss_chunk(self) -> int:
