@@ -67,8 +67,6 @@ def run(
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
-    if budget is not None and budget.remat is not None:
-        parts = dataclasses.replace(parts, remat=budget.remat.job.remat)
     if budget is not None and not config.force:
         budget.check()
     data = open_datasets(
@@ -77,6 +75,11 @@ def run(
     for part in (part for part in data if part is not None):  # held-out rows may differ
         check_data_fits(parts, part)
     parts = compare_kernel(parts, data[0].fields)
+    if budget is not None:
+        budget = budget.replanned(parts.packed, parts.check)
+        if not config.force:
+            budget.check()
+        parts = dataclasses.replace(parts, remat=budget.job.remat)
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.skip_audit else check_mesh(parts, data[0].fields)

@@ -12,6 +12,7 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import TrainConfig
@@ -167,6 +168,10 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
 
     class Refusing:
         remat = None
+        job = types.SimpleNamespace(remat=None)
+
+        def replanned(self, packed, check):
+            return self
 
         def check(self):
             raise ConfigError("memory: refused")
@@ -183,6 +188,17 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
         train.main(flags)
     assert not (tmp_path / "run").exists()  # before anything is written or compiled
     assert train.main([*flags, "--force"]) == 0
+
+
+def test_a_rejected_kernel_reopens_the_choice_of_remat():
+    draft = Budget.of(run(remat="auto"), MeshSpec(fsdp=16), gpus(16, 72), None)
+    rejected = Admission(errors={}, obstacle="differs")
+    by_cudnn, by_blocks = (draft.replanned(True, check) for check in (None, rejected))
+    assert (by_cudnn.job.attention, by_blocks.job.attention) == ("cudnn", "blockwise")
+    for policy in POLICIES:
+        assert by_blocks.remat.seconds[policy] > by_cudnn.remat.seconds[policy]
+    assert by_blocks.job.plan.remat == by_blocks.remat.job.remat != "auto"
+    assert draft.replanned(False, None).remat.seconds == draft.remat.seconds
 
 
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
@@ -87,13 +88,19 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on one mesh of one cluster; the settings' own `mesh.shape` is not looked at."""
+    """One run on one mesh of one cluster; the settings' own `mesh.shape` is not read.
+
+    `packed` rows hold several documents; None = as the settings suggest. `check` is the result of
+    comparing cuDNN's kernel; None = it is expected to pass.
+    """
 
     config: RunConfig
     spec: MeshSpec
     cluster: Cluster
     model: Model
     engine: Engine = dataclasses.field(default_factory=Engine)
+    packed: bool | None = None
+    check: Admission | None = None
 
     @classmethod
     def of(
@@ -120,7 +127,8 @@ class Job:
             is_described=True,
         )
         settings = StepSettings(config.train, config.precision, config.pipeline)
-        return plan_step(self.model, self.layout, device, config.data.packs_documents, settings)
+        packed = config.data.packs_documents if self.packed is None else self.packed
+        return plan_step(self.model, self.layout, device, packed, settings, self.check)
 
     @property
     def dtype(self) -> Any:

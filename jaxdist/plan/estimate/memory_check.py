@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
@@ -55,10 +56,23 @@ class Budget:
         if found is None:
             return None
         cluster, limit = found
-        job = Job.of(config, spec, cluster, model)
+        return cls._of_job(Job.of(config, spec, cluster, model), limit)
+
+    @classmethod
+    def _of_job(cls, job: Job, limit: float) -> Budget:
         remat = choose_remat(job, limit)
         job = job if remat is None else remat.job
         return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
+
+    def replanned(self, packed: bool, check: Admission | None) -> Budget:
+        """Return the budget for the rows of the data and the result of the kernel check.
+
+        Attention that goes block by block costs otherwise, so remat "auto" is chosen again.
+        """
+        job = self.job if self.remat is None else self.job.changed("train", remat="auto")
+        return Budget._of_job(
+            dataclasses.replace(job, packed=packed, check=check), self.limit_bytes
+        )
 
     def line(self) -> str:
         """One line for the start of a run."""
