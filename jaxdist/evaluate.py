@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = run.weights(step, config.weights)
     means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
     facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
-    result = {**facts, "mesh": str(run.parts.spec), **means}
+    parts = run.parts_for(dataset)
+    result = {**facts, "mesh": str(parts.spec), "step_plan": parts.plan.digest, **means}
     shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
     print(encode(result) if config.json else "\n".join(lines))

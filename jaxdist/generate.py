@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = run.weights(step, config.weights)
     writer.decoder = make_decoder(run.parts, weights.params, config)
     of = "EMA weights of " if weights.kind == "ema" else ""
-    print(f"{of}checkpoint {weights.step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
+    where = f"mesh {run.parts.spec}, step plan {run.parts.plan.digest}"
+    print(f"{of}checkpoint {weights.step} of {run.path}, {where}", file=sys.stderr)
     if config.is_interactive:
         _converse(writer, config)
     elif config.out:

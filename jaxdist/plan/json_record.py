@@ -28,6 +28,8 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "total_bytes": plan.total_bytes,
             "usable_bytes": plan.choice.usable_bytes,
             "mesh": str(plan.choice.job.spec),
+            "step_plan": plan.choice.job.plan.digest,
+            "decisions": dict(plan.choice.job.plan.reasons),
             "flags": plan.choice.flags(plan.base),
             "memory": {
                 "parts": plan.choice.memory.parts,

@@ -66,7 +66,8 @@ def _verdict(plan: Plan) -> str:
     time = plan.choice.time
     lines = [
         f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({known}), "
-        f"with {plan.choice.command(plan.base)}"
+        f"with {plan.choice.command(plan.base)}",
+        f"step plan {plan.choice.job.plan.digest}",
     ]
     if plan.fits:
         lines.append(

@@ -52,6 +52,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         again = [_once(parts, state, batch) for _ in range(_TIMES)]
         later = (_once(parts, state, batch) for batch in loader)
         following = next(filter(None, later)) if anomaly is not None else None
+    log.info("step plan %s", parts.plan.digest)
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
     log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))

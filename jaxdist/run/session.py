@@ -126,7 +126,7 @@ class Session:
                     start_step=self.step,
                     flops_per_token=parts.model.flops_per_token,
                     unit=parts.model.unit,
-                    compute_dtype=str(parts.compute_dtype),
+                    compute_dtype=str(parts.plan.compute_dtype),
                     devices=jax.devices(),
                     config_text=config_text,
                     asked_to_trace=asked_to_trace,

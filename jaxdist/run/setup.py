@@ -105,11 +105,6 @@ class Parts:
         )
 
     @property
-    def compute_dtype(self) -> Any:
-        """Dtype of matrix products."""
-        return self.plan.compute_dtype
-
-    @property
     def devices(self) -> list[Any]:
         """Devices of the mesh: all of the job's, unless an elastic run leaves some idle."""
         return list(self.layout.mesh.devices.flat)

@@ -200,7 +200,9 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     plan = parts.plan
     of = " of packed documents" if plan.packed else ""
-    notes = [f"attention kernel{of}: {plan.kernel} ({plan.reasons['kernel']})"] * bool(plan.kernel)
+    notes = [f"step plan {plan.digest}"]
+    if plan.kernel:
+        notes.append(f"attention kernel{of}: {plan.kernel} ({plan.reasons['kernel']})")
     notes += describe_exchange(
         model, parts.layout, plan, config.train.seq_len, places=_places(parts, data),
         windows=model.attention_call.windows, rows=rows // microbatches,
@@ -236,7 +238,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 def _precision(parts: Parts) -> str:
     """Number formats, for the start of a run."""
-    compute = f"{parts.compute_dtype} compute, float32 parameters"
+    compute = f"{parts.plan.compute_dtype} compute, float32 parameters"
     narrow = parts.plan.matmul_dtype
     if not narrow:
         return compute

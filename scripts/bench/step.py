@@ -118,7 +118,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         "documents": args.documents or 1,
         **packed_kernel(parts),
         "remat": config.train.remat,
-        "dtype": str(parts.compute_dtype),
+        "dtype": str(parts.plan.compute_dtype),
         "tokens_per_s": tokens / median,
         "step_ms_p50": 1e3 * median,
         "step_ms_p99": 1e3 * float(np.percentile([block.wall_s for block in times[0]], 99)),
@@ -128,7 +128,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         "loss": losses[0],
         **memory(ours),
     }
-    peak = peak_flops(jax.devices()[0].device_kind, str(parts.compute_dtype))
+    peak = peak_flops(jax.devices()[0].device_kind, str(parts.plan.compute_dtype))
     if peak:
         for convention, flops in parts.model.flops_per_token.items():
             result[f"mfu_{convention}"] = result["tokens_per_s"] * flops / peak
@@ -217,7 +217,7 @@ class Bare:
 
     def __init__(self, shape, parts, batches):
         kernel = "cudnn" if parts.plan.platform == "gpu" else "xla"
-        self.step = bare.make_step(shape, parts.compute_dtype, kernel)
+        self.step = bare.make_step(shape, parts.plan.compute_dtype, kernel)
         self.state, self.batches, self.count = bare.init_state(shape), batches, 0
 
     def warm_up(self) -> float:

@@ -114,7 +114,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
             traced.jaxpr.jaxpr,
             parts.model,
             parts.layout,
-            sum_dtypes=(parts.compute_dtype, reduce_dtype),
+            sum_dtypes=(parts.plan.compute_dtype, reduce_dtype),
             gradient_dtype=reduce_dtype,
         )
     except Exception as error:

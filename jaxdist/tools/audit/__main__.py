@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.json:
         print(json.dumps(_record(parts, audit, found), indent=2))
     else:
-        print(f"{parts.model.name} on mesh {parts.spec} ({config.num_devices} simulated devices)\n")
+        devices = f"{config.num_devices} simulated devices, step plan {parts.plan.digest}"
+        print(f"{parts.model.name} on mesh {parts.spec} ({devices})\n")
         print(text_of(audit))
         if config.deep:
             verdict = "deep audit: loss and every gradient of one step equal one device's"
@@ -61,6 +62,7 @@ def _record(parts: Parts, audit: Audit, found: list[MeshDifference]) -> dict[str
         "differences": [dataclasses.asdict(one) for one in found],
         "model": parts.model.name,
         "mesh": str(parts.spec),
+        "step_plan": parts.plan.digest,
         "violations": [dataclasses.asdict(violation) for violation in audit.violations],
         "transfers": [dataclasses.asdict(transfer) for transfer in audit.transfers],
         "num_parameters": audit.num_parameters,

@@ -1,0 +1,159 @@
+"""The plan of a step: all commands print one digest, and nothing else decides."""
+
+import ast
+import dataclasses
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tiny import Case, layout_of, model_of, plan_of
+
+from jaxdist import evaluate, generate, train
+from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.step_plan import Device, StepSettings, plan_step
+from jaxdist.models import DecoderConfig
+from jaxdist.plan import planner
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.tools.audit import __main__ as audit
+
+PACKAGE = Path(planner.__file__).parents[1]
+SMALL = [
+    "--model.d_model=32", "--model.num_heads=2", "--model.num_layers=1", "--model.mlp_dim=32",
+    "--train.seq_len=32", "--train.global_batch_size=8", "--mesh=dp=8",
+]  # fmt: skip
+
+
+def digest_in(text: str) -> str:
+    (digest,) = set(re.findall(r"step plan ([0-9a-f]{12})", text))
+    return digest
+
+
+def test_every_command_prints_the_same_digest(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    flags = ["--train.steps=2", "--eval.final-max-batches=1", f"--run-dir={run}"]
+    assert train.main([*SMALL, *flags]) == 0
+    digest = digest_in(capsys.readouterr().out)
+    assert evaluate.main([run, "--mesh=dp=8", "--json", "--max-batches=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_plan"] == digest
+    assert generate.main([run, "--mesh=dp=8", "--prompt=a", "--max-new-tokens=1"]) == 0
+    assert digest_in(capsys.readouterr().err) == digest
+    assert audit.main([*SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_plan"] == digest
+    assert train.main([*SMALL, *flags[:2], f"--replay={run}:2"]) == 0
+    captured = capsys.readouterr()
+    assert digest_in(captured.out + captured.err) == digest
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "cp=2,tp=4", "pp=2,fsdp=4"])
+def test_a_plan_of_gpus_has_the_digest_of_training_on_them(mesh):
+    config = RunConfig(model=DecoderConfig(num_heads=8, num_kv_heads=8, d_model=512))
+    spec, model = MeshSpec.parse(mesh), config.build_model()
+    device = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0",
+        process_index=0,
+    )  # fmt: skip
+    there = SimpleNamespace(
+        devices=np.full(tuple(spec.sizes.values()), device),
+        axis_names=tuple(spec.sizes), shape=spec.sizes, size=8,
+    )  # fmt: skip
+    layout = config.layout(there, model)
+    settings = StepSettings(config.train, config.precision, config.pipeline)
+    packed = config.data.packs_documents
+    plan = plan_step(model, layout, Device.of(layout), packed, settings)
+    job = Job.of(config, spec, Cluster.of(GPUS["h100"], 8), model)
+    assert job.plan.digest == plan.digest and plan.kernel == "cudnn"
+
+
+def test_other_decisions_have_other_digests():
+    model, case = model_of("rotary"), Case("rotary", "dp=2")
+    layout = layout_of(case)
+    plan = plan_of(model, layout)
+    assert plan == plan_of(model, layout) and plan.digest == plan_of(model, layout).digest
+    changes = [TrainConfig(remat="dots"), TrainConfig(loss_chunk_tokens=8)]
+    others = {plan_of(model, layout, train).digest for train in changes}
+    assert len(others | {plan.digest, plan_of(model, layout, packed=True).digest}) == 4
+    texts = dataclasses.replace(plan, reasons={})
+    assert texts.digest == plan.digest
+    assert {"remat", "layers_per_body", "max_row_chunks", "loss_chunk", "dot", "formats"} <= set(
+        plan.reasons
+    )
+
+
+def test_building_a_plan_is_quick_and_traces_nothing(monkeypatch):
+    """A search over meshes builds thousands."""
+    monkeypatch.setattr(jax, "eval_shape", None)
+    model, layout = model_of("rotary"), layout_of(Case("rotary", "fsdp=2,tp=2"))
+    device, settings = Device("gpu", "9.0", "h100", 1, True), StepSettings(TrainConfig())
+    seconds = []
+    for _ in range(50):
+        start = time.perf_counter()
+        plan_step(model, layout, device, True, settings)
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 5e-3  # 0.5 ms on an idle machine
+
+
+DECIDED = {
+    "platform", "device_kind", "compute_capability", "attention", "context_attention", "remat",
+    "pipeline", "compute_dtype", "matmul_dtype", "reduce_dtype", "loss_chunk_tokens",
+}  # fmt: skip
+"""Facts of devices and settings from which the plan of a step follows."""
+
+EXCEPTIONS = {
+    "core.step_plan": "the builder",
+    "core.precision": "settings: resolves auto for the builder",
+    "core.step.config": "settings: checks names",
+    "core.attention.kernels": "the table of kernels; executes for the platform of an AttentionPlan",
+    "core.matmul.block_scaled": "a record of its own, made for one format",
+    "core.mesh_choice": "rejects a mesh before there is a layout to plan for",
+    "models.configs": "settings: rejects combinations, and names the kernel in AttentionCall",
+    "models.decoder": "passes the kernel of its call on; spells a split as XLA's backend prefers",
+    "models.positions": "keeps angles that XLA:CPU would compute again",
+    "models.example": "a submodule named attention",
+    "run.setup": "hands settings to the builder, and rejects formats that a device lacks",
+    "run.startup": "reports the estimates of remat policies",
+    "run.compile_times": "names the device in a key",
+    "run.monitoring.monitor": "reports the device",
+    "run.monitoring.environment": "reports the device",
+    "run.monitoring.gpu_stats": "asks the driver if there is one",
+}
+"""Module -> why it may read them outside of the plan."""
+
+
+def readers(tree: ast.AST) -> set[str]:
+    """Fields of `DECIDED` that a module reads of anything but a plan."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in DECIDED:
+            owner = ast.unparse(node.value)
+            if owner.rpartition(".")[2] != "plan" and not owner.startswith("self.plan"):
+                found.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)} & DECIDED
+    return found
+
+
+def test_nothing_but_the_builder_reads_what_the_plan_follows_from():
+    found = {}
+    for folder in ("core", "models", "run"):
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            if fields := readers(ast.parse(path.read_text())):
+                found[name] = fields
+    assert {name: fields for name, fields in found.items() if name not in EXCEPTIONS} == {}
+    assert found.keys() == EXCEPTIONS.keys()  # an exception that nothing needs goes
+
+
+def test_a_choice_by_the_platform_is_found():
+    planted = "def f(layout):\n    return layout.mesh.devices.flat[0].platform == 'cpu'\n"
+    assert readers(ast.parse(planted)) == {"platform"}
+    assert readers(ast.parse("getattr(device, 'compute_capability', '')")) == {"compute_capability"}
+    assert readers(ast.parse("parts.plan.platform; plan.remat")) == set()
