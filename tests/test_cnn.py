@@ -12,7 +12,7 @@ from tiny import plan_of
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
-from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
+from jaxdist.core.step import Optimizer, TrainConfig, make_context, make_step, make_value_and_grad
 from jaxdist.data.images import open_cifar
 from jaxdist.models import CnnConfig, build
 from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE
@@ -51,7 +51,8 @@ def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
     layout, optimizer = layout_of(model, mesh, **options), make_optimizer(SGD, model.axes)
     train = TrainConfig(num_microbatches=num_microbatches)
     schedule = lambda step: jnp.float32(learning_rate)
-    step = make_step(model, optimizer, schedule, layout, plan_of(model, layout, train))
+    rule = Optimizer(optimizer, schedule)
+    step = make_step(model, rule, layout, plan_of(model, layout, train))
     return step, lambda seed: init_state(model, optimizer, layout, seed=seed, loss_scale={})
 
 

@@ -21,7 +21,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
-from jaxdist.core.step import TrainConfig, make_step
+from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import AttentionCall, Dims
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
@@ -56,7 +56,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     precision = PrecisionConfig(compute_dtype=dtype)
     schedule = lambda step: jnp.float32(1e-2)
     plan = plan_of(model, layout, config, precision)
-    step = make_step(model, optimizer, schedule, layout, plan, max_grad_norm=1.0)
+    step = make_step(model, Optimizer(optimizer, schedule, 1.0), layout, plan)
     state = init_state(model, optimizer, layout, seed=0, loss_scale={})
     history = []
     for number in range(num_steps):
@@ -107,7 +107,8 @@ def test_the_tensor_axis_is_used_and_not_only_stored():
     model, mesh = example(), MeshSpec.parse("tp=4").build(jax.devices()[:4])
     layout = Layout(mesh=mesh, rules=model.rules, auto_tensor=True)
     schedule = lambda step: jnp.float32(1e-2)
-    step = make_step(model, optax.scale_by_adam(), schedule, layout, plan_of(model, layout))
+    optimizer = Optimizer(optax.scale_by_adam(), schedule)
+    step = make_step(model, optimizer, layout, plan_of(model, layout))
     state = abstract_state(model, optax.scale_by_adam(), layout, loss_scale={})
     text = step.evaluate.lower(state.params, random_batch(0)).compile().as_text()
     assert "all-reduce" in text

@@ -11,7 +11,7 @@ from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.state import abstract_state, init_state
-from jaxdist.core.step import make_step
+from jaxdist.core.step import Optimizer, make_step
 from jaxdist.core.types import Context
 
 OPTIMIZER = optax.scale_by_adam()
@@ -20,15 +20,8 @@ OPTIMIZER = optax.scale_by_adam()
 def make_run(case: Case):
     """(layout, step) of a case with Adam, clipping and a constant learning rate."""
     model, layout, plan, _ = make_parts(case)
-    step = make_step(
-        model,
-        OPTIMIZER,
-        lambda count: 3e-3 + 0.0 * count,
-        layout,
-        plan,
-        max_grad_norm=1.0,
-    )
-    return layout, step
+    optimizer = Optimizer(OPTIMIZER, lambda count: 3e-3 + 0.0 * count, max_grad_norm=1.0)
+    return layout, make_step(model, optimizer, layout, plan)
 
 
 def train(step, state, first: int, last: int):

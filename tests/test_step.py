@@ -35,7 +35,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import problems_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
-from jaxdist.core.step import TrainConfig, make_step, remat_policy
+from jaxdist.core.step import Optimizer, TrainConfig, make_step, remat_policy
 from jaxdist.core.types import Dims, Model
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.run.setup import assemble
@@ -259,7 +259,7 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass():
         settings = tiny.train_config(case, remat="none")
         state = jax.eval_shape(lambda m=model: tiny.make_state(m, optax.identity(), {})(0))
         step = make_step(
-            model, optax.identity(), tiny.schedule, layout,
+            model, Optimizer(optax.identity(), tiny.schedule), layout,
             tiny.plan_of(model, layout, settings, PrecisionConfig(compute_dtype="float32")),
         )  # fmt: skip
         batch = {k: jax.ShapeDtypeStruct(v[:2, :4].shape, v.dtype) for k, v in text_batch().items()}
@@ -340,9 +340,8 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
         spec = tiny.MeshSpec.parse(text)
         layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), auto_tensor=True)
         state = init_state(model, optax.identity(), layout, seed=0, loss_scale={})
-        step = make_step(
-            model, optax.identity(), tiny.schedule, layout, tiny.plan_of(model, layout)
-        )
+        identity = Optimizer(optax.identity(), tiny.schedule)
+        step = make_step(model, identity, layout, tiny.plan_of(model, layout))
         losses[text] = []
         for _ in range(3):
             state, metrics = step.train(state, place(step, batch), np.inf)

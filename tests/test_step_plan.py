@@ -111,7 +111,6 @@ EXCEPTIONS = {
     "core.step_plan": "the builder",
     "core.precision": "settings: resolves auto for the builder",
     "core.step.config": "settings: checks names",
-    "core.attention.kernels": "the table of kernels; executes for the platform of an AttentionPlan",
     "core.matmul.block_scaled": "a record of its own, made for one format",
     "core.mesh_choice": "rejects a mesh before there is a layout to plan for",
     "models.configs": "settings: rejects combinations, and names the kernel in AttentionCall",

@@ -23,7 +23,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
-from jaxdist.core.step import Step, TrainConfig, make_step
+from jaxdist.core.step import Optimizer, Step, TrainConfig, make_step
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import Batch, Context, Model, Params
 from jaxdist.models import CnnConfig, DecoderConfig, build
@@ -294,9 +294,7 @@ def step_of(
         case: model and mesh.
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
-        max_grad_norm: as in `make_step`.
-        ema_decay: as in `make_step`.
-        frozen: as in `make_step`.
+        max_grad_norm, ema_decay, frozen: as in `Optimizer`.
         changes: other fields of `TrainConfig`.
     """
     precision = precision or PrecisionConfig(compute_dtype="float32")
@@ -305,14 +303,9 @@ def step_of(
     config = train_config(case, **changes)
     step = make_step(
         model,
-        rule,
-        schedule,
+        Optimizer(rule, schedule, max_grad_norm, ema_decay, frozen),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
-        max_grad_norm=max_grad_norm,
-        ema_decay=ema_decay,
-        loss_scale=loss_scale,
-        frozen=frozen,
     )
     state = place_state(
         case,

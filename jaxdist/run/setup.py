@@ -30,7 +30,7 @@ from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
-from jaxdist.core.step import Step, make_step
+from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.packed_kernel import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Model, Params
@@ -92,17 +92,14 @@ class Parts:
     def step(self) -> Step:
         """The step, built at its first use: parts that are replaced before never build one."""
         rule = self.config.optim
-        return make_step(
-            self.model,
+        optimizer = Optimizer(
             self.optimizer,
             self.schedule,
-            self.layout,
-            self.plan,
             max_grad_norm=rule.max_grad_norm,
             ema_decay=rule.ema_decay,
-            loss_scale=self.loss_scale,
             frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
         )
+        return make_step(self.model, optimizer, self.layout, self.plan)
 
     @property
     def devices(self) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.dependences import all_made, when
-from jaxdist.core.precision import update_loss_scale
+from jaxdist.core.precision import initial_loss_scale, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
@@ -49,39 +49,41 @@ class Step:
     batch_sharding: Any
 
 
-def make_step(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    schedule: Callable[[Array], Array],
-    layout: Layout,
-    plan: StepPlan,
-    *,
-    max_grad_norm: float = 0.0,
-    ema_decay: float = 0.0,
-    loss_scale: dict[str, Array] | None = None,
-    frozen: Params | None = None,
-) -> Step:
-    """Build the step of one model on one layout; compiles nothing yet.
+class Optimizer(NamedTuple):
+    """How a step moves the parameters.
 
-    `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
-    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
-    average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone.
+    Attributes:
+        rule: gives the update direction without the learning rate.
+        schedule: step, int32 [] -> learning rate, float32 [].
+        max_grad_norm: largest norm of the gradients; 0 = no limit.
+        ema_decay: of the average of the parameters; 0 = no average.
+        frozen: marks the leaves that the rule leaves alone; None = none.
     """
+
+    rule: optax.GradientTransformation
+    schedule: Callable[[Array], Array]
+    max_grad_norm: float = 0.0
+    ema_decay: float = 0.0
+    frozen: Params | None = None
+
+
+def make_step(model: Model, optimizer: Optimizer, layout: Layout, plan: StepPlan) -> Step:
+    """Build the step of one model on one layout; compiles nothing yet."""
     context = make_context(model, layout, plan)
+    rule, frozen = optimizer.rule, optimizer.frozen
     kept: dict[str, Any] = dict(
-        loss_scale=loss_scale or {}, offload=plan.offload_optimizer, has_ema=bool(ema_decay)
+        loss_scale=initial_loss_scale(plan.compute_dtype),
+        offload=plan.offload_optimizer,
+        has_ema=bool(optimizer.ema_decay),
     )
-    shardings = state_shardings(model, optimizer, layout, **kept)
-    options = choose_options(plan, layout, lambda: abstract_state(model, optimizer, layout, **kept))
-    gradients = make_value_and_grad(model, layout, plan, context, frozen=frozen)
-    update = make_update(model, optimizer, layout, max_grad_norm, frozen)
+    shardings = state_shardings(model, rule, layout, **kept)
+    options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     train = _make_train(
-        gradients,
-        update,
-        schedule,
-        ema_decay=ema_decay,
-        fetched_to=opt_shardings(model, optimizer, layout) if plan.offload_optimizer else None,
+        make_value_and_grad(model, layout, plan, context, frozen=frozen),
+        make_update(model, rule, layout, optimizer.max_grad_norm, frozen),
+        optimizer.schedule,
+        ema_decay=optimizer.ema_decay,
+        fetched_to=opt_shardings(model, rule, layout) if plan.offload_optimizer else None,
         in_turn=plan.updates_in_turn,
     )
     batch_sharding = layout.sharding(layout.batch_spec())
