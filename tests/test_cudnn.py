@@ -202,7 +202,8 @@ def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False
     attention = AttentionPlan("gpu", "9.0", exchange, "untested", "untested")
     return SimpleNamespace(
         attention=attention, compute_dtype=dtype, packed=packed,
-        exchange=exchange, accumulation=accumulation, is_described=is_described,
+        exchange=exchange, accumulation=accumulation,
+        device=Device("gpu", is_described=is_described),
     )  # fmt: skip
 
 

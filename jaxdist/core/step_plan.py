@@ -97,12 +97,10 @@ class StepPlan:
     Attributes:
         attention: the devices, how they share rows, and what cuDNN may not do there.
         kernel: attention kernel of training's rows; "" = none, or the settings' cannot run here.
-        compute_dtype: of matrix products and of activations between blocks.
-        reduce_dtype: of sums of gradients as they leave a layer.
-        microbatch_reduce_dtype: of sums over microbatches of a pipeline.
+        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations, of sums
+            of gradients as they leave a layer, and over microbatches of a pipeline.
         matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
-        per_node: neighbors along the context axis that share a node.
-        is_described: the devices are a description, and none of them belongs to this job.
+        device: the kind of device.
         packed: rows hold several documents.
         remat: the policy of recomputation, "auto" resolved.
         gathers_layers: a layer gathers its weights when it runs.
@@ -112,7 +110,6 @@ class StepPlan:
         num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
         pipeline: schedule of the stages.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
-        sums_weights_on_cpu: the head sums gradients of its kernel as `matmul.cpu` does.
         settles_gradients: no gradient of a block's inputs is used before all are known.
         updates_in_turn: averages, parameters and moments are written one after the other.
         orders_collectives: collectives run in one order on all devices.
@@ -128,8 +125,7 @@ class StepPlan:
     reduce_dtype: Any
     microbatch_reduce_dtype: Any
     matmul_dtype: str
-    per_node: int
-    is_described: bool
+    device: Device
     packed: bool
     remat: str
     gathers_layers: bool
@@ -139,7 +135,6 @@ class StepPlan:
     num_microbatches: int
     pipeline: PipelineConfig
     dot: str
-    sums_weights_on_cpu: bool
     settles_gradients: bool
     updates_in_turn: bool
     orders_collectives: bool
@@ -169,7 +164,7 @@ class StepPlan:
         decisions = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("reasons", "per_node", "is_described")
+            if field.name not in ("reasons", "device")
         }
         attention = self.attention  # without texts, which may differ between processes
         exchange = attention.exchange[:3] if attention.exchange is not None else None
@@ -249,8 +244,7 @@ def plan_step(
         reduce_dtype=precision.resolve_reduce(dtype),
         microbatch_reduce_dtype=precision.resolve_reduce("float32"),
         matmul_dtype=narrow,
-        per_node=device.per_node,
-        is_described=device.is_described,
+        device=device,
         packed=packed,
         remat=remat,
         gathers_layers=gathers,
@@ -260,7 +254,6 @@ def plan_step(
         num_microbatches=train.num_microbatches,
         pipeline=pipeline,
         dot=dot,
-        sums_weights_on_cpu=on_cpu,
         settles_gradients=on_gpu and in_steps and not has_stages,
         # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
         # copies, on one core, memory that it might write before its last reader is done. A GPU
@@ -314,7 +307,7 @@ def exchange_of(
 
 
 def _per_node(layout: Layout) -> int:
-    """Return the largest groups of neighbors along the context axis that are each on one host."""
+    """Return the largest groups of neighbors along the context axis that each share a host."""
     mesh = layout.mesh
     lines = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
     processes = [device.process_index for device in lines.flat]

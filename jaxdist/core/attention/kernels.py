@@ -58,18 +58,9 @@ class AttentionPlan(NamedTuple):
 class AttentionRequest(NamedTuple):
     """One call of attention, as `choose_kernel` needs it.
 
-    Attributes:
-        dtype: of queries.
-        head_dim: width of a head.
-        num_keys: positions of a row.
-        kernel: "auto", "xla" or "cudnn".
-        packed: rows hold several documents.
-        cached: queries have positions of their own among the keys.
-        dropout: share of probabilities dropped.
-        softcap: bound of the scores; 0 = none.
-        window: newest keys that a query sees, 0 = all; it counts if devices share rows.
-        causal: a query sees the keys up to its own position; it counts if devices share rows.
-        too_large: why the packed kernel cannot take these shapes; "" = it can.
+    Rows have `num_keys` positions. Queries are `cached` if they have positions of their own among
+    the keys. A query sees the `window` newest keys, 0 = all; this and `causal` count if devices
+    share rows. `too_large` is the reason why the packed kernel cannot take the shapes, "" = it can.
     """
 
     dtype: Any

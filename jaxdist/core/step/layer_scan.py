@@ -131,8 +131,16 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
     """The layer between the first and the last; None where those are as all others."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
-    if plan.matmul_dtype != "fp8":
-        return _make_block_scaled_layer(model, layout, plan)
+    if plan.matmul_dtype != "fp8":  # rounds weights once they are gathered in the compute dtype
+        plain, dot = make_layer(model, layout, plan), _make_dot(layout, plan)
+
+        def scaled(
+            block: Any, both: Any, x: Array, index: Array, aux: Any, context: Context
+        ) -> Any:
+            """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
+            return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
+
+        return _NarrowLayer(lambda layers: (), scaled)
     axes = model.axes["layers"]
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     split = jax.tree.map(
@@ -154,20 +162,6 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
     return _NarrowLayer(
         lambda layers: fp8_weights.round_weights(layers, split, multiplies, dtype), layer
     )
-
-
-def _make_block_scaled_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowLayer:
-    """The layer between the first and the last, its weights gathered in the compute dtype."""
-    plain = make_layer(model, layout, plan)
-    dot = _make_dot(layout, plan)
-
-    def layer(
-        block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
-    ) -> tuple[Array, Sums]:
-        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
-        return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
-
-    return _NarrowLayer(lambda layers: (), layer)
 
 
 def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., Array]:

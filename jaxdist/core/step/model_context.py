@@ -32,7 +32,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
-    own = {"weight_gradient": cpu.weight_gradient} if plan.sums_weights_on_cpu else {}
+    own = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
@@ -122,7 +122,7 @@ def _more_even(
     for name in ("all_to_all", "hybrid"):
         with contextlib.suppress(ConfigError):
             other = dataclasses.replace(layout, context_attention=name)
-            exchange = exchange_of(model, other, plan.per_node, packed=plan.packed)
+            exchange = exchange_of(model, other, plan.device.per_node, packed=plan.packed)
             assert exchange is not None
             others[name] = uneven_by(exchange.inner)
     named = [

@@ -24,7 +24,6 @@ from jaxdist.core.step_plan import StepPlan, request_of
 from jaxdist.core.types import Model
 
 Agree: TypeAlias = Callable[[str, str], list[str]]
-"""(name, this process's text) -> the texts of all processes; collective."""
 
 
 def check_kernel(
@@ -32,15 +31,15 @@ def check_kernel(
 ) -> Admission | None:
     """Compare cuDNN's kernel with the reference for the rows of a plan; collective.
 
-    Returns:
-        The result; None if the kernel is not used, or the plan's devices are only described.
+    None if the kernel is not used, or the plan's devices are only described. `agree` maps (name,
+    this process's text) to the texts of all processes.
     """
     shapes = shapes_of(model, layout, plan, config)
     exchange, call = plan.exchange, model.attention_call
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
     # Whole rows of one document need none of the operations; a gathered row cannot use them.
     is_ring = exchange is not None and exchange.exchange in ("ring", "hybrid")
-    if shapes is None or plan.is_described or not (plan.packed or is_ring):
+    if shapes is None or plan.device.is_described or not (plan.packed or is_ring):
         return None
     request = request_of(model, call, config.seq_len, plan.compute_dtype, packed=plan.packed)
     # One kind of layer without a window is enough to need the kernel.
