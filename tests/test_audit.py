@@ -1,13 +1,12 @@
 """The mesh audit: planted faults are refused with axis, parameter and line; sound steps are not."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import audit_mutants
 import jax
 import jax.numpy as jnp
 import pytest
@@ -124,15 +123,6 @@ def test_one_row_on_each_device_raises_no_false_alarm():
 # --- planted faults ---
 
 
-def load_mutants():
-    path = ROOT / "scripts" / "bench" / "audit_mutants.py"
-    spec = importlib.util.spec_from_file_location("audit_mutants", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     "mesh, sequence, kind",
     [
@@ -145,8 +135,9 @@ def load_mutants():
     ],
 )
 def test_a_fault_at_any_collective_is_refused(mesh, sequence, kind):
-    mutants = load_mutants()
-    counts, survivors = mutants.try_case(mutants.Case(mesh, sequence=sequence), kinds=(kind,))
+    counts, survivors = audit_mutants.try_case(
+        audit_mutants.Case(mesh, sequence=sequence), kinds=(kind,)
+    )
     assert survivors == []
     assert counts[kind, "audit"] > 0
 

@@ -1,8 +1,6 @@
 """The estimate against independent references: built models, real shardings, compiled programs."""
 
 import dataclasses
-import functools
-import importlib.util
 import json
 import math
 import re
@@ -12,6 +10,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import plan_anchors
+import plan_memory
 import pytest
 from tiny import CONFIGS
 
@@ -37,17 +37,6 @@ from jaxdist.plan.scaling import smaller_batch
 from jaxdist.run.setup import assemble
 
 ROOT = Path(__file__).parent.parent
-
-
-@functools.cache
-def bench(name: str):
-    """A script of scripts/bench as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "bench" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 LLAMA = DecoderConfig(
     vocab_size=32000, d_model=1024, num_layers=16, num_heads=16, num_kv_heads=4, mlp_dim=4096
@@ -184,11 +173,10 @@ def test_a_traced_decoder_counts_what_the_formulas_count(remat):
 
 def test_memory_is_within_ten_percent_of_the_gpu_compilers_and_mostly_five():
     """The committed numbers of the real compiler against the arithmetic of today."""
-    script = bench("plan_memory")
-    numbers = json.loads(script.NUMBERS.read_text())
+    numbers = json.loads(plan_memory.NUMBERS.read_text())
     errors = {
-        case.name: script.estimated(case) / numbers[case.name]["total_bytes"] - 1
-        for case in script.cases()
+        case.name: plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
+        for case in plan_memory.cases()
         if case.name in numbers
     }
     assert len(errors) >= 20
@@ -199,13 +187,12 @@ def test_memory_is_within_ten_percent_of_the_gpu_compilers_and_mostly_five():
 
 def test_a_fault_in_the_arithmetic_would_show(monkeypatch):
     """Forgetting what one layer keeps moves rows out of the tolerance."""
-    script = bench("plan_memory")
-    numbers = json.loads(script.NUMBERS.read_text())
-    case = next(c for c in script.cases() if c.name == "8b_fsdp8_dots")
-    right = script.estimated(case) / numbers[case.name]["total_bytes"] - 1
+    numbers = json.loads(plan_memory.NUMBERS.read_text())
+    case = next(c for c in plan_memory.cases() if c.name == "8b_fsdp8_dots")
+    right = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
     kept = activations.kept_per_layer
     monkeypatch.setattr(activations, "kept_per_layer", lambda job: kept(job) // 2)
-    wrong = script.estimated(case) / numbers[case.name]["total_bytes"] - 1
+    wrong = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
     assert abs(right) < 0.05 and wrong < -0.15
 
 
@@ -320,7 +307,7 @@ def test_groups_know_which_of_their_members_share_a_node():
 
 def published_errors(title: str) -> list[float]:
     """Estimated over published tokens per second, minus 1, in a section of `plan_anchors`."""
-    return [error for *_, error in bench("plan_anchors").results()[title]]
+    return [error for *_, error in plan_anchors.results()[title]]
 
 
 @pytest.mark.parametrize("title", ["Half that was not looked at", "Rows held out"])
@@ -342,9 +329,8 @@ def test_four_of_five_published_runs_are_in_the_likely_range():
 
 
 def test_the_committed_table_is_what_the_script_writes():
-    script = bench("plan_anchors")
     rows = lambda text: [re.findall(r"([+-][\d.]+) ?% \|", line) for line in text.splitlines()]
-    committed, now = rows(script.OUT.read_text()), rows(script.table())
+    committed, now = rows(plan_anchors.OUT.read_text()), rows(plan_anchors.table())
     # To a point: a change elsewhere in the package may move a row a little, not leave it stale.
     assert len(committed) == len(now)
     for old, new in zip(committed, now, strict=True):
@@ -378,7 +364,7 @@ def test_every_other_mesh_has_a_reason():
 
 
 def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():
-    small = search(bench("plan_memory").cases()[0].run, parse_gpus("h100:8")[0])
+    small = search(plan_memory.cases()[0].run, parse_gpus("h100:8")[0])
     assert small.best is not None and small.best.job.spec == MeshSpec(data=8)
     large = DecoderConfig(
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336

@@ -1,10 +1,9 @@
 """The roofline of a compiled program: its classes against closed forms, on programs by hand."""
 
 import pytest
+from roofline import model_times
 
 from jaxdist.core.step_plan import default_loss_chunk
-from jaxdist.plan.compiled.hlo import parse
-from jaxdist.plan.compiled.roofline import model_times
 from jaxdist.plan.hardware import GPUS, Cluster
 
 H100 = GPUS["h100"]
@@ -41,7 +40,7 @@ ENTRY %main () -> f32[] {{
 {body}
 }}
 """
-    return model_times(parse(text), {"data": 1, "fsdp": 2}, CLUSTER)
+    return model_times(text, {"data": 1, "fsdp": 2}, CLUSTER)
 
 
 def test_a_product_takes_its_flops_or_its_bytes():

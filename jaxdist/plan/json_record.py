@@ -100,12 +100,14 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
     if isinstance(proof.outcome, NotCompiled):
         return {"compiled": False, **dataclasses.asdict(proof.outcome)}
     step = proof.outcome
+    record = dataclasses.asdict(step)
+    del record["program"]
     wire = {f"{kind} {axes}": moved for (kind, axes), moved in step.wire_bytes().items()}
     return {
         "compiled": True,
         "total_bytes": step.memory.total_bytes,
         "wire_bytes": wire,
-        **dataclasses.asdict(step),
+        **record,
         "refuted": [
             {"mesh": str(choice.job.spec), "total_bytes": refuted.memory.total_bytes}
             for choice, refuted in proof.refuted

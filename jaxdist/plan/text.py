@@ -236,9 +236,6 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
         f"  {len(step.collectives)} collectives, {overlapped} overlapped with compute; attention "
         f"{step.attention or '-'}; compiled in {step.compile_s:.0f} s by jaxlib {jaxlib}"
     )
-    shares = sorted(step.times.classes.items(), key=lambda item: -item[1])
-    spent = ", ".join(f"{n} {percent(s / step.times.seconds, 0)}" for n, s in shares if s > 0)
-    yield f"  a roofline over its schedule: {1e3 * step.times.seconds:,.1f} ms a step; {spent}"
     for (kind, axes), moved in sorted(step.wire_bytes().items(), key=lambda item: -item[1]):
         if moved >= 1e6:
             yield f"    {kind:<19}{axes:<14}{in_bytes(moved):>12} sent"

@@ -15,6 +15,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from roofline import model_times
+
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
@@ -161,7 +163,8 @@ def table(rows: list[Row]) -> list[str]:
         sent = sum(c.count * c.wire_bytes for c in moved)
         planned = sum(f.wire_bytes for f in flows_of(row.job) if f.axes == ("context",))
         share = percent(ahead / total, 0) if total else "-"
-        calls = row.step.times.calls.get("attention", 0) // NUM_LAYERS
+        times = model_times(row.step.program, row.job.spec.sizes, row.job.cluster)
+        calls = times.calls.get("attention", 0) // NUM_LAYERS
         lines.append(
             f"| {row.label} | {row.job.attention} | {calls} | {len(rings)} | {products} | "
             f"{share} | {beside} of {len(activations)} | {gib(sent)} | {gib(planned)} | "

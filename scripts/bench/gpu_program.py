@@ -3,8 +3,8 @@
     python scripts/bench/gpu_program.py [--only NAME ...] [--check | --record] [--flags "--a.b c"]
 
 Each case is a run's own train step, compiled by the real XLA:GPU compiler (the extra `plan`) for
-GPUs that are not here, and taken apart by `jaxdist.plan.compiled.roofline`: seconds by class of
-work, exposed traffic by mesh axis, model FLOPs utilisation (causal). `--flags` are added to every
+GPUs that are not here, and taken apart by `roofline.py`: seconds by class of work,
+exposed traffic by mesh axis, model FLOPs utilisation (causal). `--flags` are added to every
 case, to compare two programs. Nothing here was measured on a GPU: programs for one GPU compare
 well, absolute times are 5 to 15 % too short.
 
@@ -23,6 +23,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from roofline import model_times
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
@@ -75,7 +77,7 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[st
     seq_len = config.train.seq_len
     tokens = config.train.global_batch_size * seq_len / cluster.num_gpus
     flops = build(config.model, seq_len=seq_len).flops_per_token["causal"] * tokens
-    times = step.times
+    times = model_times(step.program, spec.sizes, cluster)
     print(f"{name}: {times.calls}, compiled in {step.compile_s:.0f} s", flush=True)
     figures = {
         "step": times.seconds,

@@ -28,7 +28,6 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
-from jaxdist.plan.compiled.roofline import Times
 from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
@@ -101,7 +100,7 @@ class CompiledStep:
         collectives: all of them, in program order.
         branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
             of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
-        times: a roofline over the schedule: where the step's time goes.
+        program: HLO text after all of the compiler's passes.
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
@@ -112,7 +111,7 @@ class CompiledStep:
     buffers: tuple[Buffer, ...]
     collectives: tuple[Collective, ...]
     branch_shares: dict[str, float]
-    times: Times
+    program: str
     attention: str
     remarks: tuple[Remark, ...]
     compile_s: float
@@ -294,8 +293,8 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         )
         for name, kind in kinds.items()
     }
-    records = {"memory": CompiledMemory(**facts["memory"]), "times": Times(**facts["times"])}
-    step = CompiledStep(**{**facts, **lists, **records, "remarks": ()})
+    memory = CompiledMemory(**facts["memory"])
+    step = CompiledStep(**{**facts, **lists, "memory": memory, "remarks": ()})
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
 

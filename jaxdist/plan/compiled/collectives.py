@@ -199,15 +199,13 @@ def _computation(
             raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
 
 
-def trips_of(instruction: HloInstruction, unknown: int = 0) -> int:
-    """How often a loop runs; `unknown` where the compiler did not say.
+def trips_of(instruction: HloInstruction) -> int:
+    """Return how often a loop runs.
 
     Raises:
-        UnknownHLO: the compiler did not say, and `unknown` is 0.
+        UnknownHLO: the compiler did not say.
     """
     found = _TRIPS.search(instruction.attributes)
-    if found is None and unknown:
-        return unknown
     if found is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
     return int(found[1])

@@ -33,7 +33,6 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, parse, shapes_of
-from jaxdist.plan.compiled.roofline import model_times
 from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.plan.hardware import Cluster, Gpu
 from jaxdist.run.setup import assemble
@@ -87,8 +86,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         )
         compile_s = time.perf_counter() - start
         hlo = compiled.as_text()
-        module = parse(hlo)
-        buffers = _largest_buffers(Path(scratch), module)
+        buffers = _largest_buffers(Path(scratch), parse(hlo))
     calls = custom_calls(hlo)
     collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=cluster.gpus_per_fabric)
     return {
@@ -96,7 +94,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         "buffers": buffers,
         "collectives": [dataclasses.asdict(collective) for collective in collectives],
         "branch_shares": _branch_shares(parts),
-        "times": dataclasses.asdict(model_times(module, parts.spec.sizes, cluster)),
+        "program": hlo,
         "attention": _attention(parts, calls),
         "compile_s": compile_s,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},

@@ -1,7 +1,7 @@
 """The text of a compiled program (HLO) taken apart: computations, instructions, shapes, groups.
 
-Only the grammar; `collectives` and `roofline` say what it means for traffic and time. Nothing is
-guessed: text that does not fit the grammar raises `UnknownHLO`.
+Only the grammar: `collectives` derives the traffic. Nothing is guessed: text that does not fit the
+grammar raises `UnknownHLO`.
 """
 
 from __future__ import annotations

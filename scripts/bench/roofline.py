@@ -28,7 +28,7 @@ from jaxdist.plan.compiled.collectives import (
     trips_of,
     wire_bytes,
 )
-from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, shapes_of
+from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, parse, shapes_of
 from jaxdist.plan.hardware import Cluster
 
 # Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.
@@ -70,17 +70,18 @@ class Times:
     calls: dict[str, int]
 
 
-def model_times(module: Module, mesh: Mapping[str, int], cluster: Cluster) -> Times:
-    """The roofline of a program.
+def model_times(program: str, mesh: Mapping[str, int], cluster: Cluster) -> Times:
+    """Model the time of a program.
 
     Args:
-        module: the scheduled program of one device.
+        program: HLO text of one device's scheduled program, as `CompiledStep.program`.
         mesh: axis name -> size, slow to fast; device i of the program is the i-th of the mesh.
         cluster: the GPUs it was compiled for.
 
     Raises:
         UnknownHLO: something in the text is not known.
     """
+    module = parse(program)
     total = _Roofline(module, mesh, cluster).run(module.entry)
     calls = {name: round(count) for name, count in total.calls.items()}
     return Times(total.clock, dict(total.classes), total.flops, calls)
@@ -137,7 +138,7 @@ class _Roofline:
             if opcode == "while":
                 # The condition comes first or last; its cost is a comparison.
                 body = max(map(self.run, called), key=lambda part: part.clock)
-                total.repeat(body, trips_of(instruction, unknown=1))
+                total.repeat(body, _trips(instruction))
             elif opcode == "conditional":
                 total.repeat(max(map(self.run, called), key=lambda part: part.clock), 1)
             elif opcode == "call":
@@ -351,6 +352,11 @@ def _kind_of_products(inputs: list[Shape]) -> str:
 def _allocates(instruction: HloInstruction) -> bool:
     """Whether an instruction only names memory that a loop will fill."""
     return f'custom_call_target="{_ALLOCATION}"' in instruction.attributes
+
+
+def _trips(instruction: HloInstruction) -> int:
+    """Return how often a loop runs, 1 if that depends on the data."""
+    return trips_of(instruction) if "known_trip_count" in instruction.attributes else 1
 
 
 def _bytes(instruction: HloInstruction) -> int:
