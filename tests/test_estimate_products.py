@@ -5,12 +5,12 @@ import dataclasses
 import itertools
 
 import pytest
+from published_engine import PUBLISHED, published_engine
 from test_estimate import LLAMA, job
 
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.plan.estimate import products
-from jaxdist.plan.estimate.job import Engine
-from jaxdist.plan.estimate.software import OURS, PUBLISHED, attention_share
+from jaxdist.plan.estimate.software import OURS, attention_share
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.hardware import GPUS, Cluster, read_hardware
 
@@ -81,7 +81,7 @@ def test_results_are_written_at_the_rate_of_the_memory():
 
 def test_one_of_several_gpus_waits_for_the_slowest_of_them():
     one, two = (
-        dataclasses.replace(job(mesh, train={"global_batch_size": rows}), engine=Engine.published())
+        dataclasses.replace(job(mesh, train={"global_batch_size": rows}), engine=published_engine())
         for mesh, rows in (("dp=1", 4), ("dp=2", 8))
     )
     alone, beside = (estimate_time(each).parts for each in (one, two))
@@ -94,7 +94,7 @@ def test_large_layers_run_at_600_to_750_tflops_on_an_h100():
     """What dense 16-bit products reach at 700 W; published software less than our program."""
     wide = dataclasses.replace(LLAMA, d_model=4096, num_heads=32, mlp_dim=14336)
     ours = job(model=wide, train={"global_batch_size": 16})
-    other = dataclasses.replace(ours, engine=Engine.published())
+    other = dataclasses.replace(ours, engine=published_engine())
     assert [each.engine.software for each in (ours, other)] == [OURS, PUBLISHED]
     fast, slow = (1e-12 * products.rate(one, 989.4e12, "bfloat16") for one in (ours, other))
     assert 600 < slow < fast < 750
@@ -111,7 +111,7 @@ def test_attention_is_slow_on_short_rows_and_narrow_heads():
 def test_a_trainers_attention_kernel_sets_its_attentions_time(gpu, keys):
     one = job(gpus=f"{gpu}:1", train={"global_batch_size": 1, "seq_len": keys})
     slow, typical, fast = (
-        estimate_time(dataclasses.replace(one, engine=Engine.published("", kernel)))
+        estimate_time(dataclasses.replace(one, engine=published_engine("", kernel)))
         for kernel in ("flash1", "", "flash2")
     )
     times = [each.parts["attention"] for each in (slow, typical, fast)]

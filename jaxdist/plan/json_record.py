@@ -42,7 +42,6 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 "phases": plan.choice.memory.phases,
             },
             "step": _step(plan.choice),
-            "published_step_s": plan.published_step_s,
             "traffic": [dataclasses.asdict(flow) for flow in plan.flows],
             "cost": {
                 "currency": "USD",

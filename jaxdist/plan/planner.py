@@ -18,13 +18,12 @@ from jaxdist.plan.estimate.cost import (
     bill,
     saving_of,
 )
-from jaxdist.plan.estimate.job import Engine, Job
+from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
 from jaxdist.plan.estimate.remat import choose_remat
 from jaxdist.plan.estimate.restart import Restart, restart_of
 from jaxdist.plan.estimate.search import Choice, Found, search
-from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import Flow, flows_of
 from jaxdist.plan.hardware import Cluster, Gpu
 from jaxdist.plan.options import PlanConfig
@@ -54,7 +53,6 @@ class Plan:
         base: the run's settings as they were given.
         choice: the settings that the plan is for; those asked for, or the best found.
         asked: whether the mesh was asked for.
-        published_step_s: seconds of the same step by typical published trainers.
         flows: traffic of one device in one step.
         proof: what the compiler said; None where it was not asked.
         restart: from the end of a process to the next trained step.
@@ -68,7 +66,6 @@ class Plan:
     choice: Choice
     asked: bool
     found: Found
-    published_step_s: float
     flows: tuple[Flow, ...]
     proof: Proof | None
     restart: Restart
@@ -166,7 +163,6 @@ def _priced(
         choice=choice,
         asked=asked,
         found=found,
-        published_step_s=_published_step_s(choice.job),
         flows=tuple(flows_of(choice.job)),
         proof=proof,
         restart=restart_of(
@@ -182,10 +178,6 @@ def _priced(
         spot_saving=spot_saving,
         limits=config.limits,
     )
-
-
-def _published_step_s(job: Job) -> float:
-    return estimate_time(dataclasses.replace(job, engine=Engine.published())).seconds
 
 
 def costs_of(config: PlanConfig, choice: Choice, *, spot: bool = False) -> tuple[Saving, Bill]:

@@ -80,10 +80,6 @@ def _verdict(plan: Plan) -> str:
             f"likely {low:.3g} to {high:.3g} s: four of five published runs took "
             f"{LIKELY[0]:.2f} to {LIKELY[1]:.2f} times their estimate"
         )
-        lines.append(
-            f"{plan.published_step_s:.3g} s by typical published trainers, on the same mesh with "
-            "the same settings"
-        )
         lines += _limits(plan)
     return "\n".join(lines)
 

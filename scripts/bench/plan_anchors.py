@@ -3,7 +3,7 @@
     python scripts/bench/plan_anchors.py [--out scripts/bench/results/plan_anchors.md]
 
 Each row is a published run described in our settings. The estimate uses one set of constants for
-all published software (`jaxdist.plan.estimate.software.PUBLISHED`) but for the attention kernel,
+all published software (`published_engine.PUBLISHED`) but for the attention kernel,
 where it is known; two of them are fitted. What a source does not say is assumed and named in the
 row. No GPU and no compiler are needed; takes ten seconds.
 """
@@ -33,6 +33,7 @@ from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import percent
 
 sys.path.insert(0, str(Path(__file__).parent))
+from published_engine import published_engine
 from published_runs import FITTED, HELD_OUT, LATER, Row
 from published_tables import ELSEWHERE, EXPLORED, UNSEEN
 
@@ -185,7 +186,7 @@ def _summary(sections: dict[str, list[Result]]) -> list[str]:
 
 def _unnamed(row: Row) -> Row:
     """The row as of software whose attention kernel is not known."""
-    return dataclasses.replace(row, engine=dataclasses.replace(row.engine, attention=""))
+    return dataclasses.replace(row, engine=published_engine(row.engine.products_dtype))
 
 
 def _within(errors: list[float]) -> str:

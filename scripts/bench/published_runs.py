@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from published_engine import PublishedEngine, published_engine
+
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.estimate.job import Engine
 from jaxdist.plan.hardware import GPUS, Gpu
 
 
@@ -58,11 +59,11 @@ TETON = dataclasses.replace(
 SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept: up is repeated
 # save_qkv_proj, as a MaxText script for Llama2-70B on 256 H100 asks for; the sources do not say.
 MAXTEXT_70B = "names:qkv"
-OTHERS = Engine.published()
-FLASH1, FLASH2 = (Engine.published(attention=kernel) for kernel in ("flash1", "flash2"))
-FLASH2_FP8 = Engine.published("float8", "flash2")
+OTHERS = published_engine()
+FLASH1, FLASH2 = (published_engine(attention=kernel) for kernel in ("flash1", "flash2"))
+FLASH2_FP8 = published_engine("float8", "flash2")
 # NVIDIA's own stack: TransformerEngine's attention is cuDNN's.
-CUDNN, CUDNN_FP8 = Engine.published("", "cudnn"), Engine.published("float8", "cudnn")
+CUDNN, CUDNN_FP8 = published_engine("", "cudnn"), published_engine("float8", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class Row:
     published: float = 0.0
     step_s: float = 0.0
     mfu_full: float = 0.0
-    engine: Engine = OTHERS
+    engine: PublishedEngine = OTHERS
     moment_dtype: str = "float32"
     reduce_dtype: str = "bfloat16"
     assumed: str = ""
@@ -190,7 +191,7 @@ def torch(
     )
 
 
-def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: Engine = CUDNN) -> Row:
+def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: PublishedEngine = CUDNN) -> Row:
     """A row of NVIDIA's MaxText Llama2-70B recipe."""
     fp8 = " fp8" if engine.products_dtype else ""
     return Row(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from published_engine import published_engine
 from published_runs import (
     A100,
     FLASH2,
@@ -36,7 +37,6 @@ from published_runs import (
 )
 
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.estimate.job import Engine
 from jaxdist.plan.hardware import GPUS
 
 
@@ -69,7 +69,7 @@ def bridge(
         zero=0 if "fsdp" in mesh else 1,
         chunks=chunks,
         published=tokens,
-        engine=Engine.published("float4" if dtype == "nvfp4" else "float8", "cudnn"),
+        engine=published_engine("float4" if dtype == "nvfp4" else "float8", "cudnn"),
         assumed="nothing recomputed",
     )
 
@@ -90,7 +90,7 @@ def olmo(
         microbatches=microbatches,
         reduce_dtype="float32",
         published=tokens,
-        engine=Engine.published(narrow, "flash2"),
+        engine=published_engine(narrow, "flash2"),
         assumed="64 GPUs",
     )
 

@@ -8,7 +8,7 @@
     traffic        every collective by mesh axes
     schedule_costs what a pipeline's schedule costs
     products       how fast matrix products run: tiles, waves, the power limit
-    software       what kernels reach in our step, and in typical published trainers
+    software       what kernels reach in our step
     time           seconds of a step, by a roofline
     cost           days, money, checkpoints
     search         the best mesh, and why others lose

@@ -30,7 +30,7 @@ from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
-from jaxdist.plan.estimate.software import KERNELS, OURS, PUBLISHED, Software
+from jaxdist.plan.estimate.software import OURS, Software
 from jaxdist.plan.hardware import Cluster
 
 Place = Literal["param", "moment", "gradient", "whole"]
@@ -51,7 +51,7 @@ class Engine:
 
     Attributes:
         products_dtype: dtype of matrix products where it is not the compute dtype ("float8").
-        attention: its attention kernel, one of `software.KERNELS`; "" where it is not known.
+        software: what its kernels reach.
         stage_recomputes: whether a pipeline stage's backward first repeats its forward.
         virtual_stages_travel: whether virtual stages move to their devices in every step.
         stacks_layers: whether what layers keep for backward is copied into stacks, as a scan does.
@@ -59,31 +59,11 @@ class Engine:
     """
 
     products_dtype: str = ""
-    attention: str = ""
+    software: Software = OURS
     stage_recomputes: bool = True
     virtual_stages_travel: bool = True
     stacks_layers: bool = True
     fuses_recomputation: bool = True
-
-    @classmethod
-    def published(cls, products_dtype: str = "", attention: str = "") -> Engine:
-        """Of typical published trainers, with products in this dtype and this kernel."""
-        return cls(
-            products_dtype=products_dtype,
-            attention=attention,
-            stage_recomputes=False,
-            virtual_stages_travel=False,
-            stacks_layers=False,
-            fuses_recomputation=False,
-        )
-
-    @functools.cached_property
-    def software(self) -> Software:
-        """What its kernels reach: of another trainer's step, what published software does."""
-        if dataclasses.replace(self, products_dtype="") == Engine():
-            return OURS
-        kernel = KERNELS[self.attention] if self.attention else {}
-        return dataclasses.replace(PUBLISHED, attention={**PUBLISHED.attention, **kernel})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ that their shapes and the power limit allow (`products`), attention by its kerne
 that a query sees, the rest at its share of the memory bandwidth. Collectives overlap with it: what
 is longer than the compute that can hide it is exposed, and a share of the rest too, since
 collectives take multiprocessors and memory bandwidth from compute. What kernels reach is that of
-our step, or of typical published trainers (`software`); nothing is fitted to a row.
+our step (`software`); nothing is fitted to a row.
 `scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
