@@ -279,7 +279,7 @@ NUM_SETTINGS = {
     "train": 7,
     "optim": 16,
     "precision": 3,
-    "data": 15,
+    "data": 14,
     "eval": 5,
     "checkpoint": 10,
     "monitoring": 8,

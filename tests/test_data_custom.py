@@ -92,16 +92,6 @@ def value_stream(*, seq_len, seed):
 def changing(*, seq_len, seed, field, first, last):
     return [{**row(seq_len, 0)(i), field: last if i == 29 else first} for i in range(99)]
 
-def met(*, seq_len, seed):
-    import threading
-    four = threading.Barrier(4)
-    opened = iter(range(17))  # the first row, and sixteen for the fingerprint, by four too
-    def wait(made):
-        if next(opened, None) != 0:
-            four.wait(timeout=60)
-        return made
-    return grain.MapDataset.range(20).map(row(seq_len, 0)).map(wait)
-
 def arrays(*, seq_len, seed):
     return np.zeros((3, 4))
 
@@ -193,13 +183,6 @@ def test_a_grain_pipeline_is_shuffled_and_batched_like_files():
     batches = list(eval_batches(held, global_batch_size=6, sharding=on_two_devices()))
     assert sum(float(b["weights"].sum()) for b in batches) == 10 * 8
     assert batches[0]["tokens"].dtype == np.int32
-
-
-def test_threads_read_rows_at_the_same_time_and_in_order():
-    train, _ = open_function("met", num_threads=4)  # each row waits until four are asked for
-    np.testing.assert_array_equal(
-        train.rows(np.arange(19, -1, -1))["tokens"][:, 0], range(19, -1, -1)
-    )
 
 
 def test_images_of_ones_own():

@@ -439,7 +439,7 @@ def test_the_config_reports_every_broken_rule_at_once():
         assert word in problem
     assert DataConfig().problems() == []
     assert "empty" in DataConfig(sources=[]).problems()[0]
-    bad = {"num_threads": -1, "eval_fraction": 1.0, "num_workers": -1}
+    bad = {"eval_fraction": 1.0, "num_workers": -1}
     assert len(problems_of(DataConfig(**bad), "data")) == len(bad)
     for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
         config = DataConfig(sources=["stdlib"] * 2, mixture_weights=weights)

@@ -116,6 +116,9 @@ class RunConfig:
         "train.replica_norms": Removed(
             False, "Use resilience.sdc_check_interval_steps, which compares replicas bit by bit."
         ),
+        "data.num_threads": Removed(
+            0, "Use data.num_workers, or a grain.IterDataset that reads in its own threads."
+        ),
         "data.prefetch": Removed(2, "Two batches are kept ready on the devices: leave it out."),
         "checkpoint.preflight": Removed(
             True, "A new run always tries a small save before its first step: leave it out."

@@ -104,13 +104,6 @@ class DataConfig:
         "its loader is the bottleneck",
         ge=0,
     )
-    num_threads: int = setting(
-        0,
-        "threads that read rows of your own (module:function), in each process that reads; 0 = one "
-        "row after the other. Raise it for rows that come over a network and for transforms that "
-        "release the interpreter lock, such as decoding images",
-        ge=0,
-    )
     on_change: Literal["refuse", "restart"] = setting(
         "refuse",
         "when a resumed run finds other data than its checkpoint was trained on: refuse, or "

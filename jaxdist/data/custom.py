@@ -15,7 +15,6 @@ what to evaluate on is always rows by number.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
@@ -52,16 +51,15 @@ class CustomRows:
         vocab_size: one more than the largest token, target or label in a few of the rows.
     """
 
-    def __init__(self, source: Any, name: str, num_threads: int = 0):
+    def __init__(self, source: Any, name: str):
         """Look at a few rows to learn the fields.
 
-        `source` has len() and [index]; a `grain.MapDataset` has. Without `num_threads` the caller's
-        own thread reads.
+        `source` has len() and [index]; a `grain.MapDataset` has.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
         """
-        self._source, self._name, self._num_threads = source, name, num_threads
+        self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
             raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
@@ -86,29 +84,16 @@ class CustomRows:
                 dtype does not hold.
         """
         numbers = np.asarray(indices).tolist()
-        found = self._in_threads(numbers) if self._num_threads else map(self._read, numbers)
-        return cut(stack_rows(list(found), self.fields, self._name, indices), spans)
-
-    def _read(self, number: int) -> Any:
-        return self._source[number]
-
-    def _in_threads(self, numbers: list[int]) -> list[Any]:
-        import grain
-
-        rows = grain.MapDataset.source(numbers).map(self._read)
-        threads = min(self._num_threads, len(numbers))
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=len(numbers))
-        with contextlib.closing(iter(rows.to_iter_dataset(options, allow_nones=True))) as reader:
-            return list(reader)
+        found = [self._source[number] for number in numbers]
+        return cut(stack_rows(found, self.fields, self._name, indices), spans)
 
 
 def open_custom(
-    source: str, *, seq_len: int, seed: int, num_threads: int, given: Any = None
+    source: str, *, seq_len: int, seed: int, given: Any = None
 ) -> tuple[CustomRows | Callable[[int, int], Any], CustomRows | None, bool]:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `num_threads` read rows by number; a stream has threads of its own. `given` is what a Python
-    program gives in the function's place: another function, or the rows.
+    `given` is what a Python program gives in the function's place: another function, or the rows.
 
     Returns:
         What to train on, rows or how to open a stream: (shard_index, num_shards) -> IterDataset;
@@ -145,7 +130,7 @@ def open_custom(
                 "access and cannot be resumed. Return something with len() and [index], such "
                 "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
-    by_number = lambda rows: CustomRows(rows, source, num_threads)
+    by_number = lambda rows: CustomRows(rows, source)
     opened: Any = (lambda index, count: call(index, count)[0]) if is_stream else by_number(train)
     return opened, None if held is None else by_number(held), divides
 

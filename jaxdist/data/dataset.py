@@ -312,9 +312,7 @@ def _open_custom(
             f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
             f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
         )
-    opened, held_rows, divides = open_custom(
-        source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
-    )
+    opened, held_rows, divides = open_custom(source, seq_len=seq_len, seed=seed, given=given)
     tokenizer = load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format)
 
     def dataset(part: CustomRows) -> Dataset:

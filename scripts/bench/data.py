@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = 64
 SEQ_LEN = 512
 READY = 8  # batches that may lie ready when a block begins
-VARIANTS = ("old", "0 workers", "1 worker", "2 workers", "4 threads", "grain by row")
+VARIANTS = ("old", "0 workers", "1 worker", "2 workers", "grain by row")
 CASES = {"text": 400, "chat": 60, "images": 12, "remote": 12}  # batches of a block
 OWN = ("images", "remote")  # rows of a user's function, in Python
 
@@ -117,7 +117,7 @@ def write_old(commit: str, folder: Path) -> None:
 def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
     """Rows per second and processor seconds per row of each variant, one pair per round."""
     processes = {}
-    for variant in variants(case):
+    for variant in VARIANTS:
         package = folder / "old" if variant == "old" else ROOT
         environment = {
             **os.environ,
@@ -143,11 +143,6 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
         process.stdin.close()
         process.wait(timeout=60)
     return rates
-
-
-def variants(case: str) -> list[str]:
-    """What is measured: threads read the rows of a user's function only."""
-    return [name for name in VARIANTS if name != "4 threads" or case in OWN]
 
 
 def answer(process: subprocess.Popen) -> list[float]:
@@ -193,8 +188,6 @@ def open_batches(case: str, variant: str) -> Iterator[Any]:
     }[case]
     if variant == "old" and case in OWN:
         settings["vocab_size"] = 10  # had to be said then
-    if variant == "4 threads":
-        settings["num_threads"] = 4
     train, _ = open_datasets(DataConfig(**settings), seq_len=SEQ_LEN)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
