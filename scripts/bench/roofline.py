@@ -26,9 +26,9 @@ from jaxdist.plan.compiled.collectives import (
     end_of,
     groups_and_axes,
     trips_of,
-    wire_bytes,
 )
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, parse, shapes_of
+from jaxdist.plan.estimate.traffic import wire_bytes
 from jaxdist.plan.hardware import Cluster
 
 # Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.

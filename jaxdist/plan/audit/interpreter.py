@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxdist.core.collective_order import COLLECTIVES
 from jaxdist.plan.audit import contractions, elementwise, shapes
 from jaxdist.plan.audit.contractions import MissingGather
 from jaxdist.plan.audit.elementwise import OmittedSum, Rule
@@ -46,7 +47,6 @@ SUMS = operations(
     "psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter psum_scatter"
 )
 GATHERS = operations("all_gather all_gather_invariant all_gather_reduced")
-COLLECTIVES = SUMS | GATHERS | {"all_to_all", "pmax", "pmin", "ppermute"}
 
 States = tuple[int, ...]
 """One state for each axis."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxdist.plan.audit.interpreter import COLLECTIVES, GATHERS, names_of
+from jaxdist.core.collective_order import COLLECTIVES
+from jaxdist.plan.audit.interpreter import GATHERS, names_of
 from jaxdist.plan.audit.source import line_of, lines_of
 
 _KINDS = {

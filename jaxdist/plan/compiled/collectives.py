@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, UnknownHLO, groups_of, pairs_of, parse
+from jaxdist.plan.estimate.traffic import wire_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -122,7 +123,7 @@ def read_collectives(
                 axes=axes,
                 dtypes=tuple(sorted({shape.dtype for shape in shapes})),
                 bytes=total,
-                wire_bytes=wire_bytes(site.kind, total, size),
+                wire_bytes=int(wire_bytes(site.kind, total, size)),
                 count=site.times,
                 in_branch=site.in_branch,
                 group_size=size,
@@ -145,14 +146,6 @@ def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
             if instruction.opcode.startswith("custom-call") and target:
                 found.append((target[1], instruction))
     return found
-
-
-def wire_bytes(kind: str, total: int, size: int) -> int:
-    """Bytes that one device sends: ring algorithms, as `jaxdist.core.collectives` states them."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return total
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * total * (size - 1) // size
 
 
 # --- the walk ------------------------------------------------------------------------------------

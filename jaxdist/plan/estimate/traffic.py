@@ -234,17 +234,14 @@ def _flow(
     group = neighbours or math.prod(_sizes(job, axes))
     inside = min(group, members_per_fabric(job, axes))
     nodes = group // inside
-    ways = 2 if kind == "all-reduce" else 1
     fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth
     start = _start_seconds(kind, group, nodes)
+    wire = wire_bytes(kind, each, group)
     if kind == "collective-permute":
-        wire, seconds = each, each / (slow if nodes > 1 else fast)
+        seconds = each / (slow if nodes > 1 else fast)
     else:
-        wire = ways * each * (group - 1) / group
-        seconds = wire / fast
-        if nodes > 1:
-            # Every node must receive what it lacks once, over the adapters of its members.
-            seconds = max(seconds, ways * each * (nodes - 1) / nodes / (inside * slow))
+        # Every node must receive what it lacks once, over the adapters of its members.
+        seconds = max(wire / fast, wire_bytes(kind, each, nodes) / (inside * slow))
     return Flow(
         kind=kind,
         axes=axes,
@@ -255,6 +252,14 @@ def _flow(
         seconds=(seconds + start) * times,
         crosses_nodes=nodes > 1,
     )
+
+
+def wire_bytes(kind: str, total: float, size: int) -> float:
+    """Return the bytes that one device sends: ring algorithms, as in `core.collectives`."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return total
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * total * (size - 1) / size
 
 
 _START_S = 8.4e-6
