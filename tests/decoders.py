@@ -94,8 +94,9 @@ def scan_layers(block, layers, x, aux, context):
     return x, jax.tree.map(lambda s: s.sum(0), sums)
 
 
-def capture_logits(x, kernel, targets, weights, *, vocab_size, softcap):
+def capture_logits(head, targets, weights):
     del targets, weights
+    x, kernel, vocab_size, softcap = head
     logits = jnp.einsum("bsd,dv->bsv", x, kernel, preferred_element_type=jnp.float32)
     logits = logits[..., :vocab_size]
     return {"logits": softcap * jnp.tanh(logits / softcap) if softcap else logits}

@@ -31,9 +31,10 @@ LEVELS = {
     "core.matmul": 3,
     "core.mesh": 3,
     "core.attention": 3,
-    "core.losses": 3,
+    "core.losses": 2,
     "core.mesh_choice": 4,
     "core.sharding": 4,
+    "objectives": 3,
     "models": 4,
     "data": 4,
     "optim": 4,
@@ -74,7 +75,7 @@ LEVELS = {
 FORBIDDEN = {"models": ("core.parallel", "core.mesh", "core.mesh_choice", "core.sharding")}
 """Rooms below that a room may not know all the same: models name dims, never a mesh."""
 EMPTY = {"jaxdist", "jaxdist.core", "jaxdist.run", "jaxdist.tools"}
-MAX_ENTRIES = 15
+MAX_ENTRIES = 16
 MAX_POSITIONAL = 7
 
 

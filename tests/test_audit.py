@@ -458,7 +458,7 @@ def test_a_value_without_a_dtype_does_not_stop_the_audit():
 
     def head(params, x, batch, context):
         jax.lax.after_all(jax.lax.create_token(x))
-        return model.head_loss(params, x, batch, context)
+        return model.head(params, x, batch, context)
 
-    audit = audit_of(dataclasses.replace(model, head_loss=head), layout, *rest)
+    audit = audit_of(dataclasses.replace(model, head=head), layout, *rest)
     assert audit.is_clean and audit.axes == {"data": 2}

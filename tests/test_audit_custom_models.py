@@ -19,6 +19,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data.packing import text_fields
 from jaxdist.models import CustomConfig
+from jaxdist.objectives import cross_entropy
 from jaxdist.plan.audit import check_mesh, deep
 from jaxdist.plan.audit.deep import check_model
 from jaxdist.run import startup
@@ -37,15 +38,15 @@ def config_on(mesh, num_microbatches=1):
 
 
 def scanned(layer):
-    """A head_loss with a loop of its own over the layers."""
+    """A head with a loop of its own over the layers."""
 
-    def head_loss(params, _, batch, context):
+    def head(params, _, batch, context):
         x = context.split(params["table"][batch["tokens"]])
         body = lambda x, weights: (layer(weights, x, context), None)
         x, _ = jax.lax.scan(body, x, params["layers"])
-        return make_model().head_loss(params, x, batch, context)
+        return make_model().head(params, x, batch, context)
 
-    return head_loss
+    return head
 
 
 @scanned
@@ -74,24 +75,18 @@ def a_backward_pass_without_its_sum(weights, x, context):
 
 def a_head_without_its_sum(params, _, batch, context):
     x = context.enter(params["table"][batch["tokens"]])
-    return {"loss": jnp.sum((x @ params["head"]) ** 2), "weight": jnp.sum(batch["weights"])}
+    return {}, {"loss": jnp.sum((x @ params["head"]) ** 2), "weight": jnp.sum(batch["weights"])}
 
 
 def a_loop_that_starts_at_zeros(params, _, batch, context):
     x = params["table"][batch["tokens"]]
     total, _ = jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros(x.shape[1:]), x)
-    return make_model().head_loss(params, x + total, batch, context)
-
-
-def of_one_function(head_loss):
-    return dataclasses.replace(
-        make_model(), head_loss=head_loss, block=None, embed=None, num_layers=0, vocab_size=16
-    )
+    return make_model().head(params, x + total, batch, context)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
-    "head_loss, axis, code, fix",
+    "head, axis, code, fix",
     [
         (a_loop_without_its_sum, "tensor", "lax.scan(body", "Context.leave"),
         (a_branch_without_its_sum, "tensor", "lax.cond(", "Context.leave"),
@@ -100,12 +95,14 @@ def of_one_function(head_loss):
         (a_loop_that_starts_at_zeros, "data", "lax.scan(lambda total", "collectives.zeros_like"),
     ],
 )
-def test_a_model_that_jax_cannot_type_is_refused(head_loss, axis, code, fix, num_microbatches):
+def test_a_model_that_jax_cannot_type_is_refused(head, axis, code, fix, num_microbatches):
+    objective = (lambda *_: {}) if head is a_head_without_its_sum else cross_entropy
     model = dataclasses.replace(
-        make_model(), head_loss=head_loss, block=None, embed=None, num_layers=0, sequence=False
-    )
+        make_model(), head=head, objective=objective, block=None, embed=None, num_layers=0,
+        sequence=False,
+    )  # fmt: skip
     parts = assemble(config_on("dp=2,tp=2", num_microbatches), jax.devices()[:4], model=model)
-    line = head_loss.__code__.co_firstlineno
+    line = head.__code__.co_firstlineno
     if code:
         lines = Path(__file__).read_text().splitlines()
         line = next(number for number, text in enumerate(lines, 1) if code in text)

@@ -13,7 +13,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_evaluate, make_value_and_grad
-from jaxdist.core.types import Dims, Model
+from jaxdist.core.types import Dims, Model, TokenHead
+from jaxdist.objectives import cross_entropy
 
 LAYERS, ROWS, SEQ, WIDTH, MLP, VOCAB = 4, 8, 8, 8, 16, 16
 SCALE = 4.0
@@ -47,11 +48,8 @@ def make_model():
         layers["router"] = draw(LAYERS, WIDTH, 3)
         return {"layers": layers, "table": draw(VOCAB, WIDTH), "head": draw(WIDTH, VOCAB)}
 
-    def head_loss(params, x, batch, context):
-        x = context.enter(x)
-        return context.token_loss(
-            x, params["head"], batch["targets"], batch["weights"], vocab_size=VOCAB
-        )
+    def head(params, x, batch, context):
+        return TokenHead(context.enter(x), params["head"], VOCAB), {}
 
     return Model(
         name="gated",
@@ -64,7 +62,8 @@ def make_model():
         dims={"layers": LAYERS, "d_model": WIDTH, "mlp": MLP, "vocab": VOCAB},
         embed=lambda params, batch, context: context.split(params["table"][batch["tokens"]]),
         block=gated_block,
-        head_loss=head_loss,
+        head=head,
+        objective=cross_entropy,
         num_layers=LAYERS,
         sequence=True,
     )

@@ -52,7 +52,7 @@ def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
     train = TrainConfig(num_microbatches=num_microbatches)
     schedule = lambda step: jnp.float32(learning_rate)
     rule = Optimizer(optimizer, schedule)
-    step = make_step(model, rule, layout, plan_of(model, layout, train))
+    step = make_step(model, model.objective, rule, layout, plan_of(model, layout, train))
     return step, lambda seed: init_state(model, optimizer, layout, seed=seed, loss_scale={})
 
 

@@ -201,7 +201,7 @@ def test_no_legal_mesh_of_all_devices_suggests_fewer():
 def test_a_custom_models_dims_are_judged_once_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
-    model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
+    model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head=None, objective=None)
     with refused("tp=4", "mlp=6"):
         config.choose_mesh(4, model=model)
 

@@ -22,7 +22,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
-from jaxdist.core.types import AttentionCall, Dims
+from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
 
@@ -56,7 +56,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     precision = PrecisionConfig(compute_dtype=dtype)
     schedule = lambda step: jnp.float32(1e-2)
     plan = plan_of(model, layout, config, precision)
-    step = make_step(model, Optimizer(optimizer, schedule, 1.0), layout, plan)
+    step = make_step(model, model.objective, Optimizer(optimizer, schedule, 1.0), layout, plan)
     state = init_state(model, optimizer, layout, seed=0, loss_scale={})
     history = []
     for number in range(num_steps):
@@ -108,7 +108,7 @@ def test_the_tensor_axis_is_used_and_not_only_stored():
     layout = Layout(mesh=mesh, rules=model.rules, auto_tensor=True)
     schedule = lambda step: jnp.float32(1e-2)
     optimizer = Optimizer(optax.scale_by_adam(), schedule)
-    step = make_step(model, optimizer, layout, plan_of(model, layout))
+    step = make_step(model, model.objective, optimizer, layout, plan_of(model, layout))
     state = abstract_state(model, optax.scale_by_adam(), layout, loss_scale={})
     text = step.evaluate.lower(state.params, random_batch(0)).compile().as_text()
     assert "all-reduce" in text
@@ -157,6 +157,14 @@ def test_a_model_of_ones_own_says_its_classes_and_how_it_attends():
     )
     (problem,) = config.mesh_problems(MeshSpec.parse("cp=2"), drops)
     assert "0.25" in problem
+
+
+def test_a_model_without_head_or_objective_is_rejected():
+    """Models written for `head_loss` are told the replacement, before anything runs."""
+    rest = {"name": "m", "init": None, "axes": {}, "dims": {}}
+    for given in ({"head_loss": print}, {"head": print}, {"objective": print}):
+        with refused("model 'm'", "head=", "objective=", "TokenHead", *(given.keys() - {"head"})):
+            Model(**rest, **given)
 
 
 def test_the_example_is_short():

@@ -242,7 +242,7 @@ def test_summed_loss_equals_torch(family):
     context = Context(
         run_layers=scan_layers,
         attend=make_attend(AttentionPlan("cpu")),
-        token_loss=lambda *args, vocab_size, softcap: token_cross_entropy(*args, vocabulary),
+        token_loss=lambda head, *args: token_cross_entropy(head.x, head.kernel, *args, vocabulary),
     )
     batch = {"tokens": tokens, "targets": targets, "weights": weights}
     sums = jax.jit(lambda *args: model.loss(*args, context))(params, batch)

@@ -21,7 +21,7 @@ def make_run(case: Case):
     """(layout, step) of a case with Adam, clipping and a constant learning rate."""
     model, layout, plan, _ = make_parts(case)
     optimizer = Optimizer(OPTIMIZER, lambda count: 3e-3 + 0.0 * count, max_grad_norm=1.0)
-    return layout, make_step(model, optimizer, layout, plan)
+    return layout, make_step(model, model.objective, optimizer, layout, plan)
 
 
 def train(step, state, first: int, last: int):

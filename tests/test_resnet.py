@@ -83,15 +83,11 @@ def test_a_mesh_that_does_not_fit_names_the_setting_of_a_resnet():
 
 def test_a_head_that_forgets_its_statistics_is_refused():
     model = build(TINY, seq_len=1)
-    head = lambda *arguments: {
-        name: value
-        for name, value in model.head_loss(*arguments).items()
-        if name != BATCH_STATISTICS
-    }
+    head = lambda *arguments: (model.head(*arguments)[0], {})
     layout = layout_of(model, "1")
     plan = plan_of(model, layout)
     context = make_context(model, layout, plan)
-    forgetful = dataclasses.replace(model, head_loss=head)
+    forgetful = dataclasses.replace(model, head=head)
     function = make_value_and_grad(forgetful, layout, plan, context)
     params = jax.eval_shape(model.init, jax.random.key(0))
     with refused("norm/mean", "batch_statistics", error=TypeError):

@@ -259,7 +259,7 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass():
         settings = tiny.train_config(case, remat="none")
         state = jax.eval_shape(lambda m=model: tiny.make_state(m, optax.identity(), {})(0))
         step = make_step(
-            model, Optimizer(optax.identity(), tiny.schedule), layout,
+            model, model.objective, Optimizer(optax.identity(), tiny.schedule), layout,
             tiny.plan_of(model, layout, settings, PrecisionConfig(compute_dtype="float32")),
         )  # fmt: skip
         batch = {k: jax.ShapeDtypeStruct(v[:2, :4].shape, v.dtype) for k, v in text_batch().items()}
@@ -315,15 +315,17 @@ def annotated_model():
         up, down = jax.random.split(key)
         return {"up": jax.random.normal(up, (16, 32)), "down": jax.random.normal(down, (32, 16))}
 
-    def head_loss(params, x, batch, context):
-        out = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+    def head(params, x, batch, context):
+        return jnp.tanh(batch["x"] @ params["up"]) @ params["down"], {}
+
+    def squared_error(out, batch, context):
         losses = jnp.sum(jnp.square(out - batch["y"]), -1) * batch["weights"]
         return {"loss": losses.sum(), "weight": batch["weights"].sum()}
 
     axes = {"up": Dims(("d_model", "mlp")), "down": Dims(("mlp", "d_model"))}
     return Model(
         name="two products", init=init, axes=axes, dims={"mlp": 32, "d_model": 16},
-        head_loss=head_loss, tensor="auto",
+        head=head, objective=squared_error, tensor="auto",
     )  # fmt: skip
 
 
@@ -341,7 +343,7 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
         layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), auto_tensor=True)
         state = init_state(model, optax.identity(), layout, seed=0, loss_scale={})
         identity = Optimizer(optax.identity(), tiny.schedule)
-        step = make_step(model, identity, layout, tiny.plan_of(model, layout))
+        step = make_step(model, model.objective, identity, layout, tiny.plan_of(model, layout))
         losses[text] = []
         for _ in range(3):
             state, metrics = step.train(state, place(step, batch), np.inf)

@@ -25,7 +25,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
 from jaxdist.core.step import Optimizer, Step, TrainConfig, make_step
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
-from jaxdist.core.types import Batch, Context, Model, Params
+from jaxdist.core.types import Batch, Context, Model, Objective, Params, TokenHead
 from jaxdist.models import CnnConfig, DecoderConfig, build
 
 SEQ, ROWS, VOCAB = 16, 16, 100
@@ -163,8 +163,10 @@ def reference(name: str, steps: int = 20) -> Trace:
     return train_by_hand(name, batch_of(name), steps)
 
 
-def train_by_hand(name: str, batch: Batch, steps: int = 20) -> Trace:
-    """The same on another batch."""
+def train_by_hand(
+    name: str, batch: Batch, steps: int = 20, objective: Objective | None = None
+) -> Trace:
+    """The same on another batch, or with another objective."""
     model = model_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
@@ -172,23 +174,15 @@ def train_by_hand(name: str, batch: Batch, steps: int = 20) -> Trace:
             x, _ = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
         return x, {}
 
-    def token_loss(
-        x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int, softcap: float
-    ) -> Any:
-        logits = (x @ kernel)[..., :vocab_size]
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+    def mean_cross_entropy(output: Any, batch: Batch, _: Context) -> Any:
+        is_text = isinstance(output, TokenHead)
+        logits = (output.x @ output.kernel)[..., : output.vocab_size] if is_text else output
+        labels, weights = batch["targets" if is_text else "labels"], batch["weights"]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
-    def label_loss(logits: Any, labels: Any, weights: Any) -> Any:
-        picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
-        return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
-
-    context = Context(
-        run_layers=run_layers,
-        token_loss=token_loss,
-        label_loss=label_loss,
-        attend=make_attend(AttentionPlan("cpu")),
-    )
+    model = dataclasses.replace(model, objective=objective or mean_cross_entropy)
+    context = Context(run_layers=run_layers, attend=make_attend(AttentionPlan("cpu")))
 
     def mean_loss(params: Params) -> Any:
         sums = model.loss(params, batch, context)
@@ -303,6 +297,7 @@ def step_of(
     config = train_config(case, **changes)
     step = make_step(
         model,
+        model.objective,
         Optimizer(rule, schedule, max_grad_norm, ema_decay, frozen),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.softcap import slope_at, soft_cap
-from jaxdist.core.types import Array, Sums
+from jaxdist.core.types import Array, Sums, TokenHead
 
 
 def _sum_over_tokens(x: Array, dlogits: Array) -> Array:
@@ -80,17 +80,10 @@ def make_token_loss(
     vocab], as `Vocabulary` has it.
     """
 
-    def token_loss(
-        x: Array,
-        kernel: Array,
-        targets: Array,
-        weights: Array,
-        vocab_size: int,
-        softcap: float = 0.0,
-    ) -> Sums:
-        """As `token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        vocabulary = Vocabulary(vocab_size, axis, chunk, softcap, weight_gradient)
-        return token_cross_entropy(x, kernel, targets, weights, vocabulary)
+    def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
+        """Return the sums of `token_cross_entropy`; targets and weights are [batch, seq]."""
+        vocabulary = Vocabulary(head.vocab_size, axis, chunk, head.softcap, weight_gradient)
+        return token_cross_entropy(head.x, head.kernel, targets, weights, vocabulary)
 
     return token_loss
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from jaxdist.core.settings.declare import ConfigError
 
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
@@ -38,13 +40,13 @@ bits depend on the sample and never on the mesh.
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
 
-The head returns `loss` (nats) and `weight` (what counts), and may add others (`correct`). A block
-may return any, or none: {}. Each name is summed exactly once over layers, head, microbatches and
-devices, whatever the mesh and the schedule; then means are formed, sum / weight.
+The objective returns `loss` (nats) and `weight` (what counts), and may add others (`correct`). Head
+and blocks may return any, or none: {}. Each name is summed exactly once over layers, head,
+microbatches and devices, whatever the mesh and the schedule; then means are formed, sum / weight.
 
-Training differentiates `loss` + `aux_loss`, whoever returns them (`objective`). `aux_loss` is for
-terms that are no likelihood, such as the balance loss of a router: they train the model and stay
-out of the loss that is reported and compared. Every other name is a metric.
+Training differentiates `loss` + `aux_loss`, whoever returns them (`trained_loss`). `aux_loss` is
+for terms that are no likelihood, such as the balance loss of a router: they train the model and
+stay out of the loss that is reported and compared. Every other name is a metric.
 
 Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
 (its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
@@ -57,13 +59,13 @@ BATCH_STATISTICS = "batch_statistics"
 """Name among a head's sums of what a training batch showed of each running average: a tree of
 float32 arrays, equal on all devices that split rows, in which trained leaves are absent."""
 
-OBJECTIVE = ("loss", "aux_loss")
+TRAINED = ("loss", "aux_loss")
 """Names of the sums that training differentiates."""
 
 
-def objective(sums: Sums) -> Array:
-    """What training differentiates, float32 []: the total of those of `OBJECTIVE` in the sums."""
-    first, *others = (sums[name] for name in OBJECTIVE if name in sums)
+def trained_loss(sums: Sums) -> Array:
+    """Add up the sums that training differentiates: those of `TRAINED`, float32 []."""
+    first, *others = (sums[name] for name in TRAINED if name in sums)
     return sum(others, start=first)
 
 
@@ -184,6 +186,22 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     )
 
 
+class TokenHead(NamedTuple):
+    """The product that makes logits, left to the objective so that they never exist whole.
+
+    Attributes:
+        x: input of the head, [batch, seq, d_model], compute dtype.
+        kernel: output kernel, [d_model, vocab_shard], compute dtype.
+        vocab_size: real entries of the vocabulary; columns from there on are padding.
+        softcap: bound that logits approach; 0 = none.
+    """
+
+    x: Array
+    kernel: Array
+    vocab_size: int
+    softcap: float = 0.0
+
+
 def _identity(x: Any) -> Any:
     return x
 
@@ -227,9 +245,8 @@ class Context:
             0, 1, ... unless devices share rows.
         run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
             stage of a pipeline.
-        token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
-            vocab_size=..., softcap=0.0) -> Sums; cross-entropy over a vocabulary that may be split.
-        label_loss: (logits [batch, classes], labels, weights) -> Sums; cross-entropy and hits.
+        token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
+            head's product, over a vocabulary that may be split.
         gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         layer: index in the model of the block that runs, int32 scalar.
@@ -251,7 +268,6 @@ class Context:
     places: Callable[[int], Array] = _from_the_start
     run_layers: Callable[..., tuple[Array, Sums]] = _missing
     token_loss: Callable[..., Sums] = _missing
-    label_loss: Callable[..., Sums] = _missing
     gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     layer: Any = 0
@@ -282,19 +298,25 @@ class Decoding:
     max_len: int
 
 
+Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
+"""(output of the head, this device's rows of one microbatch, context) -> Sums."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """A model as pure functions over plain parameter dicts, plus the names of its dims.
 
-    With stacked layers: `embed`, then `block` for each layer (`Context.run_layers`), `head_loss`.
-    Without (`block` is None): `head_loss(params, None, batch, context)` does all of it.
+    With stacked layers: `embed`, then `block` for each layer (`Context.run_layers`), then `head`.
+    Without (`block` is None): `head(params, None, batch, context)` does all of it.
 
     Attributes:
         name: for logs and errors.
         init: key -> params, float32. Pure, so that it runs under `jit` with output shardings.
         axes: tree like params with a `Dims` at each leaf.
         dims: size of each logical dim; what the mesh must divide.
-        head_loss: (params, x, batch, context) -> Sums over the local batch.
+        head: (params, x, batch, context) -> (output, Sums): a `TokenHead`, logits, or any arrays
+            that the objective reads; and sums of the head's own, or {}.
+        objective: computes the loss from that output, unless the run has another objective.
         embed: (params, batch, context) -> x [batch, seq_shard, d_model].
         prepare: (batch, context) -> aux, what every block needs in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
@@ -323,7 +345,8 @@ class Model:
     init: Callable[[Array], Params]
     axes: Params
     dims: Mapping[str, int]
-    head_loss: Callable[..., Sums]
+    head: Callable[..., tuple[Any, Sums]] = _missing
+    objective: Objective = _missing
     embed: Callable[..., Array] | None = None
     prepare: Callable[..., Any] | None = None
     block: Callable[..., tuple[Array, Sums]] | None = None
@@ -339,9 +362,25 @@ class Model:
     num_classes: int = 0
     attention_call: AttentionCall = AttentionCall()
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    head_loss: dataclasses.InitVar[Any] = None
+
+    def __post_init__(self, head_loss: Any) -> None:
+        if head_loss is not None or _missing in (self.head, self.objective):
+            got = "head_loss" if head_loss is not None else "no head or no objective"
+            raise ConfigError(
+                f"model {self.name!r} has {got}. Use Model(head=..., objective=...): head(params, "
+                "x, batch, context) returns (output, {}), where the output of a language model is "
+                "TokenHead(x, kernel, vocab_size). objective(output, batch, context) returns the "
+                "sums, e.g. jaxdist.objectives.cross_entropy."
+            )
+
+    def head_sums(self, params: Params, x: Array | None, batch: Batch, context: Context) -> Sums:
+        """Return the sums of head and objective, from x [batch, seq_shard, d_model]."""
+        output, sums = self.head(params, x, batch, context)
+        return add_sums(self.objective(output, batch, context), sums)
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Sums of the local batch, of all layers and the head; training differentiates `objective`.
+        """Return the sums of the local batch; training differentiates `trained_loss` of them.
 
         Args:
             params: this device's parameters; stacked leaves `[num_layers, ...]`.
@@ -349,16 +388,16 @@ class Model:
             context: what the model is told.
         """
         if self.block is None or self.embed is None:
-            return self.head_loss(params, None, batch, context)
+            return self.head_sums(params, None, batch, context)
         x = self.embed(params, batch, context)
         auxs = self.prepare_groups(batch, context)
         if len(auxs) == 1:
             x, sums = context.run_layers(self.block, params["layers"], x, auxs[0], context)
-            return add_sums(self.head_loss(params, x, batch, context), sums)
+            return add_sums(self.head_sums(params, x, batch, context), sums)
         xs, sums = context.run_layers(
             self._block_of_groups, params["layers"], tuple(jnp.split(x, len(auxs))), auxs, context
         )
-        return add_sums(self.head_loss(params, jnp.concatenate(xs), batch, context), sums)
+        return add_sums(self.head_sums(params, jnp.concatenate(xs), batch, context), sums)
 
     def prepare_groups(self, batch: Batch, context: Context) -> tuple[Any, ...]:
         """What every block needs beside its input, for each group of the batch's rows [rows, ...].

@@ -16,23 +16,23 @@ from jax import lax
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
 from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, CnnConfig
+from jaxdist.objectives import classification
 
 
 def build_cnn(config: CnnConfig) -> Model:
     """The `Model` record of the classifier; its batches hold `images`, `labels` and `weights`."""
     init, axes, bind = layers.functional(lambda rngs: Cnn(config, rngs))
 
-    def head_loss(params: Params, x: None, batch: Batch, context: Context) -> Sums:
-        del x
-        logits = bind(params)(batch["images"].astype(context.dtype), context)
-        return context.label_loss(logits, batch["labels"], batch["weights"])
+    def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
+        return bind(params)(batch["images"].astype(context.dtype), context), {}
 
     return Model(
         name="cnn",
         init=init,
         axes=axes,
         dims=config.dims,
-        head_loss=head_loss,
+        head=head,
+        objective=classification,
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,

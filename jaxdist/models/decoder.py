@@ -29,6 +29,7 @@ from jaxdist.core.types import (
     Model,
     Params,
     Sums,
+    TokenHead,
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
@@ -40,6 +41,7 @@ from jaxdist.models.positions import (
     prepare,
 )
 from jaxdist.models.weights import weights_of
+from jaxdist.objectives import cross_entropy
 
 Bind = Callable[[Params], Any]
 """Parameters of a part of the model -> its module, holding them."""
@@ -72,18 +74,11 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     ) -> tuple[Array, Sums]:
         return bind_block(params)(x, aux, context)
 
-    def head_loss(params: Params, x: Array, batch: Batch, context: Context) -> Sums:
-        """Sums of the loss head on x [batch, seq_shard, d_model]."""
+    def head(params: Params, x: Array, _: Batch, context: Context) -> tuple[TokenHead, Sums]:
+        """Return the head's product of x [batch, seq_shard, d_model], and no sums."""
         x = context.enter(bind_head(params["head"]).norm(x))
         kernel = _head_kernel(config, params).astype(x.dtype)
-        return context.token_loss(
-            x,
-            kernel,
-            batch["targets"],
-            batch["weights"],
-            vocab_size=config.vocab_size,
-            softcap=config.logit_softcap,
-        )
+        return TokenHead(x, kernel, config.vocab_size, config.logit_softcap), {}
 
     model = Model(
         name="decoder",
@@ -93,7 +88,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         embed=embed,
         prepare=lambda batch, context: prepare(config, batch, context),
         block=block,
-        head_loss=head_loss,
+        head=head,
+        objective=cross_entropy,
         num_layers=config.num_layers,
         sequence=config.sequence,
         context_parallel=config.context_parallel,

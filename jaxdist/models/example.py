@@ -9,8 +9,9 @@ split; `tensor="auto"` leaves products over `tp` to XLA. For pipeline stages see
 import jax
 from flax import nnx
 
-from jaxdist.core.types import Batch, Context, Dims, Model, Params, Sums
+from jaxdist.core.types import Batch, Context, Dims, Model, Params, Sums, TokenHead
 from jaxdist.models.layers import functional
+from jaxdist.objectives import cross_entropy
 
 RULES = {"width": "fsdp", "hidden": "tensor", "my_heads": "tensor"}
 
@@ -43,18 +44,17 @@ class Net(nnx.Module):
 
 
 def build(*, seq_len: int, vocab: int = 1024, width: int = 64, heads: int = 4) -> Model:
-    """What `model.factory` names; called with `seq_len` and `model.args`."""
+    """Build the model; `model.factory` names this function, called with `model.args` too."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
 
-    def loss(params: Params, _: None, batch: Batch, context: Context) -> Sums:
+    def head(params: Params, _: None, batch: Batch, __: Context) -> tuple[TokenHead, Sums]:
         net, tokens = bind(params), batch["tokens"]
         x = net.tokens(tokens)
         for block in net.blocks:
             x = block(x, nnx.make_causal_mask(tokens))
-        kernel = net.tokens.embedding[...].T
-        return context.token_loss(x, kernel, batch["targets"], batch["weights"], vocab_size=vocab)
+        return TokenHead(x, net.tokens.embedding[...].T, vocab), {}
 
     return Model(
-        name="custom", init=init, axes=axes, rules=RULES, head_loss=loss, tensor="auto",
-        dims={"width": width, "hidden": 4 * width, "my_heads": heads}, vocab_size=vocab,
+        name="custom", init=init, axes=axes, rules=RULES, head=head, objective=cross_entropy,
+        dims=dict(width=width, hidden=4 * width, my_heads=heads), tensor="auto", vocab_size=vocab,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from jax import lax
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
 from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ResnetConfig
+from jaxdist.objectives import classification
 
 _NUM_STAGES = 3
 
@@ -30,19 +31,18 @@ def build_resnet(config: ResnetConfig) -> Model:
     """The `Model` record of the classifier; its batches hold `images`, `labels` and `weights`."""
     init, axes, bind = layers.functional(lambda rngs: Resnet(config, rngs))
 
-    def head_loss(params: Params, x: None, batch: Batch, context: Context) -> Sums:
-        del x
+    def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
         network = bind(params)
         logits = network(batch["images"].astype(context.dtype), context)
-        sums = context.label_loss(logits, batch["labels"], batch["weights"])
-        return sums | layers.batch_statistics(network, context)
+        return logits, layers.batch_statistics(network, context)
 
     return Model(
         name=f"resnet-{config.depth}",
         init=init,
         axes=axes,
         dims=config.dims,
-        head_loss=head_loss,
+        head=head,
+        objective=classification,
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,

@@ -99,7 +99,7 @@ class Parts:
             ema_decay=rule.ema_decay,
             frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
         )
-        return make_step(self.model, optimizer, self.layout, self.plan)
+        return make_step(self.model, self.model.objective, optimizer, self.layout, self.plan)
 
     @property
     def devices(self) -> list[Any]:

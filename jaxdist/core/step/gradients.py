@@ -21,9 +21,9 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
-from jaxdist.core.step.omitted_sums import check_equal, explain_types
+from jaxdist.core.step.omitted_sums import check_equal, definition_of, explain_types
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, trained_loss
 
 
 def make_value_and_grad(
@@ -41,7 +41,7 @@ def make_value_and_grad(
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
-        gradients of `objective` / weight, float32, sharded like the moments where ZeRO says so,
+        gradients of `trained_loss` / weight, float32, sharded like the moments where ZeRO says so,
         else like the parameters; their global norm, float32 []).
     """
     param_specs = layout.param_specs(model.axes)
@@ -119,7 +119,7 @@ def _make_accumulation(
 
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = model.loss(context.gather(params), micro, context)
-            return objective(sums) * scale, sums
+            return trained_loss(sums) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)
@@ -135,7 +135,8 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
     """Sums, float32 [] each, over replicas and stages: then equal on every device."""
     axes = layout.loss_axes
     for name, value in sums.items():
-        check_equal(value, {*axes}, f"the sum {name!r} leaves Model.head_loss", model.head_loss)
+        where = f"the sum {name!r} leaves {definition_of(model)}"
+        check_equal(value, {*axes}, where)
     if not axes:
         return sums
     return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}

@@ -19,7 +19,7 @@ from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step.omitted_sums import check_equal, varying_axes
+from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Context, Model, Params, Sums
 from jaxdist.optim.matrices import sides_of
@@ -182,7 +182,7 @@ def _run(
     y, sums = _checked(out, x)
     owner = getattr(block, "__self__", None)
     block = owner.block if isinstance(owner, Model) else block  # pipelines wrap it in a method
-    check_equal(y, varying_axes(x), "x leaves Model.block", block)
+    check_equal(y, varying_axes(x), f"x leaves Model.block{definition(block)}")
     return y, sums
 
 

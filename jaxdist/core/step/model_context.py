@@ -38,7 +38,6 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         attend=attend,
         dot=_DOTS[plan.dot],
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
-        label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, plan),
         platform=plan.platform,
         row_groups=plan.max_row_chunks,

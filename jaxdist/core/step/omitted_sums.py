@@ -7,7 +7,7 @@ import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,15 @@ JAX = (str(Path(jax.__file__).parent), str(Path(jax.__file__).parent.parent / "f
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def check_equal(value: Any, axes: set[str], name: str, function: Callable[..., Any]) -> None:
-    """Check that a tree of arrays [...] from a model's function varies over no other axes.
+def check_equal(value: Any, axes: set[str], name: str) -> None:
+    """Check that a tree of arrays [...] varies over no other axes.
 
     Raises:
         ConfigError: it varies over another axis.
     """
     if extra := sorted(varying_axes(value) - axes):
         raise ConfigError(
-            f"omitted sum over {', '.join(extra)}: {name}{_definition(function)} with a different "
+            f"omitted sum over {', '.join(extra)}: {name} with a different "
             f"value on each device of the axis. {_fix(extra)}"
         )
 
@@ -81,7 +81,7 @@ def _place(error: BaseException | None, model: Model) -> str:
     frames = traceback.extract_tb(error.__traceback__) if error else []
     users = [frame for frame in frames if _is_users(frame.filename)]
     if not users:
-        return f" in Model.head_loss{_definition(model.head_loss)} or in a function that it calls"
+        return f" in {definition_of(model)} or in a function that they call"
     return f" at {users[-1].filename}:{users[-1].lineno} `{users[-1].line}`"
 
 
@@ -113,8 +113,14 @@ def _is_users(file: str) -> bool:
     return not (file.startswith((*JAX, OWN, "<@")) or in_python)
 
 
-def _definition(function: Any) -> str:
-    """Return ` at file:line` of a function, or "" if that is not defined."""
+def definition_of(model: Model) -> str:
+    """Name the head and the objective of a model, with the lines that define them."""
+    return f"Model.head{definition(model.head)} or the objective{definition(model.objective)}"
+
+
+def definition(function: Any) -> str:
+    """Return ` at file:line` of a function or callable object, or "" if that is not defined."""
     function = inspect.unwrap(getattr(function, "func", function))
+    function = function if hasattr(function, "__code__") else type(function).__call__
     code = getattr(function, "__code__", None)
     return f" at {code.co_filename}:{code.co_firstlineno}" if code else ""

@@ -47,7 +47,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
         if path not in found:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
-                f"{name} is a running average, and Model.head_loss returned nothing for it. Add "
+                f"{name} is a running average, and Model.head returned nothing for it. Add "
                 "`jaxdist.models.layers.batch_statistics(module, context)` to its sums."
             )
         return found[path]

@@ -20,7 +20,16 @@ from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
 from jaxdist.core.step.model_context import make_context
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
+from jaxdist.core.types import (
+    Array,
+    Batch,
+    Context,
+    Model,
+    Objective,
+    Params,
+    Sums,
+    trained_loss,
+)
 
 Metrics = dict[str, Array]
 """Float32 scalars by name, `applied` bool []."""
@@ -67,8 +76,14 @@ class Optimizer(NamedTuple):
     frozen: Params | None = None
 
 
-def make_step(model: Model, optimizer: Optimizer, layout: Layout, plan: StepPlan) -> Step:
-    """Build the step of one model on one layout; compiles nothing yet."""
+def make_step(
+    model: Model, objective: Objective, optimizer: Optimizer, layout: Layout, plan: StepPlan
+) -> Step:
+    """Build the step of one model on one layout; compiles nothing yet.
+
+    `objective` replaces that of the model.
+    """
+    model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule, frozen = optimizer.rule, optimizer.frozen
     kept: dict[str, Any] = dict(
@@ -135,7 +150,7 @@ def _make_train(
         sums, grads, norm = gradients(state.params, batch, key, scale)
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
-        finite = jnp.isfinite(objective(sums)) & jnp.isfinite(norm)
+        finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)
         means = _means(sums)
         labeled = sums["weight"] != 0
         applied = finite & labeled & (means["loss"] <= limit)

@@ -223,7 +223,6 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         # Of no platform: a kernel of the CPU's own would leave out keys that are counted here.
         attend=attention.make_attend(attention.AttentionPlan("none")),
         token_loss=losses.make_token_loss(),
-        label_loss=losses.label_cross_entropy,
     )
 
 

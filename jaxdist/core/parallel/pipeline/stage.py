@@ -92,8 +92,8 @@ class Stage:
         )
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
-        """Sums of the loss head, from the output x [rows, seq_shard, d_model] of the last layer."""
-        return self.model.head_loss(outer, x, self.microbatch(now), self.context)
+        """Sums of head and objective, from the last layer's output x [rows, seq_shard, d_model]."""
+        return self.model.head_sums(outer, x, self.microbatch(now), self.context)
 
 
 def make_stage(

@@ -40,7 +40,7 @@ from jaxdist.core.parallel.pipeline.split_backward import split_layer
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, of_virtual_stages, zeros
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
-    OBJECTIVE,
+    TRAINED,
     Array,
     Batch,
     Context,
@@ -48,7 +48,7 @@ from jaxdist.core.types import (
     Params,
     Sums,
     add_sums,
-    objective,
+    trained_loss,
 )
 
 
@@ -217,7 +217,7 @@ class _Training:
 
         def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
             sums = self.stage.head(outer, y, now)
-            return objective(sums) * self.scale, sums
+            return trained_loss(sums) * self.scale, sums
 
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
         (outer_grads, dy), sums = gradient(self.stage.outer, y)
@@ -244,7 +244,7 @@ class _Training:
         ) -> tuple[Array, Array | None, Sums]:
             """A layer on x [rows, seq_shard, d_model], and its own scaled term of the loss."""
             y, sums = layer(stage.model.block_in_groups, shards, x, *constants, stage.context)
-            loss = objective(sums) * self.scale if sums.keys() & set(OBJECTIVE) else None
+            loss = trained_loss(sums) * self.scale if sums.keys() & set(TRAINED) else None
             return y, loss, sums
 
         if policy is not None and not splits:
