@@ -32,6 +32,7 @@ LEVELS = {
     "core.mesh": 3,
     "core.attention": 3,
     "core.losses": 2,
+    "core.token_logps": 3,
     "core.mesh_choice": 4,
     "core.sharding": 4,
     "objectives": 3,

@@ -280,6 +280,7 @@ def step_of(
     max_grad_norm: float = 0.0,
     ema_decay: float = 0.0,
     frozen: Params | None = None,
+    objective: Objective | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
     """The step of a case, and a state to start from, laid out for it.
@@ -289,6 +290,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm, ema_decay, frozen: as in `Optimizer`.
+        objective: that of the model by default.
         changes: other fields of `TrainConfig`.
     """
     precision = precision or PrecisionConfig(compute_dtype="float32")
@@ -297,7 +299,7 @@ def step_of(
     config = train_config(case, **changes)
     step = make_step(
         model,
-        model.objective,
+        objective or model.objective,
         Optimizer(rule, schedule, max_grad_norm, ema_decay, frozen),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),

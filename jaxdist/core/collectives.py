@@ -69,6 +69,18 @@ def own(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: checkpoint_name(x, OWN_VALUE), tree)
 
 
+TOKEN_VALUES = "token_values"
+"""Name that `per_token` gives a value, for whoever reads the traced program."""
+
+
+def per_token(x: Array) -> Array:
+    """Declare that x [batch, seq] is split over the devices as the tokens of the batch are.
+
+    The mesh audit cannot see that itself if x was computed in chunks of tokens.
+    """
+    return checkpoint_name(x, TOKEN_VALUES)
+
+
 def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
     """Zeros [*lead, *shape of x] of its dtype that vary as it does, e.g. a loop's first carry."""
     return vary(jnp.zeros((*lead, *x.shape), x.dtype), tuple(varying_axes(x)))

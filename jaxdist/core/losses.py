@@ -23,7 +23,7 @@ from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array, Sums, TokenHead
 
 
-def _sum_over_tokens(x: Array, dlogits: Array) -> Array:
+def sum_over_tokens(x: Array, dlogits: Array) -> Array:
     """The kernel's gradient, float32 [d_model, vocab], from x [tokens, d_model] and the logits'."""
     return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
 
@@ -44,7 +44,7 @@ class Vocabulary(NamedTuple):
     axis: str | None = None
     chunk: int = 0
     softcap: float = 0.0
-    weight_gradient: Callable[[Array, Array], Array] = _sum_over_tokens
+    weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens
 
 
 def token_cross_entropy(
@@ -72,7 +72,7 @@ def token_cross_entropy(
 def make_token_loss(
     axis: str | None = None,
     chunk: int = 0,
-    weight_gradient: Callable[[Array, Array], Array] = _sum_over_tokens,
+    weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., Sums]:
     """`Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
@@ -126,9 +126,9 @@ def _linear_cross_entropy(
         *_, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return (carry[0] + loss, carry[1] + correct), None
 
-    parts = _chunks((x, targets, weights), vocabulary.chunk)
+    parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
     zero = collectives.zeros_like(weights[0])
-    (loss, correct), _ = _scan(chunk, (zero, zero), parts)
+    (loss, correct), _ = scan_chunks(chunk, (zero, zero), parts)
     return loss, correct
 
 
@@ -159,11 +159,11 @@ def _forward(
         total = (carry[0] + loss, carry[1] + correct, carry[2] + dkernel)
         return total, dx.astype(grad_dtype)
 
-    parts = _chunks((x, targets, weights), vocabulary.chunk)
+    parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
     zero = collectives.zeros_like(weights[0])
     varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
     dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    (loss, correct, dkernel), dx = _scan(chunk, (zero, zero, dkernel), parts)
+    (loss, correct, dkernel), dx = scan_chunks(chunk, (zero, zero, dkernel), parts)
     dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
     return (loss, correct), (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
 
@@ -196,12 +196,8 @@ def _chunk_loss(
     [tokens, vocab_shard], loss and hits, float32 scalars equal on all devices of the axis).
     """
     axis = vocabulary.axis
-    width = kernel.shape[1]
-    logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
-    logits = soft_cap(logits, vocabulary.softcap)
+    logits, columns = logits_of(x, kernel, vocabulary)
     slope = slope_at(logits, vocabulary.softcap)
-    first = collectives.group_index(axis) * width if axis else 0
-    columns = first + jnp.arange(width)
     logits = jnp.where(columns < vocabulary.size, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, -1))
     if axis:
@@ -217,7 +213,18 @@ def _chunk_loss(
     return exps / sums[0][:, None], hit, slope, loss, correct
 
 
-def _chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
+def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
+    """Return logits, float32 [tokens, vocab_shard], and their columns, int32 [vocab_shard].
+
+    x is [tokens, d_model] and kernel [d_model, vocab_shard].
+    """
+    width = kernel.shape[1]
+    logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
+    first = collectives.group_index(vocabulary.axis) * width if vocabulary.axis else 0
+    return soft_cap(logits, vocabulary.softcap), first + jnp.arange(width)
+
+
+def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
     """[tokens, ...] -> [chunks, chunk, ...], padded with zeros (weight 0)."""
     tokens = arrays[0].shape[0]
     size = min(chunk, tokens) if chunk else tokens
@@ -231,7 +238,7 @@ def _chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
     return tuple(cut(x) for x in arrays)
 
 
-def _scan(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
+def scan_chunks(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
     """`lax.scan` over parts [chunks, ...], without a loop when there is one chunk."""
     if parts[0].shape[0] > 1:
         return lax.scan(body, carry, parts)

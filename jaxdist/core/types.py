@@ -50,9 +50,10 @@ stay out of the loss that is reported and compared. Every other name is a metric
 
 Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
 (its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
-same on every tensor device and counts once. So take sums of the residual stream, of what precedes
-`Context.enter` or of a split product: what `enter` returns varies, though all devices hold the
-same, and would count once for each."""
+same on every tensor device and counts once. Over the `context` axis the type decides likewise: what
+comes from `Context.row_sum` alone counts once. So take sums of the residual stream, of what
+precedes `Context.enter` or of a split product: what `enter` returns varies, though all devices hold
+the same, and would count once for each."""
 
 
 BATCH_STATISTICS = "batch_statistics"
@@ -202,8 +203,26 @@ class TokenHead(NamedTuple):
     softcap: float = 0.0
 
 
+class TokenLogps(NamedTuple):
+    """What the model predicts for each token.
+
+    Attributes:
+        logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p leaves
+            the target out.
+        entropy: entropy of the prediction, nats, float32 [batch, seq].
+    """
+
+    logps: Array
+    entropy: Array
+
+
 def _identity(x: Any) -> Any:
     return x
+
+
+def _row_sum(x: Array) -> Array:
+    """Sum of each row of x [batch, seq], float32 [batch]."""
+    return jnp.sum(x.astype(jnp.float32), axis=1)
 
 
 def _from_the_start(length: int) -> Array:
@@ -247,6 +266,11 @@ class Context:
             stage of a pipeline.
         token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
             head's product, over a vocabulary that may be split.
+        token_logps: (TokenHead, targets, temperature=1.0, top_k=0, top_p=1.0) -> `TokenLogps`,
+            differentiable; logits never exist whole. An objective of plain cross-entropy calls
+            `token_loss`, which is faster.
+        row_sum: [batch, seq] -> its sum over the positions of each row, float32 [batch], equal on
+            devices that share rows.
         gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         layer: index in the model of the block that runs, int32 scalar.
@@ -268,6 +292,8 @@ class Context:
     places: Callable[[int], Array] = _from_the_start
     run_layers: Callable[..., tuple[Array, Sums]] = _missing
     token_loss: Callable[..., Sums] = _missing
+    token_logps: Callable[..., TokenLogps] = _missing
+    row_sum: Callable[[Array], Array] = _row_sum
     gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     layer: Any = 0

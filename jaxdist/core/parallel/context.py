@@ -175,9 +175,10 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """`places` of a `Context`."""
+    """Return `places` and `row_sum` of a `Context`; x of the latter is [batch, seq]."""
     del sequence_parallel
-    return {"places": places}
+    row_sum = lambda x: collectives.all_reduce(jnp.sum(x.astype(jnp.float32), 1), CONTEXT.name)
+    return {"places": places, "row_sum": row_sum}
 
 
 CONTEXT = Axis(

@@ -15,6 +15,7 @@ from jaxdist.core import collectives
 from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel import data, reduction
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -139,7 +140,14 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
         check_equal(value, {*axes}, where)
     if not axes:
         return sums
-    return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}
+
+    def total(value: Array) -> Array:
+        # Equal on the devices that share rows, it comes from sums of whole rows: it counts once.
+        equal = {CONTEXT.name} - collectives.varying_axes(value)
+        over = tuple(axis for axis in axes if axis not in equal)
+        return collectives.all_reduce(value, over) if over else value
+
+    return {name: total(value) for name, value in sums.items()}
 
 
 def make_evaluate(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.core import attention, losses, types
+from jaxdist.core import attention, losses, token_logps, types
 from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
@@ -38,6 +38,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         attend=attend,
         dot=_DOTS[plan.dot],
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
+        token_logps=token_logps.make_token_logps(vocabulary_axis, plan.loss_chunk, **own),
         run_layers=make_run_layers(model, layout, plan),
         platform=plan.platform,
         row_groups=plan.max_row_chunks,

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxdist.core.collective_order import COLLECTIVES
+from jaxdist.core.collectives import TOKEN_VALUES
 from jaxdist.plan.audit import contractions, elementwise, shapes
 from jaxdist.plan.audit.contractions import MissingGather
 from jaxdist.plan.audit.elementwise import OmittedSum, Rule
@@ -77,11 +78,20 @@ class Alarm:
 class Interpreter:
     """States of the values of one program; `alarms` are what it found."""
 
-    def __init__(self, sizes: dict[str, int], sum_dtypes: Iterable[Any] = ()) -> None:
-        """Sizes of the axes to look at; dtypes narrower than float32 that sums may have."""
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        sum_dtypes: Iterable[Any] = (),
+        token_states: dict[str, int] | None = None,
+    ) -> None:
+        """Sizes of the axes to look at; dtypes narrower than float32 that sums may have.
+
+        `token_states` are those of `collectives.per_token`, for the axes that split a batch.
+        """
         self.axes, self.sizes = tuple(sizes), sizes
         self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
         self.alarms: list[Alarm] = []
+        self._token_states = token_states or {}
         self._first_round = False
         self._seen: set[tuple[int, str]] = set()
         self._known: dict[Any, tuple[Any, list[States]]] = {}
@@ -159,6 +169,9 @@ class Interpreter:
         name, number = equation.primitive.name, len(equation.outvars)
         if name == "axis_index":
             return [INDEX if axis in names_of(equation) else CONSTANT]
+        if name == "name" and equation.params["name"] == TOKEN_VALUES:
+            state = self._token_states.get(axis, states[0])
+            return [state if states[0] == VARYING or is_split(states[0]) else states[0]]
         rule = RULES.get(name, _unknown)
         try:
             found = rule(equation, states)

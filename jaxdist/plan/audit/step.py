@@ -170,7 +170,9 @@ def audit_program(
     names = _Names(manual, model, layout)
     body = manual.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
-    interpreter = Interpreter(sizes, sum_dtypes)
+    places = {axis: dim_of(layout.batch_spec(), axis) for axis in sizes}
+    tokens = {axis: split(dim) for axis, dim in places.items() if dim is not None}
+    interpreter = Interpreter(sizes, sum_dtypes, tokens)
     inputs = [
         tuple(EQUAL if (dim := dim_of(spec, axis)) is None else split(dim) for axis in sizes)
         for spec in manual.params["in_specs"]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxdist.core import attention, losses
 from jaxdist.core.step.layer_scan import remat_policy
+from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import (
     Array,
     AttentionCall,
@@ -223,6 +224,7 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         # Of no platform: a kernel of the CPU's own would leave out keys that are counted here.
         attend=attention.make_attend(attention.AttentionPlan("none")),
         token_loss=losses.make_token_loss(),
+        token_logps=make_token_logps(),
     )
 
 

@@ -93,7 +93,8 @@ class Stage:
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
         """Sums of head and objective, from the last layer's output x [rows, seq_shard, d_model]."""
-        return self.model.head_sums(outer, x, self.microbatch(now), self.context)
+        sums = self.model.head_sums(outer, x, self.microbatch(now), self.context)
+        return collectives.vary(sums, PIPELINE.name)  # a constant too: other stages have none
 
 
 def make_stage(

@@ -1,0 +1,178 @@
+"""Log-probabilities and entropy of each token, from a head whose vocabulary may be split.
+
+Logits exist for one chunk of tokens at a time, and are computed again in the backward pass: only
+then is the gradient of each token known. That is one head product more than the fused
+cross-entropy of `losses.py` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.core import collectives
+from jaxdist.core.losses import Vocabulary, chunk_tokens, logits_of, scan_chunks, sum_over_tokens
+from jaxdist.core.settings.declare import ConfigError
+from jaxdist.core.softcap import slope_at
+from jaxdist.core.types import Array, TokenHead, TokenLogps
+
+_SIGN = np.uint32(1 << 31)
+
+
+class LogitFilter(NamedTuple):
+    """How tokens were drawn: temperature first, then top-k, then top-p; see `Context.token_logps`.
+
+    Tokens whose logits are equal at the boundary of top-k or top-p are all kept.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def make_token_logps(
+    axis: str | None = None,
+    chunk: int = 0,
+    weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
+) -> Callable[..., TokenLogps]:
+    """Build `Context.token_logps` for a vocabulary that `axis` splits.
+
+    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`:
+    float32 [d_model, vocab].
+    """
+
+    def token_logps(head: TokenHead, targets: Array, **sampling: float) -> TokenLogps:
+        """Return float32 [batch, seq] each, for targets int32 [batch, seq]."""
+        drawn = LogitFilter(**sampling)
+        if not (drawn.temperature > 0 and drawn.top_k >= 0 and 0 < drawn.top_p <= 1):
+            raise ConfigError(
+                f"token_logps got {drawn}. Use a temperature above 0, a top_k of 0 or more, and a "
+                "top_p above 0 and at most 1."
+            )
+        vocabulary = Vocabulary(head.vocab_size, axis, chunk, head.softcap, weight_gradient)
+        x = head.x.reshape(-1, head.x.shape[-1])
+        found = _logps(x, head.kernel, targets.reshape(-1), vocabulary, drawn)
+        return TokenLogps(*(collectives.per_token(y.reshape(targets.shape)) for y in found))
+
+    return token_logps
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _logps(
+    x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, sampling: LogitFilter
+) -> tuple[Array, Array]:
+    """Return log-probabilities and entropies, float32 [tokens].
+
+    x is [tokens, d_model], kernel [d_model, vocab_shard], targets int32 [tokens].
+    """
+
+    def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
+        """Return both of a chunk [chunk, ...] of tokens."""
+        return None, _chunk_logps(*part, kernel, vocabulary, sampling)[:2]
+
+    _, found = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
+    logps, entropy = (y.reshape(-1)[: x.shape[0]] for y in found)
+    return logps, entropy
+
+
+def _forward(
+    x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, sampling: LogitFilter
+) -> Any:
+    """Return the results of `_logps`, float32 [tokens] each, and its arrays for the backward."""
+    return _logps(x, kernel, targets, vocabulary, sampling), (x, kernel, targets)
+
+
+def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: Any) -> Any:
+    """Return the gradients of x [tokens, d_model] and of kernel [d_model, vocab_shard]."""
+    x, kernel, targets = saved
+
+    def chunk(dkernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Add dkernel [d_model, vocab_shard] of a chunk; return its dx [chunk, d_model]."""
+        x, targets, dlogps, dentropy = part
+        _, entropy, logps, probs, hit, slope = _chunk_logps(
+            x, targets, kernel, vocabulary, sampling
+        )
+        # The entropy is minus the sum of p log p; a token that is not kept has neither.
+        surprise = jnp.where(probs > 0, logps, 0.0) + entropy[:, None]
+        dlogits = (hit - probs) * dlogps[:, None] - probs * surprise * dentropy[:, None]
+        dlogits = dlogits * slope / sampling.temperature
+        low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
+        dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
+        return dkernel + vocabulary.weight_gradient(x, low), dx.astype(x.dtype)
+
+    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
+    dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
+    dkernel, dx = scan_chunks(chunk, dkernel, chunk_tokens((x, targets, *grads), vocabulary.chunk))
+    return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel.astype(kernel.dtype), None
+
+
+_logps.defvjp(_forward, _backward)
+
+
+def _chunk_logps(
+    x: Array, targets: Array, kernel: Array, vocabulary: Vocabulary, sampling: LogitFilter
+) -> tuple[Array, ...]:
+    """Return log-probabilities of one chunk of tokens, and all that their gradients need.
+
+    x is [tokens, d_model], targets int32 [tokens], kernel [d_model, vocab_shard].
+
+    Returns:
+        Float32: log-probability and entropy [tokens], equal on all devices of the axis; then
+        [tokens, vocab_shard]: log-probabilities, probabilities, the one-hot target (0 if it is not
+        kept), and the slope of the soft cap.
+    """
+    total = lambda y: collectives.all_reduce(y, vocabulary.axis) if vocabulary.axis else y
+    logits, columns = logits_of(x, kernel, vocabulary)
+    slope = slope_at(logits, vocabulary.softcap)
+    logits = jnp.where(columns < vocabulary.size, logits / sampling.temperature, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(logits, -1))
+    if vocabulary.axis:
+        top = collectives.all_reduce(top, vocabulary.axis, "max")
+    if sampling.top_k and sampling.top_k < vocabulary.size:
+        count = lambda keep: total(jnp.sum(keep.astype(jnp.float32), -1))
+        logits = _keep_top(logits, count, float(sampling.top_k))
+    if sampling.top_p < 1:
+        exps = jnp.exp(logits - top[:, None])
+        needed = sampling.top_p * total(jnp.sum(exps, -1))
+        logits = _keep_top(
+            logits, lambda keep: total(jnp.sum(jnp.where(keep, exps, 0.0), -1)), needed
+        )
+    shifted = logits - top[:, None]
+    exps = jnp.exp(shifted)
+    is_target = targets[:, None] == columns
+    # Where, not a product: columns that are not kept hold -inf, and -inf * 0 is NaN.
+    finite = jnp.where(exps > 0, shifted, 0.0)
+    picked = jnp.where(is_target, finite, 0.0)
+    hit = (is_target & (logits > -jnp.inf)).astype(jnp.float32)
+    parts = [jnp.sum(y, -1) for y in (exps, picked, exps * finite, hit)]
+    mass, picked, weighted, kept = total(jnp.stack(parts))
+    log_mass = jnp.log(mass)
+    logps = jnp.where(kept > 0, picked - log_mass, -jnp.inf)
+    entropy = log_mass - weighted / mass
+    return logps, entropy, shifted - log_mass[:, None], exps / mass[:, None], hit, slope
+
+
+def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | float) -> Array:
+    """Keep the largest logits [tokens, vocab_shard] of which `measure` reaches `needed`.
+
+    `measure` maps the columns that are kept, bool like the logits, to float32 [tokens] over all
+    devices. The threshold is found bit by bit, in integers that are ordered as the floats are, so
+    that no device needs the logits of another.
+    """
+    bits = lax.bitcast_convert_type(logits, jnp.uint32)
+    order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
+
+    def step(i: Array, threshold: Array) -> Array:
+        """Set a bit of the threshold, uint32 [tokens], if enough is kept above it."""
+        higher = threshold | (_SIGN >> i.astype(jnp.uint32))
+        return jnp.where(measure(order >= higher[:, None]) >= needed, higher, threshold)
+
+    start = collectives.zeros_like(jax.eval_shape(lambda: measure(order >= 0))).astype(jnp.uint32)
+    threshold = lax.fori_loop(0, 32, step, start)
+    return jnp.where(order >= threshold[:, None], logits, -jnp.inf)

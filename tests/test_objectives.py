@@ -1,0 +1,171 @@
+"""Objectives of one's own: log-probabilities of tokens on every mesh, and pairs of rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from refusals import refused
+from tiny import ROWS, Case, distance, largest, text_batch, train_by_hand
+
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.softcap import soft_cap
+from jaxdist.core.token_logps import make_token_logps
+from jaxdist.core.types import TokenHead
+from jaxdist.plan.audit import audit_program
+
+BETA, ENTROPY = 0.3, 0.05
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences:
+    """Prefer each even row over the row behind it; reward uncertain predictions."""
+
+    forgets: bool = False
+    rows_per_example = 2
+
+    def __call__(self, output, batch, context):
+        found = context.token_logps(output, batch["targets"])
+        sum_row = (lambda x: x.sum(1)) if self.forgets else context.row_sum
+        ratio = sum_row(found.logps * batch["weights"]) - batch["reference"]
+        losses = -jax.nn.log_sigmoid(BETA * (ratio[::2] - ratio[1::2]))
+        uncertain = context.row_sum(found.entropy * batch["weights"])
+        return {
+            "loss": losses.sum() - ENTROPY * uncertain.sum(),
+            "weight": jnp.float32(len(losses)),
+            "hits": (ratio[::2] > ratio[1::2]).astype(jnp.float32).sum(),
+        }
+
+
+def by_hand(output, batch, context):
+    """The same from full logits on one device."""
+    logps = jax.nn.log_softmax((output.x @ output.kernel)[..., : output.vocab_size])
+    picked = jnp.take_along_axis(logps, batch["targets"][..., None], -1)[..., 0]
+    ratio = (picked * batch["weights"]).sum(1) - batch["reference"]
+    pairs = ratio.reshape(-1, 2)
+    losses = jnp.log1p(jnp.exp(-BETA * (pairs[:, 0] - pairs[:, 1])))
+    entropy = -(jnp.exp(logps) * logps).sum(-1)
+    loss = losses.sum() - ENTROPY * (entropy * batch["weights"]).sum()
+    return {"loss": loss, "weight": jnp.float32(len(losses))}
+
+
+def pair_batch():
+    reference = np.random.default_rng(5).normal(-40, 3, ROWS).astype(np.float32)
+    return {**text_batch(packed=False), "reference": reference}
+
+
+CASES = [
+    Case("rotary", "fsdp=2,tp=2"),
+    Case("rotary", "cp=2,tp=2", microbatches=2),
+    Case("learned", "pp=2,tp=2", pipeline=PipelineConfig(schedule="1f1b")),
+    Case("rotary", "pp=2", pipeline=PipelineConfig(schedule="zero_bubble")),
+    Case("rotary", "pp=2,cp=2", pipeline=PipelineConfig(schedule="1f1b"), microbatches=4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_preferences_equal_one_device_by_hand(case):
+    batch = pair_batch()
+    expected = train_by_hand(case.model, batch, 1, by_hand)
+    ours = tiny.run(case, 1, batch, objective=Preferences(), loss_chunk_tokens=5)
+    np.testing.assert_allclose(ours.losses, expected.losses, rtol=1e-6)
+    assert distance(ours.grads, expected.grads) <= 1e-5 * largest(expected.grads)
+
+
+def audit_of(case, objective):
+    step, state = tiny.step_of(case, objective=objective, loss_chunk_tokens=5)
+    layout = tiny.layout_of(case)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in pair_batch().items()}
+    traced = step.train.trace(state, batch, np.inf)
+    return audit_program(traced.jaxpr.jaxpr, tiny.model_of(case.model), layout)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4]], ids=str)
+def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
+    audit = audit_of(case, Preferences())
+    assert audit.violations == []
+    violations = audit_of(case, Preferences(forgets=True)).violations
+    found = {(one.kind, one.axis) for one in violations}
+    # Behind the first, sums that are right elsewhere seem to be taken twice.
+    assert (("omitted sum", "context") in found) == bool(found) == ("cp=2" in case.mesh)
+
+
+# --- log-probabilities of tokens ---
+
+
+def head_of(softcap=0.0, vocab_size=29, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 5, 8)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(8, 32)), dtype)
+    targets = rng.integers(0, vocab_size, (3, 5)).astype(np.int32)
+    return TokenHead(x, kernel, vocab_size, softcap), targets
+
+
+def filtered(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """Logits [..., vocab] by temperature, then top-k, then top-p; -inf if left out. In numpy."""
+    logits = np.asarray(logits, np.float64) / temperature
+    if top_k:
+        logits = np.where(logits >= np.sort(logits)[..., [-top_k]], logits, -np.inf)
+    order = np.argsort(-logits)
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs = np.take_along_axis(probs / probs.sum(-1, keepdims=True), order, -1)
+    before = np.cumsum(probs, -1) - probs
+    keep = np.zeros(logits.shape, bool)
+    np.put_along_axis(keep, order, before < top_p, -1)
+    return np.where(keep, logits, -np.inf)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": 4}, {"top_p": 0.6}, {**SAMPLING, "top_k": 9}], ids=str
+)
+@pytest.mark.parametrize("softcap, chunk", [(0.0, 0), (4.0, 4)])
+def test_log_probabilities_equal_numpy(sampling, softcap, chunk):
+    head, targets = head_of(softcap)
+    logits = np.asarray(soft_cap(head.x @ head.kernel, softcap))[..., : head.vocab_size]
+    logits = filtered(logits, **sampling)
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    found = jax.jit(lambda: make_token_logps(chunk=chunk)(head, targets, **sampling))()
+    picked = np.take_along_axis(logps, targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(found.logps, picked, rtol=1e-5)
+    entropy = -np.sum(np.exp(logps) * np.maximum(logps, -99), -1)
+    np.testing.assert_allclose(found.entropy, entropy, rtol=1e-5, atol=1e-6)
+    assert np.isinf(found.logps).any() == ("top_k" in sampling or "top_p" in sampling)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLING | {"top_k": 9}], ids=str)
+def test_gradients_equal_those_of_full_logits(sampling):
+    head, targets = head_of(4.0)
+    full = soft_cap(head.x @ head.kernel, 4.0)[..., : head.vocab_size]
+    keep = np.isfinite(filtered(full, **sampling))
+    targets = np.where(
+        np.take_along_axis(keep, targets[..., None], -1)[..., 0], targets, keep.argmax(-1)
+    )
+    mix = np.random.default_rng(1).normal(size=(2, 3, 5)).astype(np.float32)
+
+    def plain(x, kernel):
+        logits = soft_cap(x @ kernel, 4.0)[..., : head.vocab_size]
+        logits = jnp.where(keep, logits / sampling.get("temperature", 1.0), -1e30)
+        logps = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(logps, targets[..., None], -1)[..., 0]
+        entropy = -(jnp.exp(logps) * jnp.where(keep, logps, 0.0)).sum(-1)
+        return jnp.sum(picked * mix[0] + entropy * mix[1])
+
+    def chunked(x, kernel):
+        logps = make_token_logps(chunk=4)
+        found = logps(TokenHead(x, kernel, head.vocab_size, 4.0), targets, **sampling)
+        return jnp.sum(found.logps * mix[0] + found.entropy * mix[1])
+
+    expected = jax.jit(jax.grad(plain, (0, 1)))(head.x, head.kernel)
+    found = jax.jit(jax.grad(chunked, (0, 1)))(head.x, head.kernel)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}], ids=str)
+def test_impossible_sampling_is_rejected(wrong):
+    head, targets = head_of()
+    with refused(*wrong, "temperature above 0"):
+        make_token_logps()(head, targets, **wrong)
