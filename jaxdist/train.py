@@ -59,6 +59,7 @@ def run(
         assemble,
         check_data_fits,
         compare_kernel,
+        in_examples,
     )
     from jaxdist.run.startup import audited_meshes, fetch_weights, open_run_directory
 
@@ -72,6 +73,7 @@ def run(
     data = open_datasets(
         config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
     )
+    data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may differ
         check_data_fits(parts, part)
     parts = compare_kernel(parts, data[0].fields)

@@ -7,14 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from refusals import refused
+from refusals import missing, refused
 from tiny import ROWS, Case, distance, largest, text_batch, train_by_hand
 
+from jaxdist.config import read_run
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import TokenHead
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.batches import EvalBatches, Held
+from jaxdist.data.order import Order
 from jaxdist.plan.audit import audit_program
+from jaxdist.run.setup import assemble
 
 BETA, ENTROPY = 0.3, 0.05
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
@@ -91,6 +98,73 @@ def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
     found = {(one.kind, one.axis) for one in violations}
     # Behind the first, sums that are right elsewhere seem to be taken twice.
     assert (("omitted sum", "context") in found) == bool(found) == ("cp=2" in case.mesh)
+
+
+# --- examples of several rows ---
+
+
+def test_pipeline_evaluation_cuts_no_example():
+    """Two stages and 4 rows of each replica: 2 microbatches of a pair each, not 4 of a row."""
+    case, batch = Case("rotary", "pp=2,dp=4"), pair_batch()
+    step, state = tiny.step_of(case, objective=Preferences())
+    sums = jax.device_get(step.evaluate(state.params, place_batch(batch, step.batch_sharding)))
+    alone, state = tiny.step_of(Case("rotary", "1"), objective=Preferences())
+    expected = jax.device_get(alone.evaluate(state.params, batch))
+    assert sums["weight"] == expected["weight"] == ROWS / 2
+    np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_microbatches_hold_complete_examples():
+    choose = PipelineConfig().choose_microbatches
+    assert [choose(4, 16, size) for size in (1, 2, 4)] == [16, 8, 4]
+
+
+@pytest.mark.parametrize("weights", [(), (0.25, 0.75)])
+def test_orders_keep_the_rows_of_an_example_together(weights):
+    order = Order([12, 30], weights, seed=3, rows_per_example=3)
+    rows = order.rows(np.arange(300))
+    examples = rows.reshape(-1, 3)
+    assert np.array_equal(examples, examples[:, :1] + np.arange(3))
+    assert not (examples[:, 0] % 3).any() and len({*examples[:14, 0]}) > 8
+    assert np.array_equal(order.rows(np.array([7, 200])), rows[[7, 200]])
+
+
+def test_evaluation_spreads_complete_examples_over_the_data():
+    rows = [{name: x[i % ROWS] for name, x in pair_batch().items()} for i in range(24)]
+    for i, row in enumerate(rows):
+        row["reference"] = np.float32(i)
+    config = DataConfig(sources=["python:rows"])
+    data, held = open_datasets(config, seq_len=tiny.SEQ, given=(rows, rows))
+    batches = EvalBatches(held.in_examples(2), 4, Held(np.arange(4)), 2)
+    found = [batches[i][1]["reference"] for i in range(len(batches))]
+    assert np.array_equal(found, [[0, 1, 6, 7], [12, 13, 18, 19]])
+    with refused("24 rows", "multiple of 5"):
+        data.in_examples(5)
+
+
+@pytest.mark.parametrize(
+    "settings, fixes",
+    [
+        (
+            ["--mesh=dp=8", "--train.global_batch_size=24"],
+            ["train.global_batch_size=24", "e.g. 32"],
+        ),
+        (
+            ["--mesh=dp=2", "--train.global_batch_size=12", "--train.num_microbatches=2"],
+            ["multiple of 8"],
+        ),
+        (["--mesh=pp=2", "--train.global_batch_size=4", "--train.num_microbatches=4"], ["e.g. 8"]),
+        (
+            ["--mesh=dp=2", "--train.global_batch_size=8", "--eval.global_batch_size=6"],
+            ["eval.global_batch"],
+        ),
+    ],
+)
+def test_a_batch_that_cuts_examples_is_rejected(settings, fixes):
+    config = read_run(settings, command="")
+    with pytest.raises(ConfigError) as error:
+        assemble(config, jax.devices()[: config.mesh.spec.num_devices], objective=Preferences())
+    assert any(missing(problem, *fixes) == [] for problem in error.value.problems)
 
 
 # --- log-probabilities of tokens ---

@@ -325,7 +325,15 @@ class Decoding:
 
 
 Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
-"""(output of the head, this device's rows of one microbatch, context) -> Sums."""
+"""(output of the head, this device's rows of one microbatch, context) -> Sums.
+
+Its attribute `rows_per_example` is the number of adjacent rows that form an example: 2 of pairs.
+"""
+
+
+def rows_per_example(objective: Objective) -> int:
+    """Return how many adjacent rows form an example of the objective; 1 unless it has more."""
+    return getattr(objective, "rows_per_example", 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

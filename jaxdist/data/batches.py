@@ -94,7 +94,10 @@ class EvalBatches(grain.MapDataset[Numbered]):
             return self.slice(index)
         numbers = index * self._batch_size + self._held.rows
         # Padding repeats a real row: rows of zeros could make a model divide by nothing.
-        chosen = np.minimum(numbers, self._count - 1) * self._dataset.num_rows // self._count
+        size = self._dataset.rows_per_example
+        examples = np.minimum(numbers // size, self._count // size - 1)
+        examples = examples * (self._dataset.num_rows // size) // (self._count // size)
+        chosen = examples * size + numbers % size
         rows = self._dataset.rows(chosen, self._held.spans)
         rows["weights"][numbers >= self._count] = 0
         return index * self._batch_size, rows

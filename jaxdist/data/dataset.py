@@ -43,6 +43,7 @@ class Dataset:
         vocab_size: tokens of the vocabulary, or classes of images; of the user's own rows as many
             as some of them name.
         identity: what the rows depend on, as JSON; `fingerprint` is its digest.
+        rows_per_example: adjacent rows that stay together in every order.
     """
 
     kind: Literal["text", "images"]
@@ -51,6 +52,7 @@ class Dataset:
     vocab_size: int
     tokenizer: Tokenizer | None = None
     identity: dict[str, Any]
+    rows_per_example: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -106,7 +108,22 @@ class Dataset:
 
     def order(self, seed: int) -> Order:
         """The order in which training takes the rows."""
-        return Order([part.num_rows for part in self.parts], self.weights, seed)
+        sizes = [part.num_rows for part in self.parts]
+        return Order(sizes, self.weights, seed, self.rows_per_example)
+
+    def in_examples(self, rows_per_example: int) -> Dataset:
+        """Return the same rows, in orders that keep so many adjacent rows together.
+
+        Raises:
+            ConfigError: a source would end in a part of an example.
+        """
+        if any(part.num_rows % rows_per_example for part in self.parts):
+            sizes = ", ".join(str(part.num_rows) for part in self.parts)
+            raise ConfigError(
+                f"the data has {sizes} rows by source: the objective takes {rows_per_example} "
+                f"adjacent rows as an example. Use a multiple of {rows_per_example} rows."
+            )
+        return dataclasses.replace(self, rows_per_example=rows_per_example)
 
     def __len__(self) -> int:
         return self.num_rows

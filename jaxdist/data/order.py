@@ -33,9 +33,19 @@ class Order:
     Rows are numbered through the parts: part 0 first.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
-        """Parts have `sizes` rows, at least 1; without `weights` they count by size."""
-        self.seed = seed
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        rows_per_example: int = 1,
+    ):
+        """Parts have `sizes` rows, at least 1; without `weights` they count by size.
+
+        Of each part, `rows_per_example` adjacent rows stay together, in their order.
+        """
+        self.seed, self._size = seed, rows_per_example
+        sizes = [size // rows_per_example for size in sizes]
         if not weights or len(sizes) == 1:
             sizes, weights = [sum(sizes)], [1.0]
         self._sizes = np.asarray(sizes, np.int64)
@@ -44,7 +54,11 @@ class Order:
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
         """Row of each sample number; int64 [n] -> int64 [n]."""
-        samples = np.asarray(samples, np.int64)
+        examples, place = np.divmod(np.asarray(samples, np.int64), self._size)
+        return self._examples(examples) * self._size + place
+
+    def _examples(self, samples: np.ndarray) -> np.ndarray:
+        """Example of each sample number, in units of `rows_per_example` rows; int64 [n] -> [n]."""
         if self._mixture is None:
             return self._part_rows(0, samples)
         part_of, rank, quota = self._mixture

@@ -33,8 +33,8 @@ from jaxdist.core.state import TrainState, abstract_state, copy_params, init_sta
 from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.packed_kernel import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
-from jaxdist.core.types import Array, Model, Params
-from jaxdist.data import Loader, Position, TrainData
+from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
+from jaxdist.data import Dataset, Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
@@ -115,6 +115,7 @@ class Parts:
             num_stages=self.spec[PIPELINE],
             rows=self.config.train.global_batch_size // self.spec.num_replicas,
             num_microbatches=self.config.train.num_microbatches,
+            rows_per_example=rows_per_example(self.model.objective),
         )
 
     def init_state(self) -> TrainState:
@@ -272,17 +273,20 @@ def assemble(
     host_of: Mapping[int, str] | None = None,
     *,
     model: Model | None = None,
+    objective: Objective | None = None,
 ) -> Parts:
     """Build the parts of a run for all devices of the job.
 
     `needs_of` estimates memory, by which the default mesh is chosen. `host_of` names the host of
-    each process; None = each has its own. `model` stands in the place of the one that the settings
-    name.
+    each process; None = each has its own. `model` replaces the one that the settings name, and
+    `objective` that of the model.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
     model = config.build_model() if model is None else model
+    if objective is not None:
+        model = dataclasses.replace(model, objective=objective)
     asked = config
     config, devices = _fit_devices(asked, devices, model)
     spec, reason = config.choose_mesh(
@@ -294,7 +298,8 @@ def assemble(
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
-    problems = optim.frozen_problems(config.optim, model.axes)
+    problems = _example_problems(config, model, spec.num_replicas)
+    problems += optim.frozen_problems(config.optim, model.axes)
     problems += matmul.problems(
         config.precision.matmul_dtype,
         model.num_layers,
@@ -323,6 +328,25 @@ def assemble(
         num_params=num_params(model),
         packed=config.data.packs_documents,
     )
+
+
+def _example_problems(config: RunConfig, model: Model, num_replicas: int) -> list[str]:
+    """Return what is wrong if a replica or a microbatch would hold a part of an example."""
+    size, batch = rows_per_example(model.objective), config.train.global_batch_size
+    if not isinstance(size, int) or size < 1:
+        return [f"rows_per_example={size!r} of the objective. Use a whole number of 1 or more."]
+    found = []
+    for name, rows, parts in (
+        ("train.global_batch_size", batch, num_replicas * config.train.accumulation),
+        ("eval.global_batch_size", config.eval.global_batch_size or batch, num_replicas),
+    ):
+        if size > 1 and rows % (size * parts):
+            found.append(
+                f"{name}={rows} over {parts} replicas and microbatches: the objective takes {size} "
+                f"adjacent rows as an example, and no part may hold less. Use a multiple of "
+                f"{size * parts}, e.g. {-(-rows // (size * parts)) * size * parts}."
+            )
+    return found
 
 
 def _fit_devices(
@@ -358,6 +382,12 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
         parts = dataclasses.replace(parts, packed=packed)
     found = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
     return parts if found is None else dataclasses.replace(parts, check=found)
+
+
+def in_examples(parts: Parts, dataset: TrainData) -> Any:
+    """Return the dataset in orders that keep the rows of an example of the objective together."""
+    size = rows_per_example(parts.model.objective)
+    return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:

@@ -25,6 +25,7 @@ from jaxdist.run.setup import (
     assemble,
     check_data_fits,
     compare_kernel,
+    in_examples,
 )
 from jaxdist.runtime.storage import Location, locate
 
@@ -116,7 +117,7 @@ class TrainedRun:
                 "Name data with --sources=PATH."
             )
         check_data_fits(self.parts, held_out)
-        return held_out
+        return in_examples(self.parts, held_out)
 
     def evaluate(
         self, params: Params, dataset: Dataset, *, max_batches: int = 0

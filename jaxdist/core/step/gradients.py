@@ -24,7 +24,16 @@ from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
 from jaxdist.core.step.omitted_sums import check_equal, definition_of, explain_types
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, trained_loss
+from jaxdist.core.types import (
+    Array,
+    Batch,
+    Context,
+    Model,
+    Params,
+    Sums,
+    rows_per_example,
+    trained_loss,
+)
 
 
 def make_value_and_grad(
@@ -91,7 +100,10 @@ def _make_pipeline(
         model,
         layout,
         lambda rows: stages.make_schedule(
-            num_stages=num_stages, rows=rows, num_microbatches=plan.num_microbatches
+            num_stages=num_stages,
+            rows=rows,
+            num_microbatches=plan.num_microbatches,
+            rows_per_example=rows_per_example(model.objective),
         ),
         layer=make_layer(model, layout, plan),
         policy=None if remat == "none" else remat_policy(remat, {}),
@@ -145,7 +157,7 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
         # Equal on the devices that share rows, it comes from sums of whole rows: it counts once.
         equal = {CONTEXT.name} - collectives.varying_axes(value)
         over = tuple(axis for axis in axes if axis not in equal)
-        return collectives.all_reduce(value, over) if over else value
+        return collectives.all_reduce(collectives.vary(value, over), over) if over else value
 
     return {name: total(value) for name, value in sums.items()}
 
@@ -163,7 +175,9 @@ def make_evaluate(
         evaluate = pipeline_evaluate.make_pipeline_evaluate(
             model,
             layout,
-            lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),
+            lambda rows: stages.make_evaluation_schedule(
+                num_stages=num_stages, rows=rows, rows_per_example=rows_per_example(model.objective)
+            ),
             gather=stages.gather,
         )
     else:

@@ -40,26 +40,30 @@ class PipelineConfig:
             "pipeline.schedule=1f1b_lockstep."
         ]
 
-    def make_schedule(self, *, num_stages: int, rows: int, num_microbatches: int = 0) -> Schedule:
+    def make_schedule(
+        self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
+    ) -> Schedule:
         """The checked schedule for this many stages and rows of a replica.
 
-        0 as `num_microbatches` chooses from stages and rows.
+        0 as `num_microbatches` chooses from stages and rows, and cuts no example.
         """
-        count = num_microbatches or self.choose_microbatches(num_stages, rows)
+        count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
 
-    def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
+    def make_evaluation_schedule(
+        self, *, num_stages: int, rows: int, rows_per_example: int = 1
+    ) -> Schedule:
         """The forward-only schedule for this many stages and rows of a replica."""
-        count = self.choose_microbatches(num_stages, rows)
+        count = self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
-    def choose_microbatches(self, num_stages: int, rows: int) -> int:
-        """Microbatches of a replica: the fewest that reach four per stage, else one row each.
+    def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
+        """Microbatches of a replica: the fewest that reach four per stage, else one example each.
 
         Four per stage leave a bubble below a fifth; more would only make products smaller. With
         interleaving, multiples of the number of stages come first, because their groups are full.
         """
-        counts = divisors_of(rows)
+        counts = divisors_of(rows // rows_per_example)
         if self.num_virtual_stages > 1:
             counts = [d for d in counts if d % num_stages == 0] or counts
         return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
