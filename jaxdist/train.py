@@ -61,12 +61,21 @@ def run(
         compare_kernel,
         in_examples,
     )
-    from jaxdist.run.startup import audited_meshes, fetch_weights, open_run_directory
+    from jaxdist.run.startup import (
+        audited_meshes,
+        check_objective,
+        fetch_weights,
+        name_of,
+        open_run_directory,
+    )
 
     times.mark("imports")
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
-    parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
+    parts = assemble(
+        config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
+    )
+    check_objective(config, program.objective)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
     if budget is not None and not config.force:
         budget.check()
@@ -86,7 +95,8 @@ def run(
         return replay(parts, data[0])
     audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
     audited_mesh = ""
-    compare = audit is not None and audit.axes and config.model.is_user_model
+    is_users = config.model.is_user_model or program.objective is not None
+    compare = audit is not None and audit.axes and is_users
     if compare and str(parts.spec) not in audited_meshes(config):
         from jaxdist.plan.audit.deep import check_model
 
@@ -96,6 +106,7 @@ def run(
     # 3. The run directory. No file in it changes before the session commits to this start.
     directory = open_run_directory(config, job.process_id)
     directory.audited_mesh = audited_mesh
+    directory.objective = name_of(program.objective)
     program.on_start(directory)
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())

@@ -10,6 +10,7 @@ import tiny
 from refusals import missing, refused
 from tiny import ROWS, Case, distance, largest, text_batch, train_by_hand
 
+import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -243,3 +244,48 @@ def test_impossible_sampling_is_rejected(wrong):
     head, targets = head_of()
     with refused(*wrong, "temperature above 0"):
         make_token_logps()(head, targets, **wrong)
+
+
+# --- an objective passed to jaxdist.train ---
+
+
+def pair_rows():
+    batch = pair_batch()
+    return [{name: x[i % ROWS] for name, x in batch.items()} for i in range(32)]
+
+
+SETTINGS = {
+    "model": {"d_model": 16, "num_layers": 2, "num_heads": 2, "mlp_dim": 16, "vocab_size": 100},
+    "train": {"global_batch_size": 8, "seq_len": tiny.SEQ, "steps": 2},
+    "eval.interval_steps": 0,
+    "monitoring.tensorboard": False,
+}
+
+
+def start(path, objective, **changes):
+    settings = {**SETTINGS, "mesh": "dp=2,cp=4", **changes}
+    return jaxdist.train(
+        settings, data=pair_rows(), objective=objective, run_dir=path, progress=False
+    )
+
+
+def test_a_program_trains_its_own_objective_and_resumes_it(tmp_path, capsys):
+    run = start(tmp_path / "run", Preferences())
+    assert run.metrics[0]["hits"] <= 1 and len(run.losses) == 2
+    assert "deep audit: one step" in capsys.readouterr().out
+    name = f"{__name__}:Preferences"
+    with refused(name, "jaxdist.train(objective=...)"):
+        start(tmp_path / "run", None)
+    with refused(name, "audit_of"):
+        start(tmp_path / "run", audit_of)
+    again = start(tmp_path / "run", Preferences(), steps=3)
+    assert len(again.losses) == 3
+
+
+def test_a_program_s_wrong_objective_is_rejected_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        start(tmp_path / "run", Preferences(forgets=True))
+    assert missing(str(error.value), "omitted sum over context", __file__, "--skip-audit") == []
+    with refused("objective is 3"):
+        start(tmp_path / "run", 3)
+    assert not (tmp_path / "run").exists()

@@ -331,7 +331,7 @@ Its attribute `rows_per_example` is the number of adjacent rows that form an exa
 """
 
 
-def rows_per_example(objective: Objective) -> int:
+def rows_per_example(objective: Objective | None) -> int:
     """Return how many adjacent rows form an example of the objective; 1 unless it has more."""
     return getattr(objective, "rows_per_example", 1)
 

@@ -19,7 +19,7 @@ from jaxdist.checkpoint import CheckpointError
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.settings import ConfigError
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, Objective
 from jaxdist.data.custom import GIVEN_ROWS
 from jaxdist.models import GIVEN_MODEL
 from jaxdist.run.metrics_log import Record
@@ -43,6 +43,7 @@ def train(
     *,
     model: Model | Callable[..., Model] | Mapping[str, Any] | str | None = None,
     data: Any = None,
+    objective: Objective | None = None,
     callbacks: Callback | Iterable[Callback] = (),
     progress: bool | None = None,
     **settings: Any,
@@ -56,6 +57,8 @@ def train(
         data: rows of your own (anything with len() and [index], a grain MapDataset or IterDataset,
             a pair (to train on, to evaluate on), or a function that returns one of these), paths,
             or a table of settings.
+        objective: (output of the model's head, batch, context) -> Sums, in place of cross-entropy;
+            see docs/parallelism.md. A resume needs it again.
         callbacks: each is called with each train and eval record, on every process.
         progress: show a bar; None = where a person looks on, and log lines elsewhere.
         settings: of the run: short flags (`steps=100`, `mesh="dp=2"`), tables
@@ -75,6 +78,7 @@ def train(
     run_config = _read("jaxdist.train", config, values)
     if run_config.replay:
         raise ConfigError("replay trains nothing. Use python -m jaxdist.train --replay RUN:STEP.")
+    _check_objective(objective)
     is_many = isinstance(callbacks, Iterable) and not callable(callbacks)
     callbacks = list(callbacks) if is_many else [callbacks]  # type: ignore[arg-type, list-item]
     are_functions = all(map(callable, callbacks))
@@ -96,6 +100,7 @@ def train(
 
         program = Program(
             model=make_model,
+            objective=objective,
             rows=rows,
             on_start=started.append,
             on_record=on_record,
@@ -109,7 +114,7 @@ def train(
             "one before it are lost. The log says why; mend that, and train with resume set to "
             "this directory."
         )
-    return Run(started[0].path, model=make_model, rows=rows)
+    return Run(started[0].path, model=make_model, objective=objective, rows=rows)
 
 
 def open(
@@ -120,6 +125,7 @@ def open(
     weights: Literal["auto", "ema", "raw"] = "auto",
     model: Model | Callable[..., Model] | None = None,
     data: Any = None,
+    objective: Objective | None = None,
 ) -> Run:
     """Open a run directory, to look at its metrics and to use its weights.
 
@@ -131,6 +137,7 @@ def open(
             run keeps one.
         model: what was given to `train`, where that was an object.
         data: likewise.
+        objective: likewise, for evaluation.
 
     Raises:
         ConfigError: there is no run.
@@ -139,7 +146,17 @@ def open(
     for name, value, found in (("model", model, make_model), ("data", data, rows)):
         is_object = value is None or found is not None or callable(value)
         check_type(name, value, is_object, "the object that train got, or None for settings")
-    return Run(path, step=step, mesh=mesh, weights=weights, model=make_model, rows=rows)
+    _check_objective(objective)
+    return Run(
+        path, step=step, mesh=mesh, weights=weights,
+        model=make_model, objective=objective, rows=rows,
+    )  # fmt: skip
+
+
+def _check_objective(objective: Any) -> None:
+    """Raise ConfigError for an objective that cannot be called."""
+    is_allowed = objective is None or callable(objective)
+    check_type("objective", objective, is_allowed, "a function (output, batch, context) -> sums")
 
 
 def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, Objective
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime import setup_logging
@@ -20,6 +20,7 @@ class Program:
 
     Attributes:
         model: the length of a row -> the model, in place of the one that `model.factory` names.
+        objective: in place of that of the model.
         rows: in place of what the function in `data.sources` returns, or that function.
         on_start: called with the run directory, on every process, before anything is compiled.
         on_record: called with each train and eval record, on every process.
@@ -28,6 +29,7 @@ class Program:
     """
 
     model: Callable[[int], Model] | None = None
+    objective: Objective | None = None
     rows: Any = None
     on_start: Callable[[RunDirectory], None] = lambda run: None
     on_record: Callable[[Record], None] = lambda record: None

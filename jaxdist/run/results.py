@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args, overload
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
 from jaxdist.core.settings import ConfigError, read_settings
-from jaxdist.core.types import Model, Params
+from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data.chat import BadRecord, checked_messages
 from jaxdist.run.metrics_log import current, decode, read_outline, stream_records
 from jaxdist.run.run_directory import RunDirectory, read_table
@@ -49,6 +49,7 @@ class Run:
         mesh: str = "auto",
         weights: Weights = "auto",
         model: Callable[[int], Model] | None = None,
+        objective: Objective | None = None,
         rows: Any = None,
     ):
         check_type("path", path, isinstance(path, str | os.PathLike), "the path of a run")
@@ -68,6 +69,7 @@ class Run:
             raise other_step(step, named, place)
         self._step = named if step is None else step
         self._mesh, self._model, self._rows = mesh, model, rows
+        self._objective = objective
         self._kind: Weights = weights
 
     def __repr__(self) -> str:
@@ -240,8 +242,9 @@ class Run:
     @functools.cached_property
     def _opened(self) -> TrainedRun:
         return open_run(
-            self.path, step=self._step, mesh=self._mesh, model=self._model, rows=self._rows
-        )
+            self.path, step=self._step, mesh=self._mesh,
+            model=self._model, objective=self._objective, rows=self._rows,
+        )  # fmt: skip
 
     @functools.cached_property
     def _weights(self) -> LoadedWeights:

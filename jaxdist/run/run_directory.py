@@ -27,6 +27,7 @@ class RunDirectory:
         is_writer: this is process 0.
         resumed: a run was here before; it is continued, never split.
         audited_mesh: the mesh if this start ran the deep audit of a custom model, else "".
+        objective: name of the objective that a Python program passed to this start, else "".
         config: the resolved config, as TOML.
         environment: versions, git, hosts, devices and command of the newest start; older ones
             inside it.
@@ -38,7 +39,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
         self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
-        self.audited_mesh = ""
+        self.audited_mesh = self.objective = ""
         self._made: list[Location] = []
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
@@ -154,8 +155,9 @@ class RunDirectory:
                     self.environment,
                     error,
                 )
-        audited = {"audited_mesh": self.audited_mesh} if self.audited_mesh else {}
-        record = {**record, **audited, "earlier": earlier}
+        own = {"audited_mesh": self.audited_mesh, "objective": self.objective}
+        own = {name: value for name, value in own.items() if value}
+        record = {**record, **own, "earlier": earlier}
         self.environment.write(encode(record, indent=2) + "\n")
 
     def write_summary(self, record: Mapping[str, Any]) -> None:

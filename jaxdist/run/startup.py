@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange
+from jaxdist.core.types import Objective
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import make_lr_schedule
@@ -48,15 +49,42 @@ Samples: TypeAlias = tuple[tuple[int, int], ...]
 
 def audited_meshes(config: RunConfig) -> set[str]:
     """Meshes on which earlier starts of the run passed the deep audit."""
+    return {one.get("audited_mesh", "") for one in _earlier_starts(config)}
+
+
+def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
+    """Return the records of environment.json, the newest first; [] for a new run."""
     path = config.run_dir if config.resume in ("auto", "never") else config.resume
     if not path:
-        return set()
+        return []
     environment = RunDirectory(path, is_writer=False, resumed=True).environment
     try:
         record = read_table(environment, decode)
     except ConfigError:  # a start replaces a damaged environment.json
-        return set()
-    return {one.get("audited_mesh", "") for one in (record, *record.get("earlier", ()))}
+        return []
+    return [record, *record.get("earlier", ())] if record else []
+
+
+def name_of(objective: Objective | None) -> str:
+    """Return module:name of an objective, or of the class of an object; "" of None."""
+    named = objective if hasattr(objective, "__qualname__") else type(objective)
+    return "" if objective is None else f"{named.__module__}:{named.__qualname__}"
+
+
+def check_objective(config: RunConfig, objective: Objective | None) -> None:
+    """Reject a resume with another objective than the run was started with.
+
+    Raises:
+        ConfigError: the names of both.
+    """
+    starts = _earlier_starts(config) if config.resume != "never" else []
+    before, now = (starts[0].get("objective", "") if starts else None), name_of(objective)
+    if before not in (None, now):
+        fix = f"Pass it to jaxdist.train(objective=...): {before}." if before else "Leave it out."
+        raise ConfigError(
+            f"the run was trained with {before or 'the objective of its model'}, and this start "
+            f"has {now or 'none'}. {fix} A new --run-dir starts another run."
+        )
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
-from jaxdist.core.types import Model, Params
+from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.run.evaluation_loop import evaluate
@@ -148,14 +148,15 @@ def open_run(
     simulate: int = 0,
     train: Mapping[str, Any] | None = None,
     model: Callable[[int], Model] | None = None,
+    objective: Objective | None = None,
     rows: Any = None,
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
     `path` may be a checkpoint inside the run. The settings are those stored with it, with the
     checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` means the
-    machine's own devices; `train` replaces settings of that section; `model` and `rows` are as of
-    `Program`.
+    machine's own devices; `train` replaces settings of that section; `model`, `objective` and
+    `rows` are as of `Program`.
 
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
@@ -174,7 +175,7 @@ def open_run(
         train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
     )
     given = model(config.train.seq_len) if model is not None else None
-    parts = assemble(config, devices, model=given)
+    parts = assemble(config, devices, model=given, objective=objective)
     return TrainedRun(path=run, parts=parts, step=named, rows=rows)
 
 

@@ -27,7 +27,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import make_value_and_grad
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, Objective, rows_per_example
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.run.setup import Parts, assemble
 
@@ -83,7 +83,8 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
         ConfigError: every value that differs, with its axes.
     """
     config, is_text = _on(parts.config, parts.spec), _is_text(parts, fields)
-    small = shrunken(config, parts.spec)
+    objective = parts.model.objective
+    small = shrunken(config, parts.spec, rows_per_example(objective))
     kinds = text_fields(small.train.seq_len, packed=True) if is_text else fields
     elements = small.train.global_batch_size * max(math.prod(shape) for shape, _ in kinds.values())
     obstacle = "the job has several processes" if jax.process_count() > 1 else ""
@@ -92,7 +93,8 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
     start, found = time.perf_counter(), []
     try:
         if not obstacle:
-            found = differences(config, parts.devices, make_model, None if is_text else fields)
+            kinds = None if is_text else fields
+            found = differences(config, parts.devices, make_model, kinds, objective)
     except Exception as error:  # the model may not accept random or short rows
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle:
@@ -129,6 +131,7 @@ def differences(
     devices: Sequence[Any],
     make_model: MakeModel | None = None,
     fields: Fields | None = None,
+    objective: Objective | None = None,
 ) -> list[MeshDifference]:
     """What of one step differs between the run's mesh and one device, with the axes at fault.
 
@@ -137,17 +140,20 @@ def differences(
         devices: as many as the mesh takes.
         make_model: length of a row -> the model; None = the one that the settings name.
         fields: of rows that are not made shorter; None = those of the model, or short text.
+        objective: None = that of the model.
     """
     spec = config.mesh.spec
     assert spec is not None
-    small = shrunken(config, spec)
+    small = shrunken(config, spec, rows_per_example(objective))
     if fields is not None:
         train = dataclasses.replace(small.train, seq_len=config.train.seq_len)
         small = dataclasses.replace(small, train=train)
 
     def parts_on(spec: MeshSpec) -> Parts:
         model = make_model(small.train.seq_len) if make_model else None
-        return assemble(_on(small, spec), devices[: spec.num_devices], model=model)
+        return assemble(
+            _on(small, spec), devices[: spec.num_devices], model=model, objective=objective
+        )
 
     expected = _step(parts_on(MeshSpec()), fields)
     found = _unequal(_step(parts_on(spec), fields), expected)
@@ -183,12 +189,17 @@ def _wrong_on(
         return expected
 
 
-def shrunken(config: RunConfig, spec: MeshSpec) -> RunConfig:
+def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
     """The same run with a small model and few rows, in float32, legal on the mesh."""
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
-    rows = _ROWS_EACH * spec.num_replicas * max(config.train.num_microbatches, 4 * spec[PIPELINE])
+    rows = (
+        _ROWS_EACH
+        * rows_per_example
+        * spec.num_replicas
+        * max(config.train.num_microbatches, 4 * spec[PIPELINE])
+    )
     return dataclasses.replace(
         config,
         model=config.model.shrunken(num_layers=layers, multiple=multiple),
