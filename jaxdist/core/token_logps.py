@@ -47,7 +47,7 @@ def make_token_logps(
     float32 [d_model, vocab].
     """
 
-    def token_logps(head: TokenHead, targets: Array, **sampling: float) -> TokenLogps:
+    def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
         """Return float32 [batch, seq] each, for targets int32 [batch, seq]."""
         drawn = LogitFilter(**sampling)
         if not (drawn.temperature > 0 and drawn.top_k >= 0 and 0 < drawn.top_p <= 1):
