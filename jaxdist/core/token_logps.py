@@ -72,9 +72,9 @@ def _logps(
     x is [tokens, d_model], kernel [d_model, vocab_shard], targets int32 [tokens].
     """
 
-    def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
+    def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Any]:
         """Return both of a chunk [chunk, ...] of tokens."""
-        return None, _chunk_logps(*part, kernel, vocabulary, sampling)[:2]
+        return None, _chunk_logps(part[0], part[1], kernel, vocabulary, sampling)[:2]
 
     _, found = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
     logps, entropy = (y.reshape(-1)[: x.shape[0]] for y in found)
@@ -117,7 +117,7 @@ _logps.defvjp(_forward, _backward)
 
 def _chunk_logps(
     x: Array, targets: Array, kernel: Array, vocabulary: Vocabulary, sampling: LogitFilter
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     """Return log-probabilities of one chunk of tokens, and all that their gradients need.
 
     x is [tokens, d_model], targets int32 [tokens], kernel [d_model, vocab_shard].
