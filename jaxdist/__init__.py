@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxdist.core.settings.declare import ConfigError
-    from jaxdist.run.api import Run, open, plan, train
+    from jaxdist.api import Run, open, plan, train
+    from jaxdist.settings.declare import ConfigError
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "open", "plan", "train"]
@@ -29,14 +29,14 @@ _CALLED = ("train", "plan")
 
 
 class _CalledModule(types.ModuleType):
-    """A command's module; calling it calls the function of its name in `jaxdist.run.api`."""
+    """A command's module; calling it calls the function of its name in `jaxdist.api`."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
 
     @property
     def __wrapped__(self) -> Any:  # signatures and help are the function's
-        from jaxdist.run import api
+        from jaxdist import api
 
         return getattr(api, self.__name__.rpartition(".")[2])
 
@@ -60,11 +60,11 @@ def __getattr__(name: str) -> Any:
     if name in _CALLED:
         return importlib.import_module(f"jaxdist.{name}")
     if name == "ConfigError":
-        from jaxdist.core.settings.declare import ConfigError
+        from jaxdist.settings.declare import ConfigError
 
         return ConfigError
     if name in __all__:
-        from jaxdist.run import api
+        from jaxdist import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxdist.core.settings import setting
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.tables import columns
+from jaxdist.runtime.storage import read_url
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class EvaluateConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and print its metrics."""
-    from jaxdist.core.settings import read_settings
+    from jaxdist.settings import read_settings
 
     config = read_settings(
         EvaluateConfig,
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command="jaxdist.evaluate",
         summary=__doc__ or "",
         positional=("run",),
+        read_url=read_url,
     )
     from jaxdist.run.metrics_log import encode
     from jaxdist.run.trained_run import open_run

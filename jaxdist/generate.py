@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime import run_command
 from jaxdist.runtime.new_output import new_output
-from jaxdist.runtime.storage import file_system_problem
+from jaxdist.runtime.storage import file_system_problem, read_url
+from jaxdist.settings import ConfigError, setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ class GenerateConfig(TextSettings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and write continuations to stdout or a file."""
-    from jaxdist.core.settings import read_settings
+    from jaxdist.settings import read_settings
 
     config = read_settings(
         GenerateConfig,
@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command="jaxdist.generate",
         summary=__doc__ or "",
         positional=("run",),
+        read_url=read_url,
     )
     from jaxdist.run.text_generation import make_decoder, open_writer
     from jaxdist.run.trained_run import open_run

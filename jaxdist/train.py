@@ -49,10 +49,9 @@ def run(
     job = start_devices(config, preemption, program, times)
     import jax
 
-    from jaxdist.core.settings import write_toml
     from jaxdist.data import open_datasets
-    from jaxdist.plan.audit import check_mesh
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
+    from jaxdist.run.audit import check_mesh, check_model
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import (
@@ -68,6 +67,7 @@ def run(
         name_of,
         open_run_directory,
     )
+    from jaxdist.settings import write_toml
 
     times.mark("imports")
     # 2. Whatever can be wrong is found before anything is written or compiled.
@@ -98,8 +98,6 @@ def run(
     is_users = config.model.is_user_model or program.objective is not None
     compare = audit is not None and audit.axes and is_users
     if compare and str(parts.spec) not in audited_meshes(config):
-        from jaxdist.plan.audit.deep import check_model
-
         audited_mesh = check_model(parts, data[0].fields, program.model)
     fetch_weights(config)
 
@@ -138,8 +136,8 @@ def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
     """Choose and start the devices, in the order in which each choice is still possible."""
-    from jaxdist.core.settings import to_table
     from jaxdist.run.run_directory import flatten
+    from jaxdist.settings import to_table
 
     if config.debug:
         runtime.be_careful()

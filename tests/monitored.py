@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 
 @contextlib.contextmanager

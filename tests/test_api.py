@@ -16,11 +16,10 @@ from commands import ROOT
 from refusals import refused
 
 import jaxdist
-from jaxdist import runtime
+from jaxdist import api, runtime
 from jaxdist.checkpoint import CheckpointError
 from jaxdist.models import example
 from jaxdist.plan.__main__ import main as plan_main
-from jaxdist.run import api
 from jaxdist.run.setup import Parts
 from jaxdist.runtime import progress
 

@@ -21,12 +21,10 @@ from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec, factorisations
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
 from jaxdist.models import CnnConfig, DecoderConfig
-from jaxdist.plan.audit import audit_parts, audit_program, check_mesh, transfers
-from jaxdist.plan.audit.deep import differences
+from jaxdist.plan.audit import audit_program, transfers
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -40,8 +38,10 @@ from jaxdist.plan.audit.states import (
 )
 from jaxdist.plan.audit.step import find_manual
 from jaxdist.run import startup
+from jaxdist.run.audit import audit_parts, check_mesh, differences
 from jaxdist.run.program import Program
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError
 from jaxdist.tools.audit import __main__ as command
 
 ROOT = Path(__file__).parent.parent

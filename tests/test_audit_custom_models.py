@@ -14,16 +14,16 @@ import jaxdist
 from jaxdist.config import RunConfig
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data.packing import text_fields
 from jaxdist.models import CustomConfig
 from jaxdist.objectives import cross_entropy
-from jaxdist.plan.audit import check_mesh, deep
-from jaxdist.plan.audit.deep import check_model
+from jaxdist.run import audit as deep
 from jaxdist.run import startup
+from jaxdist.run.audit import check_mesh, check_model
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError
 
 
 def config_on(mesh, num_microbatches=1):

@@ -12,8 +12,8 @@ from jaxdist.config import fit_devices, read_run
 from jaxdist.core.axis import Axis, Workload
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel import axes
-from jaxdist.core.settings import ConfigError
 from jaxdist.plan.__main__ import main as plan
+from jaxdist.settings import ConfigError
 
 
 def _problems(size: int, workload: Workload) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 FIXES = (
     "Add ", "Change ", "Check ", "Choose ", "Did you mean", "Drop ", "Give ", "Name ", "Raise ",

@@ -16,13 +16,13 @@ from jaxdist.core.matmul import block_scaled
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.hardware import GPUS, parse_gpus
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.advice import advise
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
-from jaxdist.plan.hardware import GPUS, parse_gpus
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import make_plan, narrow_problems
 

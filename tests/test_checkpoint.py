@@ -27,7 +27,7 @@ from jaxdist.checkpoint import (
 )
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import problems_of
+from jaxdist.settings import problems_of
 
 pytestmark = pytest.mark.smoke
 

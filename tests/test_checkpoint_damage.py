@@ -23,8 +23,8 @@ from jaxdist.checkpoint import (
     restore,
 )
 from jaxdist.checkpoint.errors import CorruptCheckpoint
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -12,11 +12,11 @@ import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import read_run
-from jaxdist.core.settings import ConfigError, write_toml
-from jaxdist.plan.audit.deep import _batch
+from jaxdist.run.audit import _batch
 from jaxdist.run.diagnostic_step import make_diagnostic_step
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.compare import rerun
 from jaxdist.tools.compare.__main__ import _recorded_otherwise, main, told
 from jaxdist.tools.compare.records import read_parting

@@ -18,7 +18,7 @@ from jaxdist.core.step.compiler_options import (
     memory_limit,
 )
 from jaxdist.core.step_plan import Device, StepSettings, plan_step
-from jaxdist.plan.hardware import GIB, GPUS
+from jaxdist.hardware import GIB, GPUS
 from jaxdist.tools.doctor import variables
 
 H100 = GPUS["h100"].memory_bytes

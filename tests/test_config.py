@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from refusals import missing, refused
 
-from jaxdist.core.settings import (
+from jaxdist.settings import (
     ConfigError,
     read_settings,
     setting,
@@ -17,7 +17,7 @@ from jaxdist.core.settings import (
     without_flags,
     write_toml,
 )
-from jaxdist.core.settings.help import help_text
+from jaxdist.settings.help import help_text
 
 pytestmark = pytest.mark.smoke
 

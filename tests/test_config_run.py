@@ -17,12 +17,12 @@ from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError, write_toml
-from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import Model
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.models.weights import num_params as count
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.settings import ConfigError, write_toml
+from jaxdist.settings.schema import fields_of
 from jaxdist.tools.launch.local import make_launch_plan
 from jaxdist.tools.launch.local import read_config as launch_config
 

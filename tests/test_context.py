@@ -34,8 +34,8 @@ from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import AttentionDropout, AttentionMask
+from jaxdist.settings import ConfigError
 
 SHARDS, LENGTH, WIDTH = 4, 48, 8
 CLOSE = 2e-6  # of the largest number: float32 sums in another order

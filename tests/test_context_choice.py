@@ -14,11 +14,11 @@ from jaxdist.config import read_run
 from jaxdist.core.attention.context_parallel import plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import describe_exchange
 from jaxdist.core.step.model_context import settle
 from jaxdist.core.step_plan import _per_node, exchange_of
+from jaxdist.settings import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig
 from jaxdist.plan import advice
 from jaxdist.plan.compiled import check
@@ -30,7 +31,6 @@ from jaxdist.plan.estimate.search import Choice, exchanges, search
 from jaxdist.plan.estimate.software import OURS
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
-from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.runtime.formatting.numbers import percent
 
 CONFIGS = Path(__file__).parent.parent / "configs"

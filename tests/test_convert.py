@@ -26,9 +26,9 @@ from jaxdist.checkpoint import (
 from jaxdist.checkpoint.blocks import block_shape, blocks_in, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
-from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.convert.__main__ import VERBS, main
 from jaxdist.tools.convert.checkpoint_paths import making_run, new_run_directory
 

@@ -17,7 +17,6 @@ from refusals import missing, refused
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import stored_run
-from jaxdist.core.settings import ConfigError
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
@@ -26,6 +25,7 @@ from jaxdist.models.huggingface.tensors import pieces
 from jaxdist.models.weights import num_params
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.settings import ConfigError
 from jaxdist.tools.convert.__main__ import main
 
 SEQ = 16

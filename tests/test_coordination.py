@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import jaxdist
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import coordination
 from jaxdist.runtime.coordination import Group, barrier, group, service
 from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
+from jaxdist.settings import ConfigError
 
 
 class KeyValueStore:

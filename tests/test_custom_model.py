@@ -18,13 +18,13 @@ from tiny import plan_of
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
+from jaxdist.settings import ConfigError
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "jaxdist" / "models" / "example.py"

@@ -17,12 +17,12 @@ import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, Loader, custom, eval_batches, open_datasets, resume_position
 from jaxdist.data.custom import CustomRows
 from jaxdist.data.stream import shard_of
 from jaxdist.models import example
 from jaxdist.run.setup import check_data_fits
+from jaxdist.settings import ConfigError
 
 MODULE = """
 import grain

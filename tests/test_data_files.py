@@ -18,7 +18,6 @@ from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main as data_main
 from jaxdist.data.corpus import Corpus
@@ -30,6 +29,7 @@ from jaxdist.generate import GenerateConfig
 from jaxdist.models.huggingface.directory import open_weights
 from jaxdist.models.huggingface.safetensors import INDEX
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 BOM = b"\xef\xbb\xbf"
 PATIENCE_S = 60

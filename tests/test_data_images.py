@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.images import TEST_FILE, TRAIN_FILES, open_cifar
+from jaxdist.settings import ConfigError
 
 NAMES = (*TRAIN_FILES, TEST_FILE)
 

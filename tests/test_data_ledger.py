@@ -9,11 +9,11 @@ import pytest
 from data_cases import open_text, sharding_on
 from refusals import refused
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import Loader, Position, resume_position
 from jaxdist.data.__main__ import main
 from jaxdist.data.ledger import NUM_LINKS, Link
 from jaxdist.run.startup import check_recorded_ledger
+from jaxdist.settings import ConfigError
 
 BATCH = 8
 
@@ -92,7 +92,7 @@ def test_new_data_go_on_with_the_chain(dataset, tmp_path):
 def run_directory(path, dataset_flags, links, dataset, seed=3):
     """Write the files that the check of a recorded ledger reads."""
     from jaxdist.config import read_run
-    from jaxdist.core.settings import write_toml
+    from jaxdist.settings import write_toml
 
     argv = [*dataset_flags, f"--seed={seed}", "--train.seq-len=8", "--train.global-batch-size=8"]
     path.mkdir()

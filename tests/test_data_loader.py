@@ -27,7 +27,6 @@ from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import device_order
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import (
     Loader,
     Position,
@@ -36,6 +35,7 @@ from jaxdist.data import (
 )
 from jaxdist.data.batches import TrainBatches, device_placer, first_sample, part_held
 from jaxdist.data.corpus import Corpus
+from jaxdist.settings import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -370,7 +370,7 @@ WORKER = textwrap.dedent(
     from jax.sharding import NamedSharding, PartitionSpec
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.axes import row_axes
-    from jaxdist.core.settings import ConfigError
+    from jaxdist.settings import ConfigError
     from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
     train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
     for spec in ("dp=4", "dp=2,tp=2", "tp=4"):

@@ -20,7 +20,6 @@ import pytest
 from data_cases import TEXTS, cache, write_source, zstd  # noqa: F401
 from refusals import missing, refused
 
-from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data import __main__ as command
 from jaxdist.data import documents as documents_room
@@ -31,6 +30,7 @@ from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.files import find_files, library_files
 from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
+from jaxdist.settings import ConfigError, problems_of
 
 
 def documents_of(source: Path, field="text") -> list[str]:

@@ -14,8 +14,8 @@ import pytest
 from data_cases import open_case, sharding_on, write_sources, write_text
 
 from jaxdist.config import read_run
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, Loader, Position, open_datasets
+from jaxdist.settings import ConfigError
 
 ROWS = """
 import os

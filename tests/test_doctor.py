@@ -11,9 +11,9 @@ import pytest
 from commands import ROOT, environment, run
 from refusals import missing
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.models.weights import num_params
 from jaxdist.runtime.distributed import code_digest
+from jaxdist.settings import ConfigError
 from jaxdist.tools.doctor import software, variables
 from jaxdist.tools.doctor.findings import (
     Finding,

@@ -10,13 +10,13 @@ from refusals import missing, refused
 
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
 from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data import Loader, open_datasets
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError
 
 MODEL = DecoderConfig(d_model=32, num_layers=4, num_heads=4, num_kv_heads=4, mlp_dim=64)
 DIVISIBLE = DecoderConfig(d_model=96, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=96)

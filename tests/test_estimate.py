@@ -23,6 +23,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data.config import DataConfig
+from jaxdist.hardware import GPUS, Cluster, parse_gpus
 from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig, build
 from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate import activations, flops
@@ -32,7 +33,6 @@ from jaxdist.plan.estimate.model_trace import attention_of
 from jaxdist.plan.estimate.search import Choice, search, why_not
 from jaxdist.plan.estimate.time import LIKELY, estimate_time
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
-from jaxdist.plan.hardware import GPUS, Cluster, parse_gpus
 from jaxdist.plan.scaling import smaller_batch
 from jaxdist.run.setup import assemble
 
@@ -434,7 +434,7 @@ def test_arithmetic_starts_no_device():
         "import jax._src.xla_bridge as bridge\n"
         "from jaxdist.config import RunConfig\n"
         "from jaxdist.plan.estimate.search import search\n"
-        "from jaxdist.plan.hardware import parse_gpus\n"
+        "from jaxdist.hardware import parse_gpus\n"
         "search(RunConfig(), parse_gpus('h100:8')[0])\n"
         "print(bool(bridge._backends))"
     )

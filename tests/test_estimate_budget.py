@@ -14,7 +14,6 @@ from refusals import missing, refused
 from jaxdist.config import RunConfig
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
@@ -22,6 +21,7 @@ from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_o
 from jaxdist.plan.estimate.remat import POLICIES
 from jaxdist.run import setup
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.settings import ConfigError
 
 GIB = 2**30
 LLAMA = DecoderConfig(

@@ -9,10 +9,10 @@ from published_engine import PUBLISHED, published_engine
 from test_estimate import LLAMA, job
 
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.hardware import GPUS, Cluster, read_hardware
 from jaxdist.plan.estimate import products
 from jaxdist.plan.estimate.software import OURS, attention_share
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.plan.hardware import GPUS, Cluster, read_hardware
 
 MEASURED = {
     "a100-80": 267.9, "h100": 806.0, "h100-pcie": 499.5, "l4": 91.4, "a10g": 69.7,

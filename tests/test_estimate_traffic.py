@@ -12,9 +12,9 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.traffic import flows_of
-from jaxdist.plan.hardware import GPUS, Cluster
 
 
 def job_of(case: Case, **changes) -> Job:

@@ -10,11 +10,11 @@ from data_cases import open_text, sharding_on, write_text
 from refusals import refused
 
 from jaxdist import evaluate as command
-from jaxdist.core.settings import ConfigError
 from jaxdist.run import evaluation_loop
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.trained_run import TrainedRun, run_at
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from hf_models import CHATML, write_model, write_tokenizer
 from refusals import refused
 
 from jaxdist.config import read_run
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
 from jaxdist.run.setup import Parts
 from jaxdist.run.trained_run import open_run
+from jaxdist.settings import ConfigError
 from jaxdist.tools.convert.__main__ import main as convert
 
 VOCAB = 320

@@ -16,12 +16,12 @@ from jaxdist.core.matmul import fp8, fp8_weights, problems
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.hardware import parse_gpus
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
-from jaxdist.plan.hardware import parse_gpus
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import make_plan
 from jaxdist.run.setup import assemble

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from jaxdist import runtime
 from jaxdist.config import RunConfig
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.data.chat import BadRecord, checked_messages, encode_completion, load_template
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -34,8 +34,8 @@ from jaxdist.models import DecoderConfig
 from jaxdist.models.huggingface.directory import open_weights, read_json
 from jaxdist.models.huggingface.families import read_config
 from jaxdist.models.huggingface.safetensors import open_all
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.runtime.entry_point import run_command
+from jaxdist.settings import ConfigError, read_settings
 
 CPU_S, MEMORY_KB = 2.0, 1 << 20
 EXAMPLES = int(os.environ.get("JAXDIST_FUZZ_EXAMPLES", "40"))

@@ -11,10 +11,10 @@ from hf_models import CHATML, write_model, write_tokenizer
 from refusals import refused
 
 from jaxdist import generate
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import load_tokenizer
 from jaxdist.data.chat import load_template
 from jaxdist.run.decoding import Decoder
+from jaxdist.settings import ConfigError
 from jaxdist.tools.convert.__main__ import main as convert
 
 VOCAB = 320

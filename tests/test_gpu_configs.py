@@ -5,9 +5,9 @@ from commands import ROOT
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.hardware import parse_gpus
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import Choice, search
-from jaxdist.plan.hardware import parse_gpus
 
 GPUS = {
     "qwen3_0.6b": "l4:8",

@@ -6,8 +6,8 @@ import os
 import pytest
 from refusals import refused
 
-from jaxdist.core.settings import ConfigError
-from jaxdist.plan.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
+from jaxdist.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
+from jaxdist.settings import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.config.command_line import stored_run
-from jaxdist.core.settings import write_toml
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer
 from jaxdist.models.huggingface.directory import folder_of, open_weights
 from jaxdist.run.startup import fetch_weights
 from jaxdist.runtime import hub
+from jaxdist.settings import write_toml
 from jaxdist.tools.convert.__main__ import main as convert
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"

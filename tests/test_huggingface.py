@@ -18,7 +18,6 @@ from hf_models import write_model
 from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface import directory, loading, safetensors
@@ -31,6 +30,7 @@ from jaxdist.models.huggingface.families import (
 )
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.huggingface.tensors import pieces
+from jaxdist.settings import ConfigError
 
 SEQ = 16
 
@@ -292,7 +292,7 @@ from test_huggingface import target_of
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 counted, read_block = [], safetensors.StoredTensor.read
 def counting(tensor, *index):

@@ -27,7 +27,7 @@ from refusals import refused
 
 from jaxdist import runtime
 from jaxdist.checkpoint.local.copies import Place, place_of
-from jaxdist.core.settings import problems_of
+from jaxdist.settings import problems_of
 from jaxdist.tools.launch import kubernetes
 from jaxdist.tools.launch.__main__ import main as launch
 from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text

@@ -12,7 +12,7 @@ from launched import Launched, is_running
 from refusals import missing, refused, snapshot
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 from jaxdist.tools.launch.local import make_launch_plan, read_config
 from jaxdist.tools.launch.worker_group import GroupResult
 
@@ -130,7 +130,7 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("from jaxdist.core.settings import ConfigError\nraise ConfigError('mesh dp=3 is bad')", 2),
+        ("from jaxdist.settings import ConfigError\nraise ConfigError('mesh dp=3 is bad')", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
         ("from jaxdist.run.resilience import sdc_check as s\nraise s.CorruptState('device 3')", 85),
         ("from jaxdist.run.resilience import anomalies as s\nraise s.Stopped('nan')", 87),
@@ -149,7 +149,7 @@ def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
 def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     tmp_path, nnodes, told
 ):
-    from jaxdist.run.resilience.config import ResilienceConfig
+    from jaxdist.config.resilience import ResilienceConfig
     from jaxdist.run.resilience.watchdog import Watchdog
     from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
 

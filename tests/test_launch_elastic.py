@@ -11,7 +11,7 @@ from commands import ROOT
 from launched import Launched
 from refusals import missing
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.local import make_launch_plan, read_config
 from jaxdist.tools.launch.membership import (

@@ -67,7 +67,7 @@ def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
     if {begun}:
         (RUN / "logs" / f"process-{{INDEX}}.log").write_text("training")
     print("checking")
-    from jaxdist.core.settings import ConfigError
+    from jaxdist.settings import ConfigError
     raise ConfigError("rejected")
     """
     code, out, _ = Launched(tmp_path, body, "--nproc-per-node=2").end()
@@ -76,7 +76,7 @@ def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
     assert (after == before) != begun
 
 
-REJECTED = "from jaxdist.core.settings import ConfigError\nraise ConfigError('rejected')"
+REJECTED = "from jaxdist.settings import ConfigError\nraise ConfigError('rejected')"
 EARLIER = ("launch/round.json", "launch/host-0.json", "logs/attempt-0-process-0.error.json")
 
 

@@ -7,7 +7,7 @@ from refusals import refused
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel.axes import names
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 pytestmark = pytest.mark.smoke
 

@@ -21,13 +21,13 @@ from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.attention.tiled import TILE
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
 from jaxdist.core.step_plan import Device, StepSettings, plan_step
 from jaxdist.core.types import AttentionDropout, AttentionMask, Context, dot
 from jaxdist.models import DecoderConfig, build, layers
 from jaxdist.models.decoder import Attention
+from jaxdist.settings import ConfigError
 
 # The same float32 numbers, summed in another order; logits are of order 1.
 TOLERANCE = 1e-5

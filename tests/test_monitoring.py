@@ -20,7 +20,7 @@ import pytest
 from monitored import Clock, header, of_kind, scalars, start, train
 from refusals import refused
 
-from jaxdist.core.settings import problems_of
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import (
     RecordWriter,
     current,
@@ -31,10 +31,10 @@ from jaxdist.run.metrics_log import (
     stream_records,
 )
 from jaxdist.run.monitoring import monitor as monitor_module
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.environment import environment
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.settings import problems_of
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -149,7 +149,7 @@ def test_a_broken_line_inside_is_named(tmp_path):
 WRITER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.run_directory import RunDirectory

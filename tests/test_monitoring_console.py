@@ -13,9 +13,9 @@ import pytest
 from monitored import Clock, events, header, start, train
 from refusals import missing
 
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import device_seconds, read_records
 from jaxdist.run.monitoring import monitor as monitor_room
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.console import plain, step_line
 from jaxdist.run.run_directory import RunDirectory
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from refusals import missing
 
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.console import idle_lines
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.monitor import Monitor

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 from commands import command, environment, run, tiny
 
-from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.monitoring.profiler import Profiler, steps_of
+from jaxdist.config.monitoring import MonitoringConfig, parse_profile_steps
+from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.runtime import TraceRequests
 from jaxdist.runtime.storage import Location
 
@@ -39,7 +39,7 @@ def walk(profiler: Profiler, steps) -> None:
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), (" 7 ", (7, 7)), ("1:1", (1, 1))])
 def test_steps_are_first_and_last(text, steps):
-    assert steps_of(text) == steps
+    assert parse_profile_steps(text) == steps
 
 
 @pytest.mark.parametrize("text", ["13:10", "0:3", "a:b", "10:", "1:2:3", "-1"])

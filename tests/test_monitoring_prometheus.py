@@ -16,8 +16,8 @@ from commands import ROOT, command, environment, tiny
 from prometheus_client.parser import text_string_to_metric_families
 from test_runtime_job import free_port
 
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring import monitor as monitor_module
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.prometheus import _numbers
 from jaxdist.run.run_directory import RunDirectory

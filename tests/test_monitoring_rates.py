@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import missing
 
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.plan.hardware import peak_flops
+from jaxdist.hardware import peak_flops
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import alerts
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.throughput import Throughput

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from monitored import crc32c, scalars, start, tensorboard_events, train
 
-from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.config.monitoring import MonitoringConfig
 
 pytestmark = pytest.mark.usefixtures("propagating")
 

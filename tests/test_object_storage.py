@@ -29,7 +29,6 @@ from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.object_io import ObjectWriter, open_array, zarr_metadata
-from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import write_corpus
@@ -39,6 +38,7 @@ from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.run.metrics_log import RecordWriter, read_outline, read_records
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, location, objects, parts
+from jaxdist.settings import ConfigError
 from jaxdist.tools.sweep.grid import read_sweep
 
 

@@ -14,10 +14,10 @@ from refusals import missing
 
 from jaxdist.checkpoint import lock, manifest
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.corpus import Corpus
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import flush_appended, locate, objects
+from jaxdist.settings import ConfigError
 
 EXPIRED = ["expired", "AWS_SESSION_TOKEN"]
 

@@ -14,7 +14,6 @@ import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import TokenHead
@@ -23,6 +22,7 @@ from jaxdist.data.batches import EvalBatches, Held
 from jaxdist.data.order import Order
 from jaxdist.plan.audit import audit_program
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError
 
 BETA, ENTROPY = 0.3, 0.05
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}

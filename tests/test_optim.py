@@ -12,11 +12,11 @@ import pytest
 from tiny import Case, initial_state, layout_of, make_update, model_of
 
 from jaxdist import optim
-from jaxdist.core.settings import problems_of
+from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Dims
 from jaxdist.optim import OptimConfig, make_lr_schedule, make_optimizer
 from jaxdist.optim.adafactor import adafactor
-from jaxdist.optim.matrices import Sides, sides_of
+from jaxdist.settings import problems_of
 
 AXES = {
     "embed": Dims(("vocab", "d_model")),

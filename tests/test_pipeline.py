@@ -14,7 +14,7 @@ from jaxdist.core.parallel.pipeline import executor, value_and_grad
 from jaxdist.core.parallel.pipeline.buffers import to_arrays
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
 from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
-from jaxdist.core.settings import problems_of
+from jaxdist.settings import problems_of
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5

@@ -12,8 +12,6 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError
-from jaxdist.core.settings.schema import fields_of
 from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
@@ -21,6 +19,8 @@ from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.scaling import Sizes, nearest
 from jaxdist.plan.schedule_view import drawings
+from jaxdist.settings import ConfigError
+from jaxdist.settings.schema import fields_of
 
 SMALL = [
     *("--model.d_model=512", "--model.num_layers=8", "--model.num_heads=8"),

@@ -21,13 +21,13 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.weights import num_params
 from jaxdist.plan.compiled import check, compiler, gpu_target
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import HloInstruction
 from jaxdist.plan.estimate.activations import cudnn_scratch
-from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.run.setup import assemble
 
 MODEL = DecoderConfig(d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=256)

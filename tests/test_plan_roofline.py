@@ -4,7 +4,7 @@ import pytest
 from roofline import model_times
 
 from jaxdist.core.step_plan import default_loss_chunk
-from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.hardware import GPUS, Cluster
 
 H100 = GPUS["h100"]
 CLUSTER = Cluster(gpu=H100, num_nodes=1, gpus_per_node=2)

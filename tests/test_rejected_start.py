@@ -13,7 +13,7 @@ from damaged import flip_bit
 from refusals import missing, refused, snapshot
 
 from jaxdist.checkpoint import CheckpointError
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 
 def train(directory, *flags, steps=2) -> int:

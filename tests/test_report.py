@@ -13,12 +13,12 @@ import xml.etree.ElementTree as ET
 import pytest
 from refusals import missing
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run import metrics_log
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
+from jaxdist.settings import ConfigError
 from jaxdist.tools.report import runs as report_runs
 from jaxdist.tools.report.__main__ import main
 from jaxdist.tools.report.page import html_page

@@ -16,13 +16,13 @@ from commands import environment, losses, records, run, run_here, tiny
 from data_cases import sharding_on
 from refusals import refused
 
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
 from jaxdist.run import session
 from jaxdist.run.metrics_log import current, read_records
 from jaxdist.run.resilience import anomalies
 from jaxdist.run.resilience.anomalies import LossGuard, Stopped, read_anomalies
-from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.run.session import Session
 
 ROWS, BATCH, STEPS = 320, 8, 40

@@ -12,11 +12,11 @@ from test_resilience_losses import BAD_ROW, SEED, bad_step, module, train  # noq
 
 from jaxdist import open as open_run
 from jaxdist.checkpoint import CheckpointConfig
-from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import encode
 from jaxdist.run.replay import loss_and_norm, read_history, state_before, verdict
 from jaxdist.run.resilience.anomalies import Anomaly
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.settings import ConfigError
 from jaxdist.tools.compare.__main__ import _recorded_otherwise
 from jaxdist.tools.compare.rerun import StepDone
 

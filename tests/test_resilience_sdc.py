@@ -11,7 +11,7 @@ import tiny as reference
 from commands import losses, tiny
 from refusals import refused
 
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.run.resilience.sdc_check import SdcCheck, minority
 
 HOSTS = {0: "node-a"}

@@ -8,8 +8,8 @@ import time
 import pytest
 from refusals import missing
 
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.run.resilience import watchdog
-from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.run.resilience.heartbeat import Heartbeat, diagnose
 from jaxdist.run.resilience.watchdog import Watchdog
 

@@ -19,7 +19,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import dot, groups_of_rows
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.audit import audit_parts
+from jaxdist.run.audit import audit_parts
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 from refusals import refused
 
-from jaxdist.run.results import Run
+from jaxdist.results import Run
 from jaxdist.run.run_directory import RunDirectory
 
 CONFIG = 'name = "a"\nseed = 1\n'

@@ -42,7 +42,7 @@ def run(body: str, **environ: str) -> subprocess.CompletedProcess:
         ("return runtime.EXIT_PREEMPTED", 75),
         ("sys.exit(7)", 7),
         ("raise KeyboardInterrupt", 130),
-        ("from jaxdist.core.settings import ConfigError\nraise ConfigError(['a', 'b'])", 2),
+        ("from jaxdist.settings import ConfigError\nraise ConfigError(['a', 'b'])", 2),
         ("raise ValueError('boom')", 1),
         ("raise MemoryError", 1),
     ],
@@ -52,9 +52,7 @@ def test_exit_codes(body, code):
 
 
 def test_config_error_prints_every_problem_and_no_traceback():
-    done = run(
-        "from jaxdist.core.settings import ConfigError\nraise ConfigError(['first', 'second'])"
-    )
+    done = run("from jaxdist.settings import ConfigError\nraise ConfigError(['first', 'second'])")
     assert done.stderr.splitlines() == ["first", "second"]
 
 

@@ -5,10 +5,10 @@ import re
 import pytest
 from refusals import refused
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import resolve
 from jaxdist.runtime.cluster_environment import expand_counts, expand_hosts
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.settings import ConfigError
 
 EIGHT = ",".join(map(str, range(8)))
 

@@ -15,10 +15,10 @@ import pytest
 from refusals import missing
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import entry_point, rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
+from jaxdist.settings import ConfigError
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from jaxdist.core.settings import ConfigError, problems_of
+from jaxdist.settings import ConfigError, problems_of
 from jaxdist.tools.launch.slurm import main
 from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script, limit_s
 

@@ -8,11 +8,11 @@ from commands import records, run_here, tiny
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig, read_run
-from jaxdist.core.settings import write_toml
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.startup import _raised_rate
+from jaxdist.settings import write_toml
 
 
 def test_only_what_is_trained_counts_as_a_change(tmp_path):

@@ -32,13 +32,13 @@ from tiny import (
 from jaxdist.config import RunConfig
 from jaxdist.core import step_plan
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import problems_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step, remat_policy
 from jaxdist.core.types import Dims, Model
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.run.setup import assemble
+from jaxdist.settings import problems_of
 
 SPREAD = Case("rotary", "dp=2,fsdp=2", zero=1)
 ALL = Case("rotary", "dp=2,fsdp=2,tp=2")

@@ -19,10 +19,10 @@ from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.step_plan import Device, StepSettings, plan_step
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig
 from jaxdist.plan import planner
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.tools.audit import __main__ as audit
 
 PACKAGE = Path(planner.__file__).parents[1]
@@ -117,6 +117,7 @@ EXCEPTIONS = {
     "models.decoder": "passes the kernel of its call on; spells a split as XLA's backend prefers",
     "models.positions": "keeps angles that XLA:CPU would compute again",
     "models.example": "a submodule named attention",
+    "run.audit": "makes a small copy of the run, as deep as its stages need",
     "run.setup": "hands settings to the builder, and rejects formats that a device lacks",
     "run.startup": "reports the estimates of remat policies",
     "run.compile_times": "names the device in a key",

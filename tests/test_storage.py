@@ -190,7 +190,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 OTHER_FILES = {
     "runtime/storage": "the room itself",
     "__main__.py": "the package's own sources, for the list of commands",
-    "core/settings/sources.py": "looks for the user's TOML files",
+    "settings/sources.py": "looks for the user's TOML files",
     "config/run_config.py": "whether the paths that a user named exist",
     "data": "data sources, tokenizers and the cache of encoded corpora",
     "models/huggingface": "model directories of Hugging Face",

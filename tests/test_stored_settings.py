@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import jaxdist
 from jaxdist.config import settings_of_run
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 from jaxdist.tools.report.runs import read_run
 
 

@@ -12,11 +12,11 @@ from commands import ROOT, environment, tiny
 from refusals import missing, refused
 
 from jaxdist.config import read_run
-from jaxdist.core.settings import ConfigError, write_toml
-from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.storage import ObjectLocation
+from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.sweep import __main__ as command
 from jaxdist.tools.sweep.grid import Trial, read_sweep
 from jaxdist.tools.sweep.slurm_array import read_slurm

@@ -19,7 +19,7 @@ import jaxdist
 from jaxdist.__main__ import find_commands
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings.schema import fields_of, kinds_of, types_of
+from jaxdist.settings.schema import fields_of, kinds_of, types_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

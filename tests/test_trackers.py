@@ -7,8 +7,8 @@ import time
 import pytest
 
 import jaxdist
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring import trackers
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 
 IDENTITY = Identity(

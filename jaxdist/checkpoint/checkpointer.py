@@ -23,9 +23,9 @@ from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 
 class Checkpointer:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from jaxdist.core.settings import setting
 from jaxdist.runtime.storage import is_url
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 _SHOWN = 3  # arrays that a mismatch names
 

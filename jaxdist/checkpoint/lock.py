@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.progress import in_time
 from jaxdist.runtime.storage import Location, Locked, LockFile, locate
+from jaxdist.settings import ConfigError
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0

@@ -26,9 +26,9 @@ from typing import Any
 
 from jaxdist.checkpoint import crc32
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import REQUESTS, Location, locate
+from jaxdist.settings import ConfigError
 
 FILE_NAME = "manifest.json"
 DOCUMENT = "meta/metadata"

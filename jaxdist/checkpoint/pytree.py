@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Array
+from jaxdist.settings import ConfigError
 
 ITEMS = ("params", "ema_params", "opt_state", "rest")
 """Parts of a checkpoint that can be read one without the others."""

@@ -11,21 +11,21 @@ from typing import Any
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.config.run_config import RunConfig
-from jaxdist.core.settings import ConfigError, read_settings
-from jaxdist.core.settings.reader import GivenValues
-from jaxdist.core.settings.schema import BadValueError, read_value
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
 from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
-from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import hub
 from jaxdist.runtime.config import RuntimeConfig
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import locate, read_url
+from jaxdist.settings import ConfigError, read_settings
+from jaxdist.settings.reader import GivenValues
+from jaxdist.settings.schema import BadValueError, read_value
 
 ALIASES = {
     "mesh": "mesh.shape",
@@ -68,6 +68,7 @@ def read_run(
         settle=_with_lasting_names,
         check_rules=check_rules,
         values=values,
+        read_url=read_url,
     )
 
 
@@ -205,7 +206,11 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
     the machine that looks at the run now.
     """
     run = read_settings(
-        RunConfig, ["--config", str(path)], command=f"settings of {path}", check_rules=False
+        RunConfig,
+        ["--config", str(path)],
+        command=f"settings of {path}",
+        check_rules=False,
+        read_url=read_url,
     )
     place = locate(path)
     return (

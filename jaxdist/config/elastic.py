@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
+from jaxdist.settings import ConfigError
 
-if TYPE_CHECKING:
-    from jaxdist.config.run_config import RunConfig
+RunConfig: TypeAlias = Any
+"""`config.run_config.RunConfig`, whose module imports this one."""
 
 
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
+from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.core.axis import Workload
 from jaxdist.core.mesh import MeshSpec, in_devices
 from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
@@ -19,7 +21,6 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError, Removed, problems_of, setting
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
@@ -32,11 +33,10 @@ from jaxdist.models.huggingface.directory import folder_of, is_model, read_json,
 from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
-from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import is_url, locate, url_problem
+from jaxdist.settings import ConfigError, Removed, problems_of, setting
 
 _MOST_SIMULATED = 4096  # devices of a process: each costs a thread and memory
 _SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.settings.schema import join_choices
+from jaxdist.settings.schema import join_choices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

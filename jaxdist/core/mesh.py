@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.core.axis import Axis, divisors_of
 from jaxdist.core.parallel import axes
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -15,8 +15,8 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.settings import ConfigError
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:

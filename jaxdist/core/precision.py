@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxdist.core.settings import setting
 from jaxdist.core.types import Array
+from jaxdist.settings import setting
 
 INITIAL_LOSS_SCALE = 2.0**16
 """First loss scale of a float16 run: too large a one is halved within the first steps."""

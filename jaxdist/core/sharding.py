@@ -30,8 +30,8 @@ from jaxdist.core.axis import Axis, spec_over
 from jaxdist.core.mesh import MeshSpec, notation
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.core.types import Dims
+from jaxdist.settings import ConfigError, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import AttentionCall, Model
-from jaxdist.plan.hardware import GPUS, gpu_of
+from jaxdist.hardware import GPUS, gpu_of
+from jaxdist.settings import ConfigError
 
 if TYPE_CHECKING:
     from jaxdist.core.step.config import TrainConfig

@@ -18,9 +18,9 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.losses import Vocabulary, chunk_tokens, logits_of, scan_chunks, sum_over_tokens
-from jaxdist.core.settings.declare import ConfigError
 from jaxdist.core.softcap import slope_at
 from jaxdist.core.types import Array, TokenHead, TokenLogps
+from jaxdist.settings.declare import ConfigError
 
 _SIGN = np.uint32(1 << 31)
 

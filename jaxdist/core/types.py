@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.settings.declare import ConfigError
+from jaxdist.settings.declare import ConfigError
 
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]

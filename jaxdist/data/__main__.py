@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.data.corpus import (
     Corpus,
     is_cut_upload,
@@ -29,7 +28,8 @@ from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.tokenizer import load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
-from jaxdist.runtime.storage import Location, is_url, locate
+from jaxdist.runtime.storage import Location, is_url, locate, read_url
+from jaxdist.settings import ConfigError, read_settings, setting
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command="jaxdist.data",
         summary=SUMMARY,
         positional=("sources",),
+        read_url=read_url,
     )
     try:
         _prepare(config, locate(config.out))

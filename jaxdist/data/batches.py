@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import grain
 import jax
@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.parallel.context import device_order, num_position_shards
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Batch
 from jaxdist.data.packing import Fields, Rows, Spans, cut
+from jaxdist.settings import ConfigError
 
-if TYPE_CHECKING:
-    from jaxdist.data.dataset import Dataset
+Dataset: TypeAlias = Any
+"""`data.dataset.Dataset`, whose module imports this one."""
 
 Numbered = tuple[int, Rows]
 """First sample of a batch, and field name -> [local, local_seq, ...]."""

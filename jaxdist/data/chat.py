@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
@@ -35,6 +34,7 @@ from jaxdist.data.tokenizer import (
     token_texts,
 )
 from jaxdist.runtime.storage import Location, locate
+from jaxdist.settings import ConfigError
 
 ROLES = ("system", "user", "assistant")
 """Roles that are read. Tools and functions are refused: no format for them is common to models."""

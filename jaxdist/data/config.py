@@ -12,10 +12,10 @@ import glob
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
+from jaxdist.settings import ConfigError, setting
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""

@@ -29,7 +29,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
@@ -45,6 +44,7 @@ from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import REQUESTS, Location, locate
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.packing import Fields, Rows, Spans, cut
 from jaxdist.runtime.named_function import named_function
+from jaxdist.settings import ConfigError
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}

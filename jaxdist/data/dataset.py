@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data.chat import JinjaTemplate
 from jaxdist.data.config import DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus, cached_corpus
@@ -29,6 +28,7 @@ from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
+from jaxdist.settings import ConfigError, problems_of
 
 log = logging.getLogger("jaxdist")
 

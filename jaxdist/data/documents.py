@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.files import DataFile, kind_of, open_file, read_errors
 from jaxdist.data.parquet import read_columns
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.settings import ConfigError
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""

@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import (
     BadRecord,
     ChatTemplate,
@@ -21,6 +20,7 @@ from jaxdist.data.chat import (
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
 from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
+from jaxdist.settings import ConfigError
 
 BATCH_CHARACTERS = 4 << 20
 """Text given to the tokenizer at once, so that it can use all cores."""

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate, open_regular
+from jaxdist.settings import ConfigError
 
 _NOT_LIBRARY = {
     "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "lib2to3",

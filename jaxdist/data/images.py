@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.files import read_errors
 from jaxdist.runtime.storage import Location, is_url, locate, url_problem
+from jaxdist.settings import ConfigError
 
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.axis import axes_of
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Batch
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.ledger import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
+from jaxdist.settings import ConfigError
 
 STATE_VERSION = 2
 """Raised when the order of samples or what a state holds changes; an older one is then refused, not

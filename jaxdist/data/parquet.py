@@ -6,8 +6,8 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.files import DataFile, open_file, open_ranges, size_of
+from jaxdist.settings import ConfigError
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
 """Largest batch. Each of its rows may repeat a value that is as long as a page."""

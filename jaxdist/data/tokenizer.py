@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.files import read_errors
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.runtime.storage.panics import panics_as
+from jaxdist.settings import ConfigError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """How published tokenizers spell the end of a text, for those whose files do not say it."""

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig, ResnetConfig
 from jaxdist.runtime.named_function import named_function
+from jaxdist.settings import ConfigError
 
 GIVEN_MODEL = "python:model"
 """The factory of a run whose model a Python program gave as an object."""

@@ -19,8 +19,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from jaxdist.core.settings import setting
 from jaxdist.core.types import AttentionCall
+from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of

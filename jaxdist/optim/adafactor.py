@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Array, Params
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.matrices import Sides, sides_of
 
 DECAY_EXPONENT = 0.8
 """c of the second-moment decay 1 - step^-c (Shazeer and Stern 2018, section 7.2)."""

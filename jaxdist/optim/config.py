@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxdist.core.settings import setting
+from jaxdist.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)

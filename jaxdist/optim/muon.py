@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of
+from jaxdist.core.matrices import Sides
 from jaxdist.core.types import Array, Params
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.matrices import Sides
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz step x -> a x + b (x xᵀ) x + c (x xᵀ)² x (Jordan, 2024)."""

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import optax
 
+from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Dims, Params
 from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_leaves
-from jaxdist.optim.matrices import Sides, sides_of
 from jaxdist.optim.muon import scale_by_muon
 
 

@@ -13,7 +13,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
-from jaxdist.core.settings.schema import join_choices
+from jaxdist.hardware import Gpu
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
 from jaxdist.plan.estimate.flops import imbalance
@@ -21,7 +21,6 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.local_saves import survivable_on
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan, narrow_problems
@@ -36,6 +35,7 @@ from jaxdist.plan.scaling import (
     smaller_batch,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
+from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
 """Of a step's time, what fewer bits must leave at most to be worth another learning curve."""

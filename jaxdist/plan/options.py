@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError, Removed, problems_of, read_with_origins, setting
+from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
-from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
+from jaxdist.runtime.storage import read_url
+from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 
 COMMAND = "jaxdist.plan"
 _MOST_CELLS = 4096
@@ -137,6 +138,7 @@ def read_plan(
         aliases=ALIASES,
         check_rules=False,
         values=values,
+        read_url=read_url,
     )
     elsewhere = dataclasses.replace(
         config.run,

@@ -8,7 +8,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core import matmul
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.data import DATA
-from jaxdist.core.settings import ConfigError
+from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
@@ -25,8 +25,8 @@ from jaxdist.plan.estimate.remat import choose_remat
 from jaxdist.plan.estimate.restart import Restart, restart_of
 from jaxdist.plan.estimate.search import Choice, Found, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
-from jaxdist.plan.hardware import Cluster, Gpu
 from jaxdist.plan.options import PlanConfig
+from jaxdist.settings import ConfigError
 
 _MOST_COMPILATIONS = 3
 """How many candidates are compiled until one fits."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from jaxdist.config import RunConfig
 from jaxdist.core.types import Model
+from jaxdist.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.estimate.cost import Bill, Limits
 from jaxdist.plan.estimate.job import with_section
 from jaxdist.plan.estimate.search import Choice, search
-from jaxdist.plan.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import costs_of
 

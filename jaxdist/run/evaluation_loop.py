@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import Step
 from jaxdist.core.types import Params
 from jaxdist.data import Dataset, eval_batches
 from jaxdist.runtime.progress import Progress
+from jaxdist.settings import ConfigError
 
 
 class NoLabels(ConfigError):

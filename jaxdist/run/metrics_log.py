@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import Appender, Location, locate
+from jaxdist.settings import ConfigError
 
 logger = logging.getLogger("jaxdist")
 

@@ -11,10 +11,10 @@ from typing import Any
 from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.errors import MismatchError
 from jaxdist.config import RunConfig, parse_run
-from jaxdist.core.settings import ConfigError
-from jaxdist.core.settings.schema import flag_of
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.run.setup import Parts, assemble
+from jaxdist.settings import ConfigError
+from jaxdist.settings.schema import flag_of
 
 
 def with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import Record, current, stream_records
 from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate, remove_empty
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -27,7 +27,6 @@ from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Optimizer, Step, make_step
@@ -40,6 +39,7 @@ from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 from jaxdist.runtime import coordination
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -15,7 +15,6 @@ from jaxdist.config import RunConfig, parse_run
 from jaxdist.core import matmul
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange
 from jaxdist.core.types import Objective
@@ -33,6 +32,7 @@ from jaxdist.runtime import coordination, hub
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
@@ -67,7 +67,7 @@ def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
 
 def name_of(objective: Objective | None) -> str:
     """Return module:name of an objective, or of the class of an object; "" of None."""
-    named = objective if hasattr(objective, "__qualname__") else type(objective)
+    named: Any = objective if hasattr(objective, "__qualname__") else type(objective)
     return "" if objective is None else f"{named.__module__}:{named.__qualname__}"
 
 

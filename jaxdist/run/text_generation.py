@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Params
 from jaxdist.data import load_tokenizer
 from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
@@ -15,6 +14,7 @@ from jaxdist.data.tokenizer import Tokenizer, begin_text
 from jaxdist.run.decoding import Decoder, Sampling
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_settings import TextSettings
+from jaxdist.settings import ConfigError
 
 
 class Writer:

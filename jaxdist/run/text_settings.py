@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxdist.core.settings import setting
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

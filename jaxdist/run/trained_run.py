@@ -15,7 +15,6 @@ from jaxdist.checkpoint.manifest import named_step, steps_in
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.data.config import settings_of_tokens
@@ -28,6 +27,7 @@ from jaxdist.run.setup import (
     in_examples,
 )
 from jaxdist.runtime.storage import Location, locate
+from jaxdist.settings import ConfigError
 
 
 class LoadedWeights(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -25,8 +25,8 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.config import RuntimeConfig, is_address
+from jaxdist.settings import ConfigError
 
 DEFAULT_PORT = 29400
 """Where a coordinator listens when only its host is known; outside Linux's ephemeral range."""

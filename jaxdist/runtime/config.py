@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from jaxdist.core.settings import setting
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

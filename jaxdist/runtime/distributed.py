@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.coordination import gather
@@ -27,6 +26,7 @@ from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns, few
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
+from jaxdist.settings import ConfigError
 
 if TYPE_CHECKING:
     import jax

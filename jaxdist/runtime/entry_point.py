@@ -18,12 +18,12 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.limits import raise_limits
 from jaxdist.runtime.storage import flush_appended, is_url, locate
+from jaxdist.settings import ConfigError
 
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # anything that has no code of its own

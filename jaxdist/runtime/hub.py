@@ -13,8 +13,8 @@ import os
 import re
 from pathlib import Path
 
-from jaxdist.core.settings.declare import ConfigError
 from jaxdist.runtime.progress import waiting
+from jaxdist.settings.declare import ConfigError
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}(@[A-Za-z0-9][A-Za-z0-9._/-]{{0,200}})?")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 _RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
 _MOST_FILES = 1 << 20  # some libraries visit every possible file number

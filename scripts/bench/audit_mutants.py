@@ -33,7 +33,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, layer_scan
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.audit import audit_parts
-from jaxdist.plan.audit.deep import differences
+from jaxdist.run.audit import differences
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.runtime.formatting.numbers import percent
 

@@ -19,11 +19,11 @@ from roofline import model_times
 
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.traffic import flows_of
-from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]

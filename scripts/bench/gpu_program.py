@@ -28,9 +28,9 @@ from roofline import model_times
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.hardware import GIB, parse_gpus
 from jaxdist.models import build
 from jaxdist.plan.compiled.check import NotCompiled, compile_step
-from jaxdist.plan.hardware import GIB, parse_gpus
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "results" / "gpu_program.json"

@@ -17,9 +17,9 @@ from pathlib import Path
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.collectives import Collective
-from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -25,11 +25,11 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import Model
+from jaxdist.hardware import Cluster
 from jaxdist.models import DecoderConfig, build
 from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import percent
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -19,10 +19,10 @@ from typing import Any
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.hardware import GIB, parse_gpus
 from jaxdist.plan.compiled.check import NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
-from jaxdist.plan.hardware import GIB, parse_gpus
 from jaxdist.runtime.formatting.numbers import percent
 
 ROOT = Path(__file__).parents[2]

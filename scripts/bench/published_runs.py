@@ -7,8 +7,8 @@ from typing import Any
 
 from published_engine import PublishedEngine, published_engine
 
+from jaxdist.hardware import GPUS, Gpu
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.hardware import GPUS, Gpu
 
 
 def llama(layers: int, d: int, heads: int, kv: int, mlp: int, vocab: int) -> DecoderConfig:

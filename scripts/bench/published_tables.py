@@ -36,8 +36,8 @@ from published_runs import (
     mpt,
 )
 
+from jaxdist.hardware import GPUS
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.hardware import GPUS
 
 
 def mpts(table: str) -> Iterator[Row]:

@@ -20,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import (
     KINDS,
     SCALAR_BYTES,
@@ -29,7 +30,6 @@ from jaxdist.plan.compiled.collectives import (
 )
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, parse, shapes_of
 from jaxdist.plan.estimate.traffic import wire_bytes
-from jaxdist.plan.hardware import Cluster
 
 # Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY = 0.72, 0.55, 0.45, 0.85

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from jaxdist.config.command_line import ALIASES
 from jaxdist.config.run_config import RunConfig
-from jaxdist.core.settings.help import default_text, groups_of, kind_of_value
-from jaxdist.core.settings.schema import Field, flag_of
+from jaxdist.settings.help import default_text, groups_of, kind_of_value
+from jaxdist.settings.schema import Field, flag_of
 
 
 def reference() -> str:

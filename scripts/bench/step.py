@@ -30,8 +30,8 @@ from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.data import DataConfig
 from jaxdist.data.packing import text_fields
+from jaxdist.hardware import peak_flops
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.setup import assemble, compare_kernel
 

@@ -39,11 +39,11 @@ from jaxdist.checkpoint.local.copies import Place
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.roll_call import newest
 from jaxdist.checkpoint.local.shelf import Save, Shelf
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import own_address
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, flush_appended, locate
+from jaxdist.settings import ConfigError
 
 
 class Peer(NamedTuple):

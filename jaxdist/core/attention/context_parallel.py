@@ -36,8 +36,8 @@ from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
 from jaxdist.core.attention.ring import Ring, attend_ring
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
+from jaxdist.settings import ConfigError
 
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 

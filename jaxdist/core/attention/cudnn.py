@@ -26,8 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import collectives
 from jaxdist.core.attention.blockwise import Rule, declare_alike
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Array
+from jaxdist.settings import ConfigError
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as operations

@@ -21,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import blockwise, cudnn, tiled
 from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
+from jaxdist.settings import ConfigError
 
 Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.core.settings import setting
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

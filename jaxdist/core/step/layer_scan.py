@@ -15,6 +15,7 @@ from jaxdist.core import collectives, matmul
 from jaxdist.core.attention import keeps_attention
 from jaxdist.core.axis import spec_over
 from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
+from jaxdist.core.matrices import sides_of
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -22,7 +23,6 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Context, Model, Params, Sums
-from jaxdist.optim.matrices import sides_of
 
 
 def make_run_layers(

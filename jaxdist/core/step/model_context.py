@@ -15,12 +15,12 @@ from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.step_plan import StepPlan, exchange_of
 from jaxdist.core.types import Context, Model, Params, RunningDims
 from jaxdist.runtime.formatting.numbers import percent
+from jaxdist.settings import ConfigError
 
 _UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
 _BETTER = 0.8  # share of that which an exchange must stay below to be named
@@ -32,7 +32,8 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
-    own = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
+    own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
+    settles: dict[str, Any] = {"settle": settle} if plan.settles_gradients else {}
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
@@ -43,7 +44,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         platform=plan.platform,
         row_groups=plan.max_row_chunks,
         gather=make_gather(layout, model, plan),
-        **({"settle": settle} if plan.settles_gradients else {}),
+        **settles,
         **hooks,
     )
 

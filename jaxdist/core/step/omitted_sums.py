@@ -15,8 +15,8 @@ import jax
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
+from jaxdist.settings import ConfigError
 
 OWN = str(Path(__file__).parents[2])
 """Directory of the package."""

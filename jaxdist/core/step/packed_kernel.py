@@ -17,11 +17,11 @@ from jaxdist.core.attention import admission, choose_kernel
 from jaxdist.core.attention.admission import Admission, Shapes, Use
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step_plan import StepPlan, request_of
 from jaxdist.core.types import Model
+from jaxdist.settings import ConfigError
 
 Agree: TypeAlias = Callable[[str, str], list[str]]
 

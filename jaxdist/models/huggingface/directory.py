@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.data.tokenizer import TOKENIZER_FILES
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
@@ -17,6 +16,7 @@ from jaxdist.models.huggingface.families import read_config
 from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, locate, url_problem
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

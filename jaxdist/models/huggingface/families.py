@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
 from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
@@ -23,6 +22,7 @@ from jaxdist.models.huggingface.config_keys import (
     local_rope_of,
     rope_of,
 )
+from jaxdist.settings import ConfigError, problems_of
 
 _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",

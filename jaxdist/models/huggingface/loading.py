@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Array, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
 from jaxdist.models.huggingface.tensors import Index, Piece
 from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import Progress
+from jaxdist.settings import ConfigError
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array in host memory at a time, as it will lie on the device."""

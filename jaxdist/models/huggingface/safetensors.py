@@ -25,9 +25,9 @@ import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import BLOCK_BYTES, Location, locate
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from jaxdist.core.axis import dim_of, spec_over
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Model
-from jaxdist.data.packing import Fields
 from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
 from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of
 from jaxdist.plan.audit.source import is_own, line_of, model_line
 from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
 from jaxdist.plan.audit.transfers import Transfer, transfers_of
-
-if TYPE_CHECKING:
-    from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")
 
@@ -94,55 +88,6 @@ class Audit:
             f"mesh audit: {count} collectives over {over}, gradients of {self.num_parameters} "
             f"parameters followed, no sum missing or taken twice ({self.seconds:.1f} s)"
         )
-
-
-def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the train step of a run; traces it, compiles nothing.
-
-    Args:
-        parts: of the run.
-        fields: of the rows that it trains on; None = those of a built-in reader.
-
-    Raises:
-        ConfigError: the audit failed on the traced step.
-    """
-    reduce_dtype = parts.plan.reduce_dtype
-    # The arguments of training, so that its call finds the step traced already.
-    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
-    try:
-        return audit_program(
-            traced.jaxpr.jaxpr,
-            parts.model,
-            parts.layout,
-            sum_dtypes=(parts.plan.compute_dtype, reduce_dtype),
-            gradient_dtype=reduce_dtype,
-        )
-    except Exception as error:
-        log.debug("mesh audit", exc_info=True)
-        raise ConfigError(
-            f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
-            f"({type(error).__name__}: {error}), so missing sums would not be found. This is a "
-            "defect of the audit: please report it. --skip-audit trains without the audit."
-        ) from error
-
-
-def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit a run's step before it is compiled.
-
-    Args:
-        parts: of the run.
-        fields: as in `audit_parts`.
-
-    Raises:
-        ConfigError: every violation, or the reason why the step cannot be analyzed.
-    """
-    audit = audit_parts(parts, fields)
-    if not audit.is_clean:
-        raise ConfigError(
-            [str(violation) for violation in audit.violations]
-            + ["the mesh audit refuses this step. Mend the model, or --skip-audit to train anyway."]
-        )
-    return audit
 
 
 def audit_program(

@@ -26,10 +26,10 @@ from typing import Any, Literal
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
-from jaxdist.core.settings import write_toml
+from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import Collective
-from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.settings import write_toml
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
@@ -203,7 +203,7 @@ def compile_step(
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
     }
-    command = [sys.executable, "-m", "jaxdist.plan.compiled.compiler"]
+    command = [sys.executable, "-m", "jaxdist.tools.compiler"]
     return _interpret(*_ask(command, request, timeout_s), timeout_s)
 
 

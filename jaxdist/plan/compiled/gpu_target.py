@@ -2,7 +2,7 @@
 
 XLA:GPU compiles for a machine it does not run on when it is told what it would otherwise ask the
 driver: a `GpuTargetConfigProto`. What differs between products (multiprocessors, memory, bandwidth)
-comes from `jaxdist.plan.hardware`; what the architecture fixes is here. Clock and cache size steer
+comes from `jaxdist.hardware`; what the architecture fixes is here. Clock and cache size steer
 only the compiler's own time estimates: halving either changes no byte of memory or traffic in the
 configurations tried.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxdist.core.settings import ConfigError
-from jaxdist.plan.hardware import Gpu
+from jaxdist.hardware import Gpu
+from jaxdist.settings import ConfigError
 
 CUDNN = (9, 12, 0)
 """Version of cuDNN that programs are planned for; jax[cuda13] installs this or a later one."""

@@ -11,8 +11,8 @@ import dataclasses
 from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.hardware import Gpu
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxdist.hardware.gpu import HOST_BYTES_PER_S
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import estimate_memory
-from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 

@@ -27,11 +27,11 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
 from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
+from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.estimate.software import OURS, Software
-from jaxdist.plan.hardware import Cluster
 
 Place = Literal["param", "moment", "gradient", "whole"]
 """Which layout an array of a weight's shape has: the parameter's, its moments', its microbatch

@@ -14,15 +14,15 @@ import jax
 from jaxdist.config import RunConfig
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
+from jaxdist.hardware import GPUS, Cluster, gpu_of
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
-from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxdist.core.matrices import sides_of
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.optim import hidden_matrices, is_frozen
-from jaxdist.optim.matrices import sides_of
 from jaxdist.plan.estimate.job import WIDE, Job
 
 

@@ -20,9 +20,9 @@ import functools
 import math
 
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.hardware import Gpu
 from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.hardware import Gpu
 
 Shape = tuple[int, int, int]
 """(m, n, k): rows and columns of the result, and the inner dimension."""

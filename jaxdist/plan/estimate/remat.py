@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxdist.hardware import GIB
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.plan.hardware import GIB
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 POLICIES = (

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.hardware.gpu import HOST_BYTES_PER_S
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,15 +23,15 @@ from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
-from jaxdist.core.settings.schema import flag_of
 from jaxdist.core.types import Model
+from jaxdist.hardware import Cluster
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.time import StepTime, estimate_time
-from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes, percent, relative_speed
+from jaxdist.settings import ConfigError
+from jaxdist.settings.schema import flag_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

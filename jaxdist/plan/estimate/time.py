@@ -16,13 +16,13 @@ from collections import defaultdict
 
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.hardware.gpu import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import flops, products, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
-from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 LIKELY = (0.85, 1.15)
 """Four of five published runs took between these shares of their estimate: the rows of

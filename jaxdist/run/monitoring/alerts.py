@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import skip_reason
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.timers import (

@@ -9,16 +9,16 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdist.config.monitoring import MonitoringConfig, parse_profile_steps
 from jaxdist.data.ledger import Link
-from jaxdist.plan.hardware import peak_flops
+from jaxdist.hardware import peak_flops
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
-from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.gpu_stats import GpuStats
-from jaxdist.run.monitoring.profiler import Profiler, steps_of
+from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
@@ -96,7 +96,7 @@ class Monitor:
         )
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self.profiler = Profiler(
-            steps_of(config.profile) if config.profile and run.is_writer else None,
+            parse_profile_steps(config.profile) if config.profile and run.is_writer else None,
             run.profiles,
             process=jax.process_index(),
             asked=asked_to_trace,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +18,6 @@ from jaxdist.run.monitoring.trace_analysis import read_trace
 from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")
-
-
-def steps_of(text: str) -> tuple[int, int]:
-    """`10:13` -> (10, 13), both traced; `10` -> (10, 10).
-
-    Raises:
-        ValueError: the text is neither, or the steps are not in order from 1 on.
-    """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    first = int(found[1]) if found else 0
-    last = int(found[2]) if found and found[2] else first
-    if not 1 <= first <= last:
-        raise ValueError(text)
-    return first, last
 
 
 class Profiler:

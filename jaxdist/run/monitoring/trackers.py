@@ -24,9 +24,6 @@ from jaxdist.runtime.named_function import named_function
 
 logger = logging.getLogger("jaxdist")
 
-PACKAGES = ("wandb", "mlflow")
-"""Trackers that are packages; each is an extra of ours too."""
-
 _MOST_WAITING = 1000
 """Points that wait for a slow tracker at most; what comes then is dropped, and said once."""
 

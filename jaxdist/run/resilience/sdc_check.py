@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import runtime
 from jaxdist.checkpoint.checksum import checksum
+from jaxdist.config.resilience import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
-from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.runtime.formatting.tables import few
 
 

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxdist import runtime
+from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.run.resilience import heartbeat
-from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime.coordination.failure_broadcast import (
     ABORT_FILE,
     FOLLOWED,

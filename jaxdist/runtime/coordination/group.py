@@ -146,7 +146,7 @@ class Group:
         del self._put[:put_before]
 
     def _rebuilt(self, kind: str, text: str) -> Exception:
-        from jaxdist.core.settings import ConfigError
+        from jaxdist.settings import ConfigError
 
         if kind == "ConfigError":
             return ConfigError(text.split("\n"))

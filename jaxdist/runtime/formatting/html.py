@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --faint: #8884; --soft: #667; }

@@ -25,7 +25,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxdist.core.settings.declare import ConfigError
 from jaxdist.runtime.storage.location import (
     BLOCK_BYTES,
     Appender,
@@ -37,6 +36,7 @@ from jaxdist.runtime.storage.location import (
 )
 from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, problem_of
 from jaxdist.runtime.storage.parts import Mirror, flush_appended, mirror
+from jaxdist.settings.declare import ConfigError
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -53,6 +53,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if problem := url_problem(path):
         raise ConfigError(problem)
     return ObjectLocation(canonical(path))
+
+
+def read_url(url: str) -> bytes:
+    """Return the content of an object; raises `OSError`, or `ConfigError` for a wrong URL."""
+    return locate(url).read()
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:

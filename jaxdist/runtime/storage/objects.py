@@ -1,10 +1,10 @@
 """Files on Amazon S3, Google Cloud Storage or what speaks S3, through `obstore`.
 
-There are no directories: one is there while anything lies below it. A file that grows (`appender`)
-is a folder of objects `part-…` (`parts`), which whoever reads it gets joined.
+A directory exists while it has entries. A file that grows (`appender`) is a folder of objects
+`part-…` (`parts`), which readers receive joined.
 
-Credentials, region and endpoint come from the environment as `obstore` reads it. What a server
-answers may repeat parts of a request, so errors name its code and never its text.
+Credentials, region and endpoint come from the environment. Errors name the server's code only:
+its text may repeat parts of a request.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _RENEWED = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_BEARER_TOKEN",
 }
 _CONNECT = {"allow_http": True, "connect_timeout": "5s"}
-_SILENCE_S = 30  # without a byte from the server a request is given up, and made again
+_SILENCE_S = 30  # then a request is repeated; a large upload gets time by its size
 _SILENT_TRIES_S = 60  # until none is made again: a server that is gone keeps nobody for longer
 _BUSY_TRIES_S = 180  # the same where the server answers that it is busy (5xx): it is there
-# The server is silent while it receives, so that a large upload must be given time for that.
 _QUICK_BYTES, _SLOWEST_BYTES_PER_S = 1 << 20, 128 << 10
 _DENIED = (401, 403)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from jaxdist.core.settings.declare import ConfigError
+from jaxdist.settings.declare import ConfigError
 
 
 @contextlib.contextmanager

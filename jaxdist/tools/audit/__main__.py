@@ -24,7 +24,7 @@ from jaxdist import runtime
 
 if TYPE_CHECKING:
     from jaxdist.plan.audit import Audit
-    from jaxdist.plan.audit.deep import MeshDifference
+    from jaxdist.run.audit import MeshDifference
     from jaxdist.run.setup import Parts
     from jaxdist.tools.audit.options import AuditConfig
 
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.simulate(config.num_devices)
     import jax
 
-    from jaxdist.plan.audit import audit_parts
     from jaxdist.plan.audit.table import text_of
+    from jaxdist.run.audit import audit_parts
     from jaxdist.run.setup import assemble
 
     parts = assemble(config.run, jax.devices()[: config.num_devices])
@@ -74,7 +74,7 @@ def _looked_deep(config: AuditConfig, parts: Parts) -> list[MeshDifference]:
     """One step on the mesh against one device."""
     import jax
 
-    from jaxdist.plan.audit.deep import differences
+    from jaxdist.run.audit import differences
 
     mesh = dataclasses.replace(config.mesh, shape=str(parts.spec))
     return differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError, Removed, problems_of, read_with_origins, setting
+from jaxdist.runtime.storage import read_url
+from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 
 COMMAND = "jaxdist.audit"
 
@@ -48,7 +49,13 @@ def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
         ConfigError: every problem of the settings.
     """
     config, _ = read_with_origins(
-        AuditConfig, argv, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
+        AuditConfig,
+        argv,
+        command=COMMAND,
+        summary=summary,
+        aliases=ALIASES,
+        check_rules=False,
+        read_url=read_url,
     )
     elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", simulate=0)
     problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist import runtime
-from jaxdist.core.settings import read_settings, setting
+from jaxdist.settings import read_settings, setting
 
 if TYPE_CHECKING:
     from jaxdist.run.metrics_log import Record

@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, decode, stream_records
 from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
+from jaxdist.settings import ConfigError
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
 """Numbers of a step that must be equal to the last bit, in the order in which it computes them."""

@@ -20,8 +20,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.runtime import run_command
+from jaxdist.settings import ConfigError, read_settings
 
 VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-hf")
 

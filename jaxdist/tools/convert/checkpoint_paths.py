@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import FILE_NAME as LOCK_NAME
 from jaxdist.checkpoint.lock import DirectoryLock
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxdist.checkpoint.blocks import dtype_of
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
+from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.runtime.formatting.numbers import percent
+from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 

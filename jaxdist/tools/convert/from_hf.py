@@ -18,7 +18,6 @@ import numpy as np
 from jaxdist.checkpoint.blocks import Index, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import CheckpointWriter
 from jaxdist.config import RunConfig
-from jaxdist.core.settings import setting, write_toml
 from jaxdist.data.tokenizer import tokenizer_files
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, folder_of, open_weights, read_json
@@ -28,6 +27,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
+from jaxdist.settings import setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import making_run, new_run_directory
 
 _CHUNK_BYTES = 16 << 20

@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
+from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 _WIDEST = 60

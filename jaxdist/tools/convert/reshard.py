@@ -17,8 +17,8 @@ from jaxdist.checkpoint.blocks import dtype_of, even_chunk
 from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.settings import ConfigError, setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, new_run_directory
 
 

@@ -20,7 +20,6 @@ from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.blocks import Index, dtype_of
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
-from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
 from jaxdist.data.chat import load_template
 from jaxdist.data.custom import is_custom
@@ -31,6 +30,7 @@ from jaxdist.models.huggingface.families import decoder_of, family_of, write_con
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
+from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
 
 _SLAB_BYTES = 16 << 20

@@ -8,10 +8,10 @@ import json
 from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import Location
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from jaxdist import runtime
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import by_name
 from jaxdist.core.parallel.data import DATA
-from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import JoinedJob, coordination
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import advice_for
+from jaxdist.settings import ConfigError, problems_of
 from jaxdist.tools.doctor import (
     devices,
     directory,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.core.collectives import all_reduce
-from jaxdist.plan.hardware import gpu_of
+from jaxdist.hardware import gpu_of
 from jaxdist.runtime.formatting.numbers import in_bytes, rate
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config import ALIASES, RunConfig
-from jaxdist.core.settings import ConfigError, problems_of, read_settings, setting
 from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import ConfigError, problems_of, read_settings, setting
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
+from jaxdist.settings import ConfigError
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, choose_members
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Membership, Rendezvous, Round

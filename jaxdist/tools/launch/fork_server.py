@@ -41,7 +41,7 @@ TRAINING = (
     "jaxdist.data.batches",  # grain
     "jaxdist.data.prefetch",
     "jaxdist.models.decoder",  # flax
-    "jaxdist.plan.audit",
+    "jaxdist.run.audit",
     "jaxdist.run.monitoring.environment",
     "jaxdist.run.replay",
     "jaxdist.run.startup",

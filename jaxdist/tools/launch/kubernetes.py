@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
-from jaxdist.core.settings import read_settings
+from jaxdist.settings import read_settings
 from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text
 from jaxdist.tools.launch.legal_sizes import read_sizes
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from jaxdist import runtime
 from jaxdist.checkpoint.local.copies import VARIABLE as FAILURE_DOMAIN
-from jaxdist.core.settings import setting, split_flags, value_of
-from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
 from jaxdist.runtime.storage import is_url
+from jaxdist.settings import setting, split_flags, value_of
+from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 CONFIG_PATH = "/etc/jaxdist/run.toml"

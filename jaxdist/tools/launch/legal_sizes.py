@@ -34,7 +34,7 @@ def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
 def main() -> int:
     """Print the sizes."""
     from jaxdist.config import legal_sizes, read_run
-    from jaxdist.core.settings import ConfigError, problems_of
+    from jaxdist.settings import ConfigError, problems_of
 
     # Rules about this machine's devices are checked by the processes that have the devices.
     config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)

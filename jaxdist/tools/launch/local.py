@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.core.settings import ConfigError, read_settings, setting, value_of
-from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import ConfigError, read_settings, setting, value_of
+from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible

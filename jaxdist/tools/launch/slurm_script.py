@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
-from jaxdist.core.settings import setting, value_of
-from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import setting, value_of
+from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.membership import Range
 
 _PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")

@@ -34,8 +34,8 @@ from types import FrameType
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.local import lineage
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import Location, locate, remove_empty
+from jaxdist.settings import ConfigError
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port

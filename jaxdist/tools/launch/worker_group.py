@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import failure_broadcast
 from jaxdist.runtime.start_times import FAILED_AT
+from jaxdist.settings import ConfigError
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.fork_server import Start
 from jaxdist.tools.launch.worker import Worker, start_command

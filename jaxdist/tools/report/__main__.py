@@ -9,10 +9,10 @@ import dataclasses
 import sys
 from typing import Literal
 
-from jaxdist.core.settings import read_settings, setting
 from jaxdist.run.metrics_log import encode
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting import html
+from jaxdist.settings import read_settings, setting
 from jaxdist.tools.report.page import html_page
 from jaxdist.tools.report.runs import read_runs
 from jaxdist.tools.report.table import differences, text_table

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint import manifest
-from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, decode, device_seconds, stream_records
 from jaxdist.run.run_directory import RunDirectory, flatten, read_table
 from jaxdist.runtime.storage import Location
+from jaxdist.settings import ConfigError
 
 MAX_RECORDS = 4096
 """Twice as many train records, and as many evaluations, are kept at most; all of a shorter run."""

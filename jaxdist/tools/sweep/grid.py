@@ -10,12 +10,12 @@ import tomllib
 from collections.abc import Sequence
 
 from jaxdist.config import ALIASES, RunConfig, read_run
-from jaxdist.core.settings import ConfigError, read_settings, setting, without_flags, write_toml
-from jaxdist.core.settings.schema import BadValueError, FlagText, read_value
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import decode
 from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten, read_table
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import Location, locate, read_url
+from jaxdist.settings import ConfigError, read_settings, setting, without_flags, write_toml
+from jaxdist.settings.schema import BadValueError, FlagText, read_value
 
 COMMAND = "jaxdist.sweep"
 
@@ -95,7 +95,13 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
         ConfigError: every problem of the grid, or else of any combination.
     """
     config = read_settings(
-        SweepConfig, argv, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
+        SweepConfig,
+        argv,
+        command=COMMAND,
+        summary=summary,
+        aliases=ALIASES,
+        check_rules=False,
+        read_url=read_url,
     )
     axes, problems = _axes_of(config)
     if (count := math.prod(map(len, axes.values()))) > _MOST_TRIALS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import ConfigError, read_settings
 from jaxdist.tools.launch.slurm_script import ArrayTask, Nodes, SlurmConfig
 from jaxdist.tools.sweep.grid import COMMAND, Trial
 

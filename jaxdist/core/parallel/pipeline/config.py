@@ -10,8 +10,8 @@ from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
-from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import percent
+from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

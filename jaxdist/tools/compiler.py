@@ -1,6 +1,6 @@
 """The process that compiles: settings in on stdin, facts about the compiled step out on stdout.
 
-`python -m jaxdist.plan.compiled.compiler` is started by `check.compile_step` and by nobody else. It
+`python -m jaxdist.tools.compiler` is started by `check.compile_step` and by nobody else. It
 is a process of its own for three reasons. jax must be set up for it: no GPU is touched and no
 cached executable is read. The compiler warns on the file descriptor of stderr. A compilation that
 takes too long can only be ended from outside.
@@ -29,13 +29,13 @@ from jax.experimental import topologies
 
 from jaxdist.config import stored_run
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.settings import ConfigError
+from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, parse, shapes_of
 from jaxdist.plan.estimate.activations import cudnn_scratch
-from jaxdist.plan.hardware import Cluster, Gpu
 from jaxdist.run.setup import assemble
+from jaxdist.settings import ConfigError
 
 _NUM_BUFFERS = 12
 _SHAPES_OF_A_BUFFER = 3

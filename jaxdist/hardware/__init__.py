@@ -9,6 +9,6 @@ program reaches.
     request     `--gpus h100:8x8`
 """
 
-from jaxdist.plan.hardware.catalog import GPUS, find_gpu, gpu_of, peak_flops, read_hardware
-from jaxdist.plan.hardware.gpu import GIB, Cluster, Gpu
-from jaxdist.plan.hardware.request import parse_gpus
+from jaxdist.hardware.catalog import GPUS, find_gpu, gpu_of, peak_flops, read_hardware
+from jaxdist.hardware.gpu import GIB, Cluster, Gpu
+from jaxdist.hardware.request import parse_gpus

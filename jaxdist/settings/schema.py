@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jaxdist.core.settings.declare import Bounds
+from jaxdist.settings.declare import Bounds
 
 Path = tuple[str, ...]
 """Names from the root to a field: ("train", "steps")."""

@@ -18,16 +18,16 @@ from jaxdist import runtime
 from jaxdist.checkpoint import CheckpointError
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Objective
 from jaxdist.data.custom import GIVEN_ROWS
 from jaxdist.models import GIVEN_MODEL
+from jaxdist.results import Run, check_type
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.program import Program
-from jaxdist.run.results import Run, check_type
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.progress import has_watcher, make_bar
 from jaxdist.runtime.storage import flush_appended
+from jaxdist.settings import ConfigError
 from jaxdist.train import run as run_training
 
 Callback: TypeAlias = Callable[[Record], bool | None]

@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxdist.core.settings import ConfigError
-from jaxdist.plan.hardware.gpu import Gpu
-from jaxdist.plan.hardware.toml_files import read_tables
+from jaxdist.hardware.gpu import Gpu
+from jaxdist.hardware.toml_files import read_tables
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 _ALIASES = {
     "a100": "a100-80",
@@ -89,7 +89,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "
-            "GPU, as jaxdist/plan/hardware/known.toml has them."
+            "GPU, as jaxdist/hardware/known.toml has them."
         ) from error
     found, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:

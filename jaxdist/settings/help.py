@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from jaxdist.core.settings.declare import ConfigError
-from jaxdist.core.settings.schema import Field, fields_of, flag_of, kinds_of, types_of
+from jaxdist.settings.declare import ConfigError
+from jaxdist.settings.schema import Field, fields_of, flag_of, kinds_of, types_of
 
 WIDTH = 100
 

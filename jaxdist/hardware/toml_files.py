@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxdist.core.settings import Bounds
-from jaxdist.plan.hardware.gpu import GIB, Gpu
+from jaxdist.hardware.gpu import GIB, Gpu
+from jaxdist.settings import Bounds
 
 
 class _Key(NamedTuple):

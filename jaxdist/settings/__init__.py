@@ -10,7 +10,7 @@
 Importing this imports no jax: the launcher, which must not, reads its flags with it too.
 """
 
-from jaxdist.core.settings.declare import Bounds, ConfigError, Removed, problems_of, setting
-from jaxdist.core.settings.reader import read_settings, read_with_origins
-from jaxdist.core.settings.sources import split_flags, value_of, without_flags
-from jaxdist.core.settings.toml_writer import to_table, write_toml
+from jaxdist.settings.declare import Bounds, ConfigError, Removed, problems_of, setting
+from jaxdist.settings.reader import read_settings, read_with_origins
+from jaxdist.settings.sources import split_flags, value_of, without_flags
+from jaxdist.settings.toml_writer import to_table, write_toml

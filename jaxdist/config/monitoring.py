@@ -6,10 +6,11 @@ import dataclasses
 import importlib.util
 import re
 
-from jaxdist.core.settings import setting
-from jaxdist.run.monitoring.profiler import steps_of
-from jaxdist.run.monitoring.trackers import PACKAGES
 from jaxdist.runtime.config import is_address
+from jaxdist.settings import setting
+
+TRACKERS = ("wandb", "mlflow")
+"""Packages that receive metrics; each is an extra of this package."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -67,22 +68,36 @@ class MonitoringConfig:
                 "host:port. Use e.g. 9400 for this host alone, 0.0.0.0:9400 for all interfaces."
             )
         for name in self.tracker:
-            if name in PACKAGES and importlib.util.find_spec(name) is None:
+            if name in TRACKERS and importlib.util.find_spec(name) is None:
                 found.append(
                     f"monitoring.tracker has {name!r}, which is not installed. Leave it out, or "
                     f"run pip install -c constraints.txt -e '.[{name}]'"
                 )
-            elif name not in PACKAGES and not _FUNCTION.fullmatch(name):
+            elif name not in TRACKERS and not _FUNCTION.fullmatch(name):
                 found.append(
-                    f"monitoring.tracker has {name!r}, which is not {' or '.join(PACKAGES)}, nor "
+                    f"monitoring.tracker has {name!r}, which is not {' or '.join(TRACKERS)}, nor "
                     "module:function. Use one of these."
                 )
         if self.profile:
             try:
-                steps_of(self.profile)
+                parse_profile_steps(self.profile)
             except ValueError:
                 found.append(
                     f"monitoring.profile={self.profile!r}: first:last, counted from 1. "
                     "Set 10:13 for steps 10 to 13."
                 )
         return found
+
+
+def parse_profile_steps(text: str) -> tuple[int, int]:
+    """`10:13` -> (10, 13), both traced; `10` -> (10, 10).
+
+    Raises:
+        ValueError: the text is neither, or the steps are not in order from 1 on.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    first = int(found[1]) if found else 0
+    last = int(found[2]) if found and found[2] else first
+    if not 1 <= first <= last:
+        raise ValueError(text)
+    return first, last

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from jaxdist.core.settings.declare import ConfigError
-from jaxdist.core.settings.schema import FlagText, Path
+from jaxdist.settings.declare import ConfigError
+from jaxdist.settings.schema import FlagText, Path
 
-NAMED_FILES = FilePath(__file__).parents[2] / "config" / "named"
+NAMED_FILES = FilePath(__file__).parents[1] / "config" / "named"
 """Configs that come with the package: `--config llama3_8b` needs no path."""
 
 
@@ -177,10 +177,15 @@ def _as_toml(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
-    """A TOML file, by its path or its name in `NAMED_FILES`: (its table, problems, its text)."""
-    from jaxdist.runtime.storage import is_url, locate  # the room `runtime` imports this one
+def read_file(
+    file: str, read_url: Callable[[str], bytes] | None = None
+) -> tuple[dict[str, Any], list[str], str]:
+    """Return the table, the problems and the text of a TOML file.
 
+    Args:
+        file: its path, its name in `NAMED_FILES`, or its URL.
+        read_url: returns the content at a URL; None = URLs are rejected.
+    """
     path = FilePath(file)
     if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
         path = NAMED_FILES / f"{file}.toml"
@@ -188,15 +193,17 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
         return {}, [problem], ""
     try:
-        if is_url(file):
-            text = locate(file).read().decode()
+        if re.match("[a-z][a-z0-9+]*:/", file):
+            if read_url is None:
+                return {}, [f"--config {file} is a URL. Give the path of a TOML file."], ""
+            text = read_url(file).decode()
             return tomllib.loads(text), [], text
         if not path.exists():
             near = _files_like(path)
             return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
-        if path.stat().st_size > _FILE_BYTES or path.is_char_device():  # /dev/zero has no size
-            return {}, [f"--config {file} is no file of settings: they take some KB."], ""
-        text = locate(path).read().decode()
+        if not (path.is_file() or path.is_dir()) or path.stat().st_size > _FILE_BYTES:
+            return {}, [f"--config {file} is not a TOML file of at most 16 MB. Give its path."], ""
+        text = path.read_bytes().decode()
         return tomllib.loads(text), [], text
     except ConfigError as error:  # a URL that cannot be used
         return {}, [f"--config {problem}" for problem in error.problems], ""

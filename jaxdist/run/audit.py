@@ -1,8 +1,10 @@
-"""The deep audit: one step on a mesh against one device, loss and every gradient, and which axis.
+"""The audits of a run's step: the traced program, and a comparison with one device.
 
-It finds what the traced step alone does not show: a wrong formula behind the right collective. The
-run's model is made small; its kind, mesh, schedule and layout stay. Everything computes in float32,
-the widest that the step's own casts leave.
+`audit_parts` and `check_mesh` follow the collectives of the traced step (`jaxdist.plan.audit`).
+`check_model` and `differences`, the deep audit, run one step on the mesh and on one device, and
+compare the loss and every gradient. They find a wrong formula behind the right collective, which
+the trace does not show. The run's model is made small; its kind, mesh, schedule and layout stay.
+Everything computes in float32, the widest that the step's own casts leave.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import make_value_and_grad
 from jaxdist.core.types import Model, Objective, rows_per_example
 from jaxdist.data.packing import Fields, text_fields
+from jaxdist.plan.audit import Audit, audit_program
 from jaxdist.run.setup import Parts, assemble
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
@@ -68,6 +71,55 @@ class MeshDifference:
         return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
+def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
+    """Audit the train step of a run; traces it, compiles nothing.
+
+    Args:
+        parts: of the run.
+        fields: of the rows that it trains on; None = those of a built-in reader.
+
+    Raises:
+        ConfigError: the audit failed on the traced step.
+    """
+    reduce_dtype = parts.plan.reduce_dtype
+    # The arguments of training, so that its call finds the step traced already.
+    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
+    try:
+        return audit_program(
+            traced.jaxpr.jaxpr,
+            parts.model,
+            parts.layout,
+            sum_dtypes=(parts.plan.compute_dtype, reduce_dtype),
+            gradient_dtype=reduce_dtype,
+        )
+    except Exception as error:
+        log.debug("mesh audit", exc_info=True)
+        raise ConfigError(
+            f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
+            f"({type(error).__name__}: {error}), so missing sums would not be found. This is a "
+            "defect of the audit: please report it. --skip-audit trains without the audit."
+        ) from error
+
+
+def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
+    """Audit a run's step before it is compiled.
+
+    Args:
+        parts: of the run.
+        fields: as in `audit_parts`.
+
+    Raises:
+        ConfigError: every violation, or the reason why the step cannot be analyzed.
+    """
+    audit = audit_parts(parts, fields)
+    if not audit.is_clean:
+        raise ConfigError(
+            [str(violation) for violation in audit.violations]
+            + ["the mesh audit refuses this step. Mend the model, or --skip-audit to train anyway."]
+        )
+    return audit
+
+
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
     """Compare one step of a small copy of the run on its mesh with one device, on its devices.
 
@@ -93,8 +145,8 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
     start, found = time.perf_counter(), []
     try:
         if not obstacle:
-            kinds = None if is_text else fields
-            found = differences(config, parts.devices, make_model, kinds, objective)
+            others = None if is_text else fields
+            found = differences(config, parts.devices, make_model, others, objective)
     except Exception as error:  # the model may not accept random or short rows
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle:

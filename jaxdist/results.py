@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, get_args, overload
 
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
-from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data.chat import BadRecord, checked_messages
 from jaxdist.run.metrics_log import current, decode, read_outline, stream_records
@@ -21,6 +20,7 @@ from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, other_step, run_at
 from jaxdist.runtime.storage import Location, is_url
+from jaxdist.settings import ConfigError, read_settings
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from jaxdist.core.settings.declare import ConfigError, Removed, problems_of
-from jaxdist.core.settings.help import help_text, usage
-from jaxdist.core.settings.schema import (
+from jaxdist.settings.declare import ConfigError, Removed, problems_of
+from jaxdist.settings.help import help_text, usage
+from jaxdist.settings.schema import (
     BadValueError,
     Field,
     FlagText,
@@ -26,7 +26,7 @@ from jaxdist.core.settings.schema import (
     read_value,
     types_of,
 )
-from jaxdist.core.settings.sources import (
+from jaxdist.settings.sources import (
     Given,
     flatten,
     given_by_program,
@@ -58,6 +58,7 @@ def read_with_origins(
     settle: Callable[[T], T] = lambda config: config,
     check_rules: bool = True,
     values: Mapping[str, Any] | None = None,
+    read_url: Callable[[str], bytes] | None = None,
 ) -> tuple[T, dict[str, str]]:
     """Read the settings of a command, and where each that was given came from ("flag --steps").
 
@@ -78,6 +79,7 @@ def read_with_origins(
             refuses must be against a rule too.
         check_rules: also ask for rules and bounds, and not only whether each value has its type.
         values: what a Python program asks for, which comes last; see `given_by_program`.
+        read_url: returns the content of a `--config` that is a URL; None = URLs are rejected.
 
     Raises:
         ConfigError: every problem, below a heading.
@@ -92,7 +94,7 @@ def read_with_origins(
         except ConfigError as error:
             raise ConfigError(error.problems, asked=command) from None
         raise SystemExit(0)
-    givens, problems = _gather(arguments.files)
+    givens, problems = _gather(arguments.files, read_url)
     words, more = _positional_values(cls, arguments.positional, positional)
     after, even_more = _values_after_dashes(arguments.rest, rest)
     givens += [*words, *arguments.flags, *after, *given_by_program(values or {}, aliases)]
@@ -135,11 +137,13 @@ def _no_path(error: Exception) -> str:
     return f"a path cannot be used ({error}). Use another one."
 
 
-def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
+def _gather(
+    files: Sequence[str], read_url: Callable[[str], bytes] | None
+) -> tuple[list[Given], list[str]]:
     if len(files) > 1:
         return [], [f"--config is given {len(files)} times ({', '.join(files)}). Give one file."]
     for file in files:
-        table, problems, text = read_file(file)
+        table, problems, text = read_file(file, read_url)
         return flatten(table, file, text), problems
     return [], []
 

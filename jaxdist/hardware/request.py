@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jaxdist.core.settings import ConfigError
-from jaxdist.plan.hardware.catalog import GPUS, find_gpu
-from jaxdist.plan.hardware.gpu import Cluster, Gpu
+from jaxdist.hardware.catalog import GPUS, find_gpu
+from jaxdist.hardware.gpu import Cluster, Gpu
+from jaxdist.settings import ConfigError
 
 
 def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:

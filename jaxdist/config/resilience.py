@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.core.settings import setting
+from jaxdist.settings import setting
 
 MAX_ROLLBACKS = 5
 """Rollbacks of one start after which a run stops: another one would not help."""
