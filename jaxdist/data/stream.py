@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.data.batches import Held, StreamBatches
 from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows, vocabulary_of
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from jaxdist.settings import ConfigError
 if TYPE_CHECKING:
     import grain
 
+    from jaxdist.data.batches import Held, StreamBatches
 
 _PEEKED = 4
 """Rows read before training, to learn the fields, to tell streams apart and to try resuming."""
@@ -85,6 +85,8 @@ class StreamDataset:
         Raises:
             ConfigError: `num_workers` is not 0: workers would change the order of a stream.
         """
+        from jaxdist.data.batches import StreamBatches
+
         if num_workers:
             raise ConfigError(
                 f"data.num_workers={num_workers} with {self.name!r}, which returns an "
