@@ -76,13 +76,16 @@ def regression(*, seq_len):
         lambda rngs: nnx.Linear(3, 1, use_bias=False, kernel_init=zeros, rngs=rngs)
     )
 
-    def loss(params, _, batch, context):
-        error = bind(params)(batch["x"])[..., 0] - batch["targets"]
+    def head(params, _, batch, context):
+        return bind(params)(batch["x"])[..., 0], {}
+
+    def squares(output, batch, context):
         weights = batch["weights"]
-        return {"loss": (weights * error**2).sum(), "weight": weights.sum()}
+        return {"loss": (weights * (output - batch["targets"])**2).sum(), "weight": weights.sum()}
 
     return Model(
-        name="regression", init=init, axes=axes, rules={}, head_loss=loss, dims={}, vocab_size=9
+        name="regression", init=init, axes=axes, rules={}, head=head, objective=squares, dims={},
+        vocab_size=9,
     )
 
 def value_stream(*, seq_len, seed):
