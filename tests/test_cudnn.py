@@ -329,7 +329,7 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
     built = []
 
     def build(*arguments, **_):
-        built.append(arguments[3])
+        built.append(arguments[4])
         return SimpleNamespace()
 
     found = Admission(errors={}, obstacle="differs")
