@@ -217,7 +217,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         return f"compared: {seen[-1]}"
 
     def built(*arguments, **options):
-        policies.append(arguments[3].remat)
+        policies.append(arguments[4].remat)
         return build(*arguments, **options)
 
     monkeypatch.setattr(setup, "make_step", built)
