@@ -32,8 +32,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, layer_scan
 from jaxdist.models import DecoderConfig
-from jaxdist.plan.audit import audit_parts
-from jaxdist.run.audit import differences
+from jaxdist.run.audit import audit_parts, differences
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.runtime.formatting.numbers import percent
 

@@ -27,9 +27,10 @@ import jax
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import stored_run
 from jaxdist.core.mesh import factorisations
-from jaxdist.plan.audit import Audit, audit_parts
+from jaxdist.plan.audit import Audit
 from jaxdist.plan.audit.transfers import Transfer
 from jaxdist.plan.compiled.collectives import SCALAR_BYTES, Collective, read_collectives
+from jaxdist.run.audit import audit_parts
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
