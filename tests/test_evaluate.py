@@ -78,7 +78,7 @@ def test_the_path_of_a_checkpoint_names_its_step(tmp_path, monkeypatch):
 class Opened:
     """A run that notes what it is asked for."""
 
-    path, parts = "runs/x", SimpleNamespace(spec="dp=2")
+    path = "runs/x"
 
     def __init__(self):
         self.asked = {}
@@ -94,6 +94,10 @@ class Opened:
     def weights(self, step, kind):
         self.asked["weights"] = step, kind
         return SimpleNamespace(params="params", step=7, kind="raw")
+
+    def parts_for(self, dataset):
+        assert dataset == "rows"
+        return SimpleNamespace(spec="dp=2", plan=SimpleNamespace(digest="f00d"))
 
     def evaluate(self, params, dataset, max_batches):
         self.asked["evaluate"] = params, dataset, max_batches
@@ -125,7 +129,7 @@ def test_the_command_asks_for_what_its_flags_say(
     assert command.main(["a/run", "--json", *flags]) == 0
     evaluation = {"evaluate": ("params", "rows", batches), "weights": weights, "sources": sources}
     assert run.asked == {"run": "a/run", **opened, **evaluation}
-    facts = {"run": "runs/x", "step": 7, "weights": "raw", "mesh": "dp=2"}
+    facts = {"run": "runs/x", "step": 7, "weights": "raw", "mesh": "dp=2", "step_plan": "f00d"}
     assert json.loads(capsys.readouterr().out) == {**facts, "loss": 2.0, "tokens": 1e6}
     assert command.main(["a/run", *flags]) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())

@@ -24,11 +24,12 @@ from jaxdist.data import DataConfig
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.weights import num_params
-from jaxdist.plan.compiled import check, compiler, gpu_target
+from jaxdist.plan.compiled import check, gpu_target
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import HloInstruction
 from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.run.setup import assemble
+from jaxdist.tools import compiler
 
 MODEL = DecoderConfig(d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=256)
 TRAIN = TrainConfig(global_batch_size=16, seq_len=128, num_microbatches=4, remat="full")

@@ -87,7 +87,9 @@ def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, 
 
 def test_a_step_compiled_before_the_commit_is_not_compiled_again(tmp_path, monkeypatch):
     nothing = dict.fromkeys(("check", "line", "compare", "check_executable"), lambda *given: "")
-    monkeypatch.setattr(Budget, "of", lambda *given: SimpleNamespace(remat=None, **nothing))
+    budget = SimpleNamespace(remat=None, job=SimpleNamespace(remat="none"), **nothing)
+    budget.replanned = lambda *given: budget
+    monkeypatch.setattr(Budget, "of", lambda *given: budget)
     run = tmp_path / "run"
     flags = ("--train.steps=2", f"--run-dir={run}", "--mesh=dp=2,tp=2,cp=2")
     assert run_here("train", *tiny(*flags)) == 0
