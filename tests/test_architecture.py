@@ -295,7 +295,7 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 55_780,
+    "package lines": 55_785,
     "package code lines": 36_980,
     "test lines": 40_225,
     "two-way folder pairs": 0,

@@ -142,8 +142,6 @@ def restore_or_init(
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if not rolls_back:
-            checkpointer.start_preflight(state)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
             try:
@@ -170,7 +168,12 @@ def restore_or_init(
     guard.restore(losses)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
-    return state, step, parts.open_loader(dataset, position)
+    loader = parts.open_loader(dataset, position)
+    if chosen is None and not rolls_back:
+        # After the loader: importing grain replaces `__import__` for a moment, also for the thread
+        # that traces the preflight's programs.
+        checkpointer.start_preflight(state)
+    return state, step, loader
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
