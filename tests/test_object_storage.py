@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import object_servers
 import pytest
-from commands import ROOT, TINY, environment, run_here, tiny
+from commands import ROOT, TINY, environment, run_here
 from data_cases import cache, write_source  # noqa: F401
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
@@ -35,16 +35,10 @@ from jaxdist.data.corpus import write_corpus
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.models.huggingface.directory import is_model, open_weights
-from jaxdist.run.metrics_log import RecordWriter, read_outline, read_records
+from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.runtime import entry_point
-from jaxdist.runtime.storage import Locked, flush_appended, locate, location, objects, parts
-from jaxdist.settings import ConfigError
+from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
 from jaxdist.tools.sweep.grid import read_sweep
-
-
-def objects_of(folder) -> dict[str, tuple[int, str]]:
-    """Key -> size and ETag of each object."""
-    return {meta["path"]: (meta["size"], meta["e_tag"]) for meta in folder._below()}
 
 
 @pytest.fixture(scope="module")
@@ -262,39 +256,6 @@ def read_ranges(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("is_one_object", [True, False])
-def test_a_start_reads_the_end_of_the_records_alone(folder, monkeypatch, is_one_object):
-    monkeypatch.setattr(location, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(parts, "PART_BYTES", 4096)
-    totals = {"kind": "event", "event": "totals", "step": 5000, "last": {"kind": "train"}}
-    steps = ({"kind": "train", "step": step, "loss": 1 / step} for step in range(1, 5001))
-    lines = [json.dumps(record) + "\n" for record in (*steps, totals)]
-    if is_one_object:
-        folder.write("".join(lines))
-    else:
-        appender = folder.appender()
-        for begin in range(0, len(lines), 1000):
-            appender.append("".join(lines[begin : begin + 1000]).encode())
-            flush_appended()
-        appender.close()
-    assert b"".join(folder.stream()) == "".join(lines).encode() == folder.read()
-    sizes, get, part = [], objects.ObjectLocation._get, objects.ObjectLocation.part
-
-    def noting_get(self, key):
-        sizes.append(len((found := get(self, key))[0]))
-        return found
-
-    def noting_part(self, start, length):
-        sizes.append(length)
-        return part(self, start, length)
-
-    monkeypatch.setattr(objects.ObjectLocation, "_get", noting_get)
-    monkeypatch.setattr(objects.ObjectLocation, "part", noting_part)
-    assert read_outline(folder, 5000)[1:] == [totals]
-    assert 0 < sum(sizes) < folder.size() / 4
-    assert b"".join([*folder.blocks_backward()][::-1]) == folder.read()
-
-
 @pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
 def test_rows_of_a_token_folder_are_read_by_ranges(folder, tmp_path, read_ranges, packing):
     encoder = make_encoder(load_tokenizer("bytes"))
@@ -427,30 +388,6 @@ def test_credentials_that_expire_are_said_at_the_start_and_in_a_run(
         assert away.value.errno == errno.EACCES and SECRET not in str(away.value)
     appender.close()  # new ones have come
     assert (folder / "a.jsonl").read() == b"one\ntwo\n"
-
-
-REJECTED = [
-    "model.d_model=64",
-    "optim.optimizer=sgd",
-    "mesh=dp=3",
-    "data.sources=/no",
-    "resume=never",
-]
-
-
-def test_a_rejected_start_changes_no_object(folder):
-    flags = ["--train.steps=2", f"--run-dir={folder}"]
-    assert run_here("train", *tiny(*flags)) == 0
-    flush_appended()
-    before = objects_of(folder).items()
-    first = [f"--run-dir={folder}-new", f"--init-from={folder}", "--model.d_model=64"]
-    for rejected in (*([*flags, f"--{flag}"] for flag in REJECTED), first):
-        with pytest.raises(ConfigError):
-            run_here("train", *tiny(*rejected))
-        flush_appended()
-        after = objects_of(folder).items()
-        assert dict(after - before) == dict(before - after) == {}, rejected
-    assert objects_of(locate(f"{folder}-new")) == {}
 
 
 def test_a_sweep_finds_its_runs_and_what_is_no_run_is_refused(folder):

@@ -1,8 +1,9 @@
-"""Files on an S3 server: text that becomes tokens, and files that grow until their process ends."""
+"""Files on an S3 server: text that becomes tokens, files that grow, and what starts read."""
 
 import dataclasses
 import gzip
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import object_servers
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import TINY, environment, run_here
+from commands import TINY, environment, run_here, tiny
 from data_cases import cache  # noqa: F401
 from hf_models import CHATML, write_tokenizer
 from object_runs import upload
@@ -26,7 +27,9 @@ from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.files import find_files, source_digest
 from jaxdist.data.images import open_cifar
 from jaxdist.data.tokenizer import ByteTokenizer
-from jaxdist.runtime.storage import locate, objects
+from jaxdist.run.metrics_log import read_outline
+from jaxdist.runtime.storage import flush_appended, locate, location, objects, parts
+from jaxdist.settings import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +309,73 @@ def test_a_store_that_hangs_keeps_no_process_from_its_end(server, monkeypatch, t
     assert missing(done.stdout, "late s3://bucket/ends/a b'lost'") == []
     waits = ["giving up the lock of s3://bucket/ends", "are lost", "reader_0"]
     assert missing(done.stderr, *waits) == []
+
+
+# -- starts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(server, request):
+    return locate(f"s3://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
+
+
+@pytest.mark.parametrize("is_one_object", [True, False])
+def test_a_start_reads_the_end_of_the_records_alone(folder, monkeypatch, is_one_object):
+    monkeypatch.setattr(location, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(parts, "PART_BYTES", 4096)
+    totals = {"kind": "event", "event": "totals", "step": 5000, "last": {"kind": "train"}}
+    steps = ({"kind": "train", "step": step, "loss": 1 / step} for step in range(1, 5001))
+    lines = [json.dumps(record) + "\n" for record in (*steps, totals)]
+    if is_one_object:
+        folder.write("".join(lines))
+    else:
+        appender = folder.appender()
+        for begin in range(0, len(lines), 1000):
+            appender.append("".join(lines[begin : begin + 1000]).encode())
+            flush_appended()
+        appender.close()
+    assert b"".join(folder.stream()) == "".join(lines).encode() == folder.read()
+    sizes, get, part = [], objects.ObjectLocation._get, objects.ObjectLocation.part
+
+    def noting_get(self, key):
+        sizes.append(len((found := get(self, key))[0]))
+        return found
+
+    def noting_part(self, start, length):
+        sizes.append(length)
+        return part(self, start, length)
+
+    monkeypatch.setattr(objects.ObjectLocation, "_get", noting_get)
+    monkeypatch.setattr(objects.ObjectLocation, "part", noting_part)
+    assert read_outline(folder, 5000)[1:] == [totals]
+    assert 0 < sum(sizes) < folder.size() / 4
+    assert b"".join([*folder.blocks_backward()][::-1]) == folder.read()
+
+
+def objects_of(folder) -> dict[str, tuple[int, str]]:
+    """Key -> size and ETag of each object."""
+    return {meta["path"]: (meta["size"], meta["e_tag"]) for meta in folder._below()}
+
+
+REJECTED = [
+    "model.d_model=64",
+    "optim.optimizer=sgd",
+    "mesh=dp=3",
+    "data.sources=/no",
+    "resume=never",
+]
+
+
+def test_a_rejected_start_changes_no_object(folder):
+    flags = ["--train.steps=2", f"--run-dir={folder}"]
+    assert run_here("train", *tiny(*flags)) == 0
+    flush_appended()
+    before = objects_of(folder).items()
+    first = [f"--run-dir={folder}-new", f"--init-from={folder}", "--model.d_model=64"]
+    for rejected in (*([*flags, f"--{flag}"] for flag in REJECTED), first):
+        with pytest.raises(ConfigError):
+            run_here("train", *tiny(*rejected))
+        flush_appended()
+        after = objects_of(folder).items()
+        assert dict(after - before) == dict(before - after) == {}, rejected
+    assert objects_of(locate(f"{folder}-new")) == {}
