@@ -297,7 +297,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 55_785,
     "package code lines": 36_980,
-    "test lines": 40_240,
+    "test lines": 40_245,
     "two-way folder pairs": 0,
     "settings of a run": 133,
 }
