@@ -164,7 +164,7 @@ class Planter:
         return real(jnp.sum(gathered, 0) if gathered.ndim > x.ndim else gathered)
 
     def applies(self, site: Site, kind: str) -> bool:
-        """Whether a fault of this kind can be planted there."""
+        """Return True if a fault of this kind can be planted there."""
         _, _, axes, name = site
         if kind == "wrong axis":
             return any(axis not in axes for axis in self.axes)
@@ -173,7 +173,7 @@ class Planter:
 
 
 def _omitted(name: str, x: Any, axes: Any, args: Any, options: Any) -> Any:
-    """What the device has itself, in the shape that the collective would return."""
+    """Return the local value, in the shape that the collective would return."""
     if name == "all_to_all":
         split_dim, concat_dim = args[:2]
         size = options.get("group") or collectives.group_size(axes)
@@ -192,7 +192,7 @@ def _omitted(name: str, x: Any, axes: Any, args: Any, options: Any) -> Any:
 
 
 def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
-    """What becomes of the planted fault, and the first violation."""
+    """Return the outcome for the planted fault, and the first violation."""
     with planter.planted():
         try:
             audit = audit_parts(case.parts())

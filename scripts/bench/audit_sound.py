@@ -99,7 +99,7 @@ def traced_bytes(transfers: Iterable[Transfer], *, is_widened: bool = False) -> 
 
 
 def widens_bfloat16(collectives: Iterable[Collective], platform: str) -> bool:
-    """Whether a compiled program moves float32 where bfloat16 was asked for.
+    """Return True if a compiled program communicates float32 although bfloat16 was requested.
 
     XLA:CPU computes bfloat16 in float32 and moves float32 too; float16 it leaves as it is. In a GPU
     program float32 in place of bfloat16 is a difference.

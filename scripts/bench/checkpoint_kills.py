@@ -96,7 +96,7 @@ def saved_steps(records: Records) -> list[int]:
 
 
 def restore_seconds(records: Records) -> float:
-    """How long the last restore took that came to its end."""
+    """Return the duration of the last completed restore."""
     pairs = itertools.pairwise(r for r in records if "restoring" in r or "start" in r)
     took = [b["time"] - a["time"] for a, b in pairs if "restoring" in a and "start" in b]
     return took[-1] if took else 0.3
@@ -126,7 +126,7 @@ def kill_at_random(run: Run, chance: random.Random, **changes: Any) -> Records:
 
 
 def moment_of(records: Records) -> str:
-    """What a killed process was doing."""
+    """Return the activity of a process when it was killed."""
     if value(records, "start") is None:
         return "opening" if value(records, "restoring") is None else "restoring"
     begun = [record["saving"] for record in records if "saving" in record]

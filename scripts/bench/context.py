@@ -1,4 +1,4 @@
-"""What long rows cost: attention on one device, the step's memory, and reading a part of a row.
+"""Measure the cost of long rows: attention on one device, memory of the step, partial reads.
 
     python scripts/bench/context.py attention     # dense and block by block: time and memory
     python scripts/bench/context.py long          # the same of one head, up to 131,072 keys; 14 GiB

@@ -115,7 +115,7 @@ def cut_down(config: RunConfig, exchange: str, window: int) -> RunConfig:
 
 
 def head(step: CompiledStep) -> list[str]:
-    """What the page is and how it was made."""
+    """Return the introduction of the page and the command that made it."""
     versions = ", ".join(f"{name} {version}" for name, version in step.versions.items())
     return [
         "# Attention over shared rows as XLA:GPU compiles it",

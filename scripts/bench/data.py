@@ -1,4 +1,4 @@
-"""How fast batches come: this loader with 0, 1 and 2 workers, an earlier one, and grain row by row.
+"""Measure batches per second: this loader with 0, 1 and 2 workers, an earlier one, plain grain.
 
     python scripts/bench/data.py                       # every case, about five minutes
     python scripts/bench/data.py --case text --rounds 9 --json results.json
@@ -206,7 +206,7 @@ def open_batches(case: str, variant: str) -> Iterator[Any]:
 
 
 def conditions(old: str) -> dict[str, Any]:
-    """What a reader must know to compare these numbers with others."""
+    """Return the conditions of the measurement."""
     import grain
     import jax
 

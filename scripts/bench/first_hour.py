@@ -60,7 +60,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def environ_of(home: Path) -> dict[str, str]:
-    """What a new user's shell has: nothing of ours, and an empty home."""
+    """Return the environment of a new user: none of our variables, and an empty home."""
     ours = ("PYTHON", "JAX", "XLA", "XDG", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     home.mkdir(exist_ok=True)

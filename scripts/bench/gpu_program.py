@@ -1,4 +1,4 @@
-"""Where the time of the compiled GPU step goes, without a GPU: a roofline over its schedule.
+"""Estimate the time of the compiled GPU step without a GPU: a roofline over its schedule.
 
     python scripts/bench/gpu_program.py [--only NAME ...] [--check | --record] [--flags "--a.b c"]
 
@@ -91,7 +91,7 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[st
 
 
 def differences(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
-    """What has moved between two sets of figures of one case, each in a sentence.
+    """Return the differences between two sets of figures of one case, one sentence each.
 
     A class may move by a hundredth of the recorded step, so that a small class is not held to the
     launch of a kernel; memory by a fiftieth of itself; shares of FLOPs by a hundredth.
@@ -149,7 +149,7 @@ def _record(name: str, figures: dict[str, float], versions: dict[str, str]) -> N
 
 
 def _check(name: str, figures: dict[str, float], versions: dict[str, str]) -> bool:
-    """Whether a case's figures are those recorded; says what is not."""
+    """Return True if the figures of a case equal the recorded ones; print the differences."""
     recorded = json.loads(FIGURES.read_text()).get(name)
     if recorded is None:
         print(f"{name}: no figures are recorded")

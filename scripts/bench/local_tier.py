@@ -1,4 +1,4 @@
-"""How much slower a step is beside a local save, where the save has a core of its own.
+"""Measure how much a concurrent local save slows a step if the save has its own core.
 
     python scripts/bench/local_tier.py                  # about two minutes on two quiet cores
     python scripts/bench/local_tier.py --mb 200 --saves 20

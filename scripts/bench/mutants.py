@@ -108,7 +108,7 @@ def try_fault(fault: Fault, copies: queue.Queue[Path]) -> tuple[Fault, bool, str
 
 
 def uncommitted() -> str:
-    """What of the tree a clone would not have, as git names it; "" if nothing."""
+    """Return the uncommitted changes as git lists them; "" if there are none."""
     parts = ["jaxdist", "tests", "scripts", "configs", "pyproject.toml"]
     command = ["git", "status", "--porcelain", "--", *parts]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -116,7 +116,7 @@ def uncommitted() -> str:
 
 @contextlib.contextmanager
 def clones(count: int) -> Iterator[queue.Queue[Path]]:
-    """That many copies of the last commit, for workers to take and give back."""
+    """Create that many copies of the last commit, for workers to borrow and return."""
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()
         for number in range(count):

@@ -73,7 +73,7 @@ PROGRAMS = Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a mutant.
+    """Outcome of a mutant.
 
     Attributes:
         files: test files that were run.
@@ -148,7 +148,7 @@ def digest_of(*paths: Path) -> str:
 
 
 def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> list[Record]:
-    """What each test file runs; read from `work` where neither it nor the package has changed."""
+    """Return the lines that each test file runs; cached in `work` while nothing changes."""
     watched = sorted({str(f.relative_to(ROOT)) for room in ROOMS for f in files_of(room)})
     package = digest_of(*sorted((ROOT / "jaxdist").rglob("*.py")), *_helpers())
     folder = work / "recorded" / package
@@ -334,7 +334,7 @@ def try_mutant(
 
 
 def red_alone(killers: Iterable[str], free: queue.Queue[Workplace]) -> list[str]:
-    """Those of the tests that fail without a mutant too, run with the others of their file."""
+    """Return the tests that also fail without a mutant, run with the others of their file."""
     by_file: dict[str, list[str]] = collections.defaultdict(list)
     for test in killers:
         if "::" in test:
@@ -377,7 +377,7 @@ def table(results: list[Result]) -> str:
 
 
 def read_results(path: Path) -> dict[Mutant, Result]:
-    """What earlier runs have written; later lines win."""
+    """Return the results of earlier runs; later lines win."""
     if not path.exists():
         return {}
     found = map(json.loads, path.read_text().splitlines())

@@ -92,7 +92,7 @@ def compiled(config: RunConfig, mesh: MeshSpec, label: str) -> tuple[CompiledSte
 
 
 def head(step: CompiledStep) -> list[str]:
-    """What the page is and how it was made."""
+    """Return the introduction of the page and the command that made it."""
     versions = ", ".join(f"{name} {version}" for name, version in step.versions.items())
     return [
         "# The 64-GPU pipeline as XLA:GPU compiles it",

@@ -81,7 +81,7 @@ def built(model: DecoderConfig, seq_len: int) -> Model:
 
 
 def tokens_per_gpu(row: Row, job: Job) -> float:
-    """What was published, as tokens/s/GPU."""
+    """Return the published speed in tokens/s/GPU."""
     if row.step_s:
         return job.tokens_per_step / row.step_s / job.spec.num_devices
     if row.mfu_full:
@@ -168,7 +168,7 @@ def table() -> str:
 
 
 def _summary(sections: dict[str, list[Result]]) -> list[str]:
-    """How many rows are within 15 %, with the software's kernel named and without."""
+    """Return how many rows are within 15 %, with and without the software's kernel named."""
     lines = [
         "| rows | number | within 15 % | median of \\|error\\| | largest | kernel not named |",
         "|---|---|---|---|---|---|",

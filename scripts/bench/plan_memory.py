@@ -108,7 +108,7 @@ class Case:
 
     @functools.cached_property
     def job(self) -> Job:
-        """What is estimated."""
+        """Return the estimate."""
         cluster = parse_gpus(self.gpus)[0]
         spec = MeshSpec.parse(self.run.mesh.shape, cluster.num_gpus)
         return Job.of(self.run, spec, cluster)
@@ -124,7 +124,7 @@ def cases() -> list[Case]:
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """What the compiler says, in bytes."""
+    """Return the compiler's figure, in bytes."""
     job = case.job
     step = compile_step(job.config, job.spec, job.cluster, timeout_s=600)
     if isinstance(step, NotCompiled):

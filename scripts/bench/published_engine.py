@@ -1,4 +1,4 @@
-"""What typical published trainers reach of a GPU: the planner's constants for their rows.
+"""Constants of the planner for the efficiency of typical published trainers.
 
 What is fitted is fitted on every second row of `published_runs.py`; the other rows are the test of
 it (`results/plan_anchors.md`).

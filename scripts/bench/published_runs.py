@@ -48,14 +48,9 @@ LLAMA3_70B = llama(80, 8192, 64, 8, 28672, 128256)
 LLAMA3_405B = llama(126, 16384, 128, 8, 53248, 128256)
 ONE_7B = llama(24, 2048, 16, 8, 8192, 131072)
 
-# Grand Teton, as torchtitan's benchmarks describe it: H100 with HBM2e at 2.4 TB/s, limited to
-# 500 W.
-TETON = dataclasses.replace(
-    GPUS["h100"],
-    name="h100 500 W",
-    memory_bandwidth=2.4e12,
-    power_w=500.0,
-)
+# TETON: Grand Teton in torchtitan's benchmarks, an H100 with HBM2e at 2.4 TB/s, limited to 500 W.
+A100, H100, H200 = GPUS["a100-80"], GPUS["h100"], GPUS["h200"]
+TETON = dataclasses.replace(H100, name="h100 500 W", memory_bandwidth=2.4e12, power_w=500.0)
 SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept: up is repeated
 # save_qkv_proj, as a MaxText script for Llama2-70B on 256 H100 asks for; the sources do not say.
 MAXTEXT_70B = "names:qkv"
@@ -106,9 +101,6 @@ class Row:
     assumed: str = ""
 
 
-A100, H100, H200 = GPUS["a100-80"], GPUS["h100"], GPUS["h200"]
-
-
 _MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
@@ -129,8 +121,7 @@ def mpt(row: str) -> Row:
     Written as `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`.
     """
     size, seq, gpu, number, rows, remat, dtype, tokens = row.split()
-    layers, width, heads = _MPT[size]
-    model = gpt(layers, width, heads, 50368)
+    model = gpt(*_MPT[size], 50368)
     micro_rows, microbatches = map(int, rows.split("x"))
     return Row(
         source="llm-foundry",
@@ -150,11 +141,10 @@ def mpt(row: str) -> Row:
 
 def megatron(what: str, sizes: tuple[int, int, int], mesh: str, tflops: float, **more: Any) -> Row:
     """A row of Megatron-LM's weak scaling; TFLOP/s/GPU with all of S² counted."""
-    layers, d, heads = sizes
     return Row(
         source="Megatron-LM",
         what=f"GPT {what}, 4096",
-        model=gpt(layers, d, heads, 131072, tied=False),
+        model=gpt(*sizes, 131072, tied=False),
         gpu=H100,
         mesh=mesh,
         seq_len=4096,

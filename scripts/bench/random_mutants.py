@@ -210,12 +210,12 @@ class _Changes(ast.NodeVisitor):
 
 
 def _is_list(value: ast.expr) -> bool:
-    """Whether what is added is a list or words, which cannot be subtracted."""
+    """Return True if the operands are lists or strings, which cannot be subtracted."""
     return isinstance(value, ast.List | ast.Tuple | ast.ListComp | ast.JoinedStr)
 
 
 def _is_main(test: ast.expr) -> bool:
-    """Whether a condition asks if the module is the program: no test imports it as that."""
+    """Return True for `__name__ == "__main__"`: no test imports a module like this."""
     return isinstance(test, ast.Compare) and ast.unparse(test.left) == "__name__"
 
 

@@ -1,4 +1,4 @@
-"""How long a compiled GPU program would take, by class of work: a roofline over its schedule.
+"""Estimate the time of a compiled GPU program by class of work: a roofline over its schedule.
 
 Instructions run in scheduled order on one compute stream; collectives run on a second one, in the
 order in which they start, and what an end still waits for is exposed. A product takes the longer of
@@ -89,7 +89,7 @@ def model_times(program: str, mesh: Mapping[str, int], cluster: Cluster) -> Time
 
 @dataclasses.dataclass
 class _Total:
-    """What running a computation once takes."""
+    """Return the time of running a computation once."""
 
     clock: float = 0.0
     links_free: float = 0.0
@@ -247,7 +247,7 @@ class _Roofline:
         )
 
     def _factors(self, computation: str) -> list[Shape]:
-        """What the products of a fusion multiply, those of fusions inside it too."""
+        """Return the operands of the matmuls of a fusion, including nested fusions."""
         found: list[Shape] = []
         for instruction in self.module.computations[computation]:
             if instruction.opcode == "dot":
@@ -350,7 +350,7 @@ def _kind_of_products(inputs: list[Shape]) -> str:
 
 
 def _allocates(instruction: HloInstruction) -> bool:
-    """Whether an instruction only names memory that a loop will fill."""
+    """Return True if an instruction only allocates memory that a loop will fill."""
     return f'custom_call_target="{_ALLOCATION}"' in instruction.attributes
 
 

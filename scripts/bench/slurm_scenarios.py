@@ -1,4 +1,4 @@
-"""What a real SLURM does to a job beyond the three jobs of `tests/test_slurm_jobs.py`.
+"""Run jobs on a real SLURM in more scenarios than `tests/test_slurm_jobs.py`.
 
     python -m pytest scripts/bench/slurm_scenarios.py      # as root; about four minutes
 

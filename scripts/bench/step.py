@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def conditions() -> dict[str, str]:
-    """What a reader must know to compare these numbers with others."""
+    """Return the conditions of the measurement."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -264,7 +264,7 @@ def alternate(rivals, blocks: int, block_steps: int) -> list[list[Block]]:
 
 
 def packed_kernel(parts) -> dict[str, str]:
-    """What comparing cuDNN's kernel for packed documents found, where it was compared."""
+    """Return the result of comparing cuDNN's packed kernel, if it was compared."""
     return {"packed": parts.check.describe()} if parts.check else {}
 
 

@@ -1,4 +1,4 @@
-"""How long the processes of a run in a bucket live on after its end, when the store is gone too.
+"""Measure how long the processes of a run in a bucket survive its end if the store is gone.
 
     python scripts/bench/store_ends.py                   # 20 runs; about 20 minutes
     python scripts/bench/store_ends.py --only alone
@@ -91,7 +91,7 @@ CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What became of a run.
+    """Outcome of a run.
 
     Attributes:
         work_s: seconds from the last step to the closing block; None = it printed none.
@@ -106,7 +106,7 @@ class Ended:
 
     @property
     def is_right(self) -> bool:
-        """Whether every process ended in time, with the code that it should."""
+        """Return True if every process ended in time with the expected exit code."""
         in_time = max(self.exit_s) <= self.case.limit_s()
         return in_time and all(code in self.case.codes() for code in self.codes)
 

@@ -121,7 +121,7 @@ TRAINING = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How often is measured, and how long is waited.
+    """Number of repetitions and pauses of the measurement.
 
     Attributes:
         rounds: blocks of each contender.
@@ -220,7 +220,7 @@ def check_learning(contender: Contender) -> None:
 
 
 def make_job(shape: Shape) -> dict[str, Any]:
-    """What a contender reads. Low tokens are more frequent, so that there is something to learn."""
+    """Return the training data. Low tokens are more frequent, so that the loss can fall."""
     draw = random.Random(0).random
     row = lambda: [int(shape.vocab_size * draw() ** 3) for _ in range(shape.seq_len + 1)]
     batches = [[row() for _ in range(shape.batch_size)] for _ in range(NUM_BATCHES)]
@@ -319,7 +319,7 @@ def versions(races: dict[str, Race]) -> dict[str, str]:
 
 
 def explanation(settings: Settings) -> list[str]:
-    """What the numbers are."""
+    """Return the explanation of the numbers."""
     return [
         f"- {settings.rounds} rounds of one block of {settings.block_steps} steps each, after "
         f"{settings.warmup_steps} single steps. Ratios are medians of the ratios of the rounds.",

@@ -72,7 +72,7 @@ class Job:
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """What became of a job.
+    """Outcome of a job.
 
     Attributes:
         code: of pytest.
@@ -311,7 +311,7 @@ class Server:
         )
 
     def run(self, job: Job) -> Outcome:
-        """What became of a job.
+        """Outcome of a job.
 
         Raises:
             RuntimeError: the server has ended.
@@ -331,7 +331,7 @@ class Server:
 
 @contextlib.contextmanager
 def servers(count: int) -> Iterator[list[Server]]:
-    """That many servers."""
+    """Start that many servers."""
     started: list[Server] = []
     try:
         started += [Server() for _ in range(count)]
