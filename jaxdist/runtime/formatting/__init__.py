@@ -1,7 +1,5 @@
-"""How numbers, tables, pages and charts look, for every command: callers say only what is shown.
+"""How every command prints numbers and tables.
 
-numbers  sizes, counts, durations, money, shares and rates as people read them
+numbers  sizes, counts, durations, money, shares and rates
 tables   aligned columns, label and text, wrapped lines
-html     a page that loads nothing, with its stylesheet, and tables in it
-charts   curves, stacked bars and timelines as SVG
 """

@@ -1,8 +1,8 @@
-"""`python -m jaxdist.report RUN [RUN ...]`: what runs came to, side by side, and their curves.
+"""`python -m jaxdist.report RUN [RUN ...]`: compare outcomes and curves of runs.
 
-    runs    one run read from its directory: outcome, config, curves   (read_runs)
-    table   the comparison as text                                      (differences, text_table)
-    page    one HTML file that needs nothing else                       (html_page)
+    runs    read the outcome, settings and curves of a run from its directory
+    table   the comparison as text
+    page    the comparison and the curves as one HTML file
 
-Reads only; touches no device.
+It only reads and starts no device.
 """

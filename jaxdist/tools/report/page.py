@@ -1,73 +1,139 @@
-"""One HTML file with the tables and curves of runs; it loads nothing and runs no script."""
+"""The page of `--html`: the tables and curves of runs in one HTML file that loads nothing."""
 
 from __future__ import annotations
 
+import html
+import io
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from jaxdist.runtime.formatting import html
-from jaxdist.runtime.formatting.charts import Line, chart, colour_of
 from jaxdist.runtime.formatting.numbers import GIB
+from jaxdist.settings import ConfigError
 from jaxdist.tools.report.runs import ReportedRun
 from jaxdist.tools.report.table import difference_rows, outcome_rows
+
+_CURVES = (
+    ("training loss", "loss", 1.0),
+    ("evaluation loss", "eval", 1.0),
+    ("{unit} per second", "{unit}_per_s", 1.0),
+    ("MFU (%)", "mfu", 100.0),
+    ("gradient norm", "grad_norm", 1.0),
+    ("learning rate", "learning_rate", 1.0),
+    ("time spent waiting for data (% of the step)", "data_wait_s", 100.0),
+    ("device memory in use (GiB)", "memory_bytes", 1 / GIB),
+    ("GPU power, mean (W)", "gpu_power_w", 1.0),
+    ("GPU temperature, hottest (°C)", "gpu_temperature_c", 1.0),
+)
+"""Title, key of the records and factor of each chart; `{unit}` is "tokens" or "images"."""
 
 _LOGARITHMIC = ("loss", "eval", "grad_norm", "learning_rate")
 """Curves that `log_y` draws on a logarithmic axis; the others are shares and amounts."""
 
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2.5rem auto; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+div { overflow-x: auto; } svg { width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid #8884;
+         white-space: nowrap; }
+th:first-child { text-align: left; font-weight: normal; }
+"""
+
 
 def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = False) -> str:
-    """The page for `runs` in the order of their colours; curves run over "step" or "tokens".
+    """Return the page for `runs`, with curves over "step" or "tokens".
 
     `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
-    names = ", ".join(run.name for run in runs)
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError(
+            "--html draws curves with matplotlib, which is not installed. Run "
+            "`pip install -c constraints.txt -e '.[report]'`, or leave --html out."
+        ) from None
+    palette = mpl.colormaps["tab10" if len(runs) <= 10 else "turbo"].resampled(max(10, len(runs)))
+    colors = [mpl.colors.to_hex(palette(i)) for i in range(len(runs))]
     changed = difference_rows(runs)
-    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x, log_y)]
+    body = [_table(runs, colors, outcome_rows(runs)), "<h2>Curves</h2>"]
+    if figure := draw_curves(runs, colors, x=x, log_y=log_y):
+        note = "A red cross marks a value that is not finite; a dotted line marks a restart."
+        body += [f"<p>{note}</p>", _svg(figure)]
+    else:
+        body.append("<p>No step has been recorded yet.</p>")
     if changed:
-        body += ["<h2>What differs in the configs</h2>", _table(runs, changed)]
-    return html.page(names, body)
+        body += ["<h2>Settings that differ</h2>", _table(runs, colors, changed)]
+    title = html.escape(", ".join(run.name for run in runs))
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return "\n".join(["<!doctype html>", head, f"<h1>{title}</h1>", *body, ""])
 
 
-def _table(runs: Sequence[ReportedRun], rows: Sequence[tuple[str, list[str]]]) -> str:
-    head = ["", *(run.name for run in runs)]
-    colours = [colour_of(i) for i in range(len(runs))]
-    return html.table(head, [(label, *cells) for label, cells in rows], colours)
-
-
-def _curves(runs: Sequence[ReportedRun], x: str, log_y: bool) -> list[str]:
-    unit = runs[0].unit
-    x_label = "step" if x == "step" else unit
-    marks = [
-        (_position(run, step, x), f"{run.name}: started again after step {step}")
-        for run in runs
-        for step in run.restarts
-    ]
-    figures = []
-    for title, key, scale in (
-        ("training loss", "loss", 1.0),
-        ("evaluation loss", "eval", 1.0),
-        (f"{unit} per second", f"{unit}_per_s", 1.0),
-        ("MFU (%)", "mfu", 100.0),
-        ("gradient norm", "grad_norm", 1.0),
-        ("learning rate", "learning_rate", 1.0),
-        ("time spent waiting for data (% of the step)", "data_wait_s", 100.0),
-        ("device memory in use (GiB)", "memory_bytes", 1 / GIB),
-        ("GPU power, mean (W)", "gpu_power_w", 1.0),
-        ("GPU temperature, hottest (°C)", "gpu_temperature_c", 1.0),
-    ):
-        lines = [
-            Line(run.name, colour_of(i), _points(run, key, x, scale), dots=key == "eval")
-            for i, run in enumerate(runs)
-        ]
-        log = log_y and key in _LOGARITHMIC
-        figures.append(chart(title, lines, x_label=x_label, marks=marks, log_y=log))
-    drawn = [figure for figure in figures if figure]
-    if not drawn:
-        return ['<p class="note">No step has been recorded yet.</p>']
-    note = (
-        "Lines are medians of neighbouring steps over a band from the least to the greatest value; "
-        "a red cross marks a value that is not finite, a dashed line a restart."
+def _table(
+    runs: Sequence[ReportedRun], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]
+) -> str:
+    names = "".join(
+        f'<th><span style="color:{color}">■</span> {html.escape(run.name)}</th>'
+        for run, color in zip(runs, colors, strict=True)
     )
-    return ["<h2>Curves</h2>", f'<p class="note">{note}</p>', *drawn]
+    lines = [
+        f"<tr><th>{html.escape(label)}</th>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for label, cells in rows
+    ]
+    return "\n".join(["<div><table>", f"<tr><th></th>{names}</tr>", *lines, "</table></div>"])
+
+
+def _svg(figure: Any) -> str:
+    import matplotlib as mpl
+
+    text = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxdist"}):
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=no_metadata)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def draw_curves(
+    runs: Sequence[ReportedRun], colors: Sequence[str], *, x: str = "step", log_y: bool = False
+) -> Any:
+    """Return a matplotlib figure with one chart per quantity; None without a finite value."""
+    from matplotlib.figure import Figure
+
+    unit = runs[0].unit
+    charts = []
+    for title, key, scale in _CURVES:
+        lines = [_points(run, key.format(unit=unit), x, scale) for run in runs]
+        if any(math.isfinite(y) for line in lines for _, y in line):
+            charts.append((title.format(unit=unit), key, lines))
+    if not charts:
+        return None
+    figure = Figure(figsize=(9, 3.4 * len(charts)), layout="constrained")
+    for row, (title, key, lines) in enumerate(charts, start=1):
+        axes = figure.add_subplot(len(charts), 1, row)
+        axes.set(title=title, xlabel="step" if x == "step" else unit)
+        axes.grid(alpha=0.3)
+        if log_y and key in _LOGARITHMIC:
+            axes.set_yscale("log")
+        for run, color, line in zip(runs, colors, lines, strict=True):
+            _draw(axes, run, color, line, x, "o--" if key == "eval" else "-")
+    return figure
+
+
+def _draw(
+    axes: Any, run: ReportedRun, color: str, line: list[tuple[float, float]], x: str, style: str
+) -> None:
+    """Draw one curve; values that are not finite leave a gap."""
+    axes.plot([at for at, _ in line], [y for _, y in line], style, color=color, lw=1.2, ms=4)
+    bad = [at for at, y in line if not math.isfinite(y)]
+    axes.plot(bad, [0.95] * len(bad), "x", color="red", transform=axes.get_xaxis_transform())
+    for step in run.restarts:
+        axes.axvline(_position(run, step, x), color=color, ls=":", lw=1)
 
 
 def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[float, float]]:
@@ -86,7 +152,7 @@ def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[floa
 
 
 def _position(run: ReportedRun, step: int, x: str) -> float:
-    """Where a step lies on the axis; in tokens, where the nearest recorded step before it lies."""
+    """Return a step, or the tokens at the last recorded step that is not after it."""
     if x == "step":
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]

@@ -1,4 +1,4 @@
-"""One run as its directory tells it; a run that still goes on, or was killed, reads as well."""
+"""Read a run from its directory, also while it runs or after it was killed."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 MAX_RECORDS = 4096
-"""Twice as many train records, and as many evaluations, are kept at most; all of a shorter run."""
+"""At most twice as many train records and twice as many evaluations of a run are kept."""
 
 _EXTREMES = (
     *(("loss", 0), ("loss", 1), ("loss", -1), ("grad_norm", 1), ("grad_norm", -1)),
     *(("step_time_s", 1), ("step_time_s", -1), ("memory_peak_bytes", 1)),
-)  # 0 = not finite; both ends, so that medians stay where they are
+)  # 0 = not finite; both extremes, so that medians do not move
 
 _COUNTED = {"skipped_steps": "skipped_step", "recompilations": "recompile", "warnings": "*"}
-"""Row of the table -> event that it counts; * = all of level warning or above."""
+"""Row of the table -> event to count; * = every event of level warning or above."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportedRun:
-    """A run and its outcome; what is not known is None.
+    """A run and its outcome; unknown values are None.
 
     Attributes:
-        name: short and unique among the runs read.
-        config: dotted field -> value, as stored with the newest checkpoint or in config.toml; {}
-            without them.
-        train: train records that led to the newest state, in order of steps; `evals` likewise.
-            Of long runs a part, with the extremes: see `MAX_RECORDS`.
-        restarts: steps at which the run was started again.
-        outcome: the numbers of the table, in its order.
+        name: short name, unique among the runs read.
+        config: dotted setting -> value, from the newest checkpoint or config.toml.
+        train: train records of the steps that led to the newest state; `evals` likewise.
+            Long runs are thinned, see `MAX_RECORDS`; extremes are kept.
+        restarts: steps at which the run was restarted.
+        outcome: row of the table -> value.
     """
 
     name: str
@@ -53,7 +52,7 @@ class ReportedRun:
     outcome: dict[str, Any]
 
     def record(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields that `--json` prints."""
         return {"name": self.name, "path": self.path, "unit": self.unit, **self.outcome}
 
 
@@ -61,10 +60,10 @@ def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
     """Read each run.
 
     Raises:
-        ConfigError: with the problems of all paths, not only of the first.
+        ConfigError: lists the problems of all paths.
     """
     problems = [
-        f"run {path} is named twice. Name each run once."
+        f"run {path} is listed twice. List each run once."
         for i, path in enumerate(paths)
         if Path(path).resolve() in {Path(other).resolve() for other in paths[:i]}
     ]
@@ -83,7 +82,7 @@ def read_run(path: str, name: str) -> ReportedRun:
     """Read one run directory.
 
     Raises:
-        ConfigError: there is no run there, or one of its files is damaged.
+        ConfigError: the directory holds no run, or a file is damaged.
     """
     directory = RunDirectory.existing(path)
     train: list[Record] = []
@@ -116,7 +115,7 @@ def _sorted(
     events: list[Record],
     counts: collections.Counter[str],
 ) -> Iterator[Record]:
-    """Yield all records, and add those of the history that the report shows to the lists."""
+    """Yield all records; add those that the report needs to the lists."""
     for record, is_current in stream_records(metrics, max_train=2 * MAX_RECORDS):
         if record["kind"] != "event":
             kept = train if record["kind"] == "train" else evals
@@ -131,7 +130,7 @@ def _sorted(
 
 
 def _thinned(records: list[Record]) -> list[Record]:
-    """Keep at most half: of 18 neighbors the first one and the extremes of a few numbers."""
+    """Keep of every 18 records the first and the extremes of a few numbers: at most half."""
     kept = []
     for start in range(0, len(records), 18):
         group = records[start : start + 18]
@@ -190,7 +189,7 @@ def _outcome(
 
 
 def _exit_reason(events: list[Record]) -> str:
-    """How the newest start ended; a start without an `end` event still goes on or was killed."""
+    """Return how the newest start ended; without an `end` event it still runs or was killed."""
     for record in reversed(events):
         if record.get("event") == "end":
             return str(record.get("exit_reason", "ended"))
@@ -200,7 +199,7 @@ def _exit_reason(events: list[Record]) -> str:
 
 
 def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:
-    """The first step of each start holds its compilation, so its times are no rate."""
+    """Leave out the first step of each start, which includes the compilation."""
     first = {start.get("step", 0) + 1 for start in starts}
     return [record for record in train if record["step"] not in first]
 
@@ -211,20 +210,19 @@ def _median(records: list[Record], key: str) -> float | None:
 
 
 def _environment(record: dict[str, Any]) -> dict[str, Any]:
-    """Hardware and code of the newest start."""
-    found = {"device_kind": record.get("devices", {}).get("kind")}
+    """Return device kind and commit of the newest start."""
+    facts = {"device_kind": record.get("devices", {}).get("kind")}
     git = (record.get("git") or [{}])[0]
     if git.get("commit"):
-        found["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
-    return found
+        facts["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
+    return facts
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, or as many parts as tell the paths apart."""
-    whole = [Path(path).resolve() for path in paths]
-    deepest = max(len(path.parts) for path in whole)
-    for depth in range(1, deepest + 1):
-        names = ["/".join(path.parts[-depth:]) for path in whole]
+    """Return the last part of each path, or as many parts as make the names unique."""
+    resolved = [Path(path).resolve() for path in paths]
+    for depth in range(1, max(len(path.parts) for path in resolved)):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
         if len(set(names)) == len(names):
             return names
-    return [str(path) for path in whole]
+    return [str(path) for path in resolved]

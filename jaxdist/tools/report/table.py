@@ -1,4 +1,4 @@
-"""The comparison as text: outcomes as rows, runs as columns, then what differs in the configs."""
+"""Format the comparison as text: a column per run, a row per outcome or differing setting."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from jaxdist.tools.report.runs import ReportedRun
 NOTHING = "-"
 
 _IGNORED = ("name", "run_dir")
-"""Config fields that always differ and say nothing about why results do."""
+"""Settings that always differ and do not explain different results."""
 
 
 def differences(runs: Sequence[ReportedRun]) -> dict[str, dict[str, Any]]:
-    """Config fields whose values are not the same in all runs: field -> run -> value or None."""
+    """Return setting -> run -> value (None if not set) for each setting that differs."""
     configured = [run for run in runs if run.config]
     keys = sorted({key for run in configured for key in run.config})
-    found = {}
+    differing = {}
     for key in keys:
         if key.rpartition(".")[2] in _IGNORED:
             continue
         values = [run.config.get(key) for run in configured]
         if any(value != values[0] for value in values):
-            found[key] = {run.name: run.config.get(key) for run in configured}
-    return found
+            differing[key] = {run.name: run.config.get(key) for run in configured}
+    return differing
 
 
 def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
-    """Label and one cell per run; the best of several runs has a star. Rows without values go."""
+    """Return (label, one cell per run) for each outcome; a star marks the best of several runs."""
     rows: list[tuple[str, list[str]]] = []
 
     def add(label: str, show: Callable[[ReportedRun], str], best: str = "", key: str = "") -> None:
@@ -59,10 +59,10 @@ def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     add("per device", lambda run: _units(run, "units_per_s_per_device", "/s"))
     add("step time", _number("step_time_s", "{:.1f} ms", 1000))
     add("MFU", _mfu, "max", "mfu")
-    add("peak memory", lambda run: _shown(run.outcome["memory_peak_bytes"], in_bytes))
+    add("peak memory", lambda run: _cell(run.outcome["memory_peak_bytes"], in_bytes))
     add("devices", _devices)
     add("device-hours", _number("device_hours", "{:.3g}"))
-    add("cost", lambda run: _shown(run.outcome["cost"], money))
+    add("cost", lambda run: _cell(run.outcome["cost"], money))
     for key in ("starts", "skipped_steps", "recompilations", "warnings"):
         add(key.replace("_", " "), _number(key, "{}", 1))
     add("commit", lambda run: run.outcome.get("commit") or NOTHING)
@@ -70,7 +70,7 @@ def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
 
 
 def difference_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
-    """Label and one cell per run for each config field that differs."""
+    """Return (label, one cell per run) for each setting that differs."""
     return [
         (key, [_value(values.get(run.name)) for run in runs])
         for key, values in differences(runs).items()
@@ -78,10 +78,10 @@ def difference_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
 
 
 def text_table(runs: Sequence[ReportedRun]) -> str:
-    """Both tables, aligned, one under the other."""
+    """Return both tables as aligned text."""
     head = ("", [run.name for run in runs])
     outcome, changed = outcome_rows(runs), difference_rows(runs)
-    if len(runs) > 1:  # room for the star in every cell, so that numbers stay under numbers
+    if len(runs) > 1:  # pad every cell for the star, so that numbers stay aligned
         (head,), outcome, changed = _padded([head]), _padded(outcome), _padded(changed)
     rows = columns([(label, *cells) for label, cells in [head, *outcome, *changed]])
     lines, below = rows[: 1 + len(outcome)], rows[1 + len(outcome) :]
@@ -99,7 +99,7 @@ def _padded(rows: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]
 
 
 def _starred(cells: list[str], values: list[Any], best: str) -> list[str]:
-    """Mark the best, where it is one and there is something to compare it with."""
+    """Mark the best cell if at least two values are finite and they differ."""
     finite = [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
     if len(finite) < 2 or min(finite) == max(finite):
         return cells
@@ -110,12 +110,12 @@ def _starred(cells: list[str], values: list[Any], best: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _shown(value: Any, show: Callable[[Any], str]) -> str:
+def _cell(value: Any, show: Callable[[Any], str]) -> str:
     return NOTHING if value is None else show(value)
 
 
 def _number(key: str, pattern: str, scale: float = 1.0) -> Callable[[ReportedRun], str]:
-    return lambda run: _shown(run.outcome[key], lambda value: pattern.format(scale * value))
+    return lambda run: _cell(run.outcome[key], lambda value: pattern.format(scale * value))
 
 
 def _steps(run: ReportedRun) -> str:
@@ -131,12 +131,12 @@ def _best_eval(run: ReportedRun) -> str:
 def _units(run: ReportedRun, key: str, per: str) -> str:
     short = UNITS.get(run.unit, run.unit)
     show = count if per else in_si
-    return _shown(run.outcome[key], lambda value: f"{show(value)} {short}{per}")
+    return _cell(run.outcome[key], lambda value: f"{show(value)} {short}{per}")
 
 
 def _mfu(run: ReportedRun) -> str:
     convention = run.outcome["mfu_convention"] or ""
-    return _shown(run.outcome["mfu"], lambda mfu: f"{percent(mfu)} {convention}".rstrip())
+    return _cell(run.outcome["mfu"], lambda mfu: f"{percent(mfu)} {convention}".rstrip())
 
 
 def _devices(run: ReportedRun) -> str:
