@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text
+from jaxdist.tools.launch.kubernetes import KubernetesConfig, manifest_text
 
 
 def config(**fields) -> KubernetesConfig:

@@ -30,9 +30,8 @@ from jaxdist.checkpoint.local.copies import Place, place_of
 from jaxdist.settings import problems_of
 from jaxdist.tools.launch import kubernetes
 from jaxdist.tools.launch.__main__ import main as launch
-from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text
+from jaxdist.tools.launch.kubernetes import KubernetesConfig, manifest_text
 from jaxdist.tools.launch.membership import LegalSizes
-from jaxdist.tools.launch.yaml_writer import write_yaml
 
 # --- what Kubernetes makes of it ------------------------------------------------------------------
 
@@ -152,14 +151,6 @@ def test_kubernetes_replaces_nothing_in_arguments_and_variables():
     assert {"name": "A", "value": "$$(B)"} in container(found)["env"]
 
 
-def test_comments_stand_above_their_keys():
-    text = write_yaml({"top": {"one": 1, "list": [{"one": 2}]}}, {"one": "why\nand how"})
-    assert text == "top:\n  # why\n  # and how\n  one: 1\n  list:\n  - one: 2\n"
-    lines = manifest_text(config()).splitlines()
-    at = next(i for i, line in enumerate(lines) if line.strip() == "podFailurePolicy:")
-    assert "75" in lines[at - 1] and lines[at - 1].strip().startswith("#")
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -170,19 +161,19 @@ def test_comments_stand_above_their_keys():
         ({"volume": ()}, ["--volume is missing", "ReadWriteMany"]),
         ({"volume": ("runs",)}, ["--volume 'runs'", "CLAIM:/PATH"]),
         ({"volume": ("runs:runs",)}, ["--volume 'runs:runs'"]),
-        ({"volume": ("a:/x", "b:/x/")}, ["/x is given twice"]),
-        ({"volume": ("a:/dev/shm",)}, ["/dev/shm belongs to the pod"]),
+        ({"volume": ("a:/x", "b:/x/")}, ["/x is used twice"]),
+        ({"volume": ("a:/dev/shm",)}, ["/dev/shm is reserved in the pod"]),
         ({"run_dir": "/tmp/x"}, ["--run-dir /tmp/x", "/runs"]),
         ({"run_dir": "/runs/../x"}, ["--run-dir /runs/../x"]),
         ({"run_dir": "runs/x"}, ["--run-dir runs/x"]),
         ({"run_dir": "az://bucket/x"}, ["--run-dir az://bucket/x", "s3://BUCKET/PATH"]),
         ({"run_dir": "s3://bucket", "volume": ()}, ["--run-dir s3://bucket"]),
-        ({"arguments": ["--run_dir", "x"]}, ["--run-dir stands after --"]),
+        ({"arguments": ["--run_dir", "x"]}, ["--run-dir is set after --"]),
         ({"node_selector": ("a",)}, ["--node-selector 'a'"]),
         ({"toleration": (":NoSchedule",)}, ["--toleration ':NoSchedule'", "KEY=VALUE"]),
         ({"env": ("A",)}, ["--env 'A'", "NAME=VALUE"]),
         ({"env": ("JAX_NUM_PROCESSES=3",)}, ["JAX_NUM_PROCESSES", "Leave it out"]),
-        ({"env": ("A=1",), "secret_env": ("A=b:c",)}, ["A is given twice"]),
+        ({"env": ("A=1",), "secret_env": ("A=b:c",)}, ["A is set twice"]),
         ({"secret_env": ("A=b",)}, ["--secret-env 'A=b'", "SECRET:KEY"]),
         ({"user_id": 0}, ["user_id=0", "1 or more"]),
         ({"stop_timeout_s": 5}, ["stop_timeout_s=5", "30 or more"]),

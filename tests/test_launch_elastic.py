@@ -12,7 +12,6 @@ from launched import Launched
 from refusals import missing
 
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.local import make_launch_plan, read_config
 from jaxdist.tools.launch.membership import (
     ElasticConfig,
@@ -20,6 +19,7 @@ from jaxdist.tools.launch.membership import (
     Range,
     choose_members,
     impossible,
+    read_sizes,
 )
 from jaxdist.tools.launch.rendezvous import Host
 

@@ -212,7 +212,7 @@ OTHER_FILES = {
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
     "tools/launch/worker.py": "logs of workers, which the launcher opens on the local disk",
     "tools/launch/fork_server.py": "/dev/null, which workers read as their input",
-    "tools/launch/kubernetes_manifest.py": "the config file that goes along with the job",
+    "tools/launch/kubernetes.py": "the config file that goes along with the job",
     "tools/launch/slurm.py": "the batch script that the user asked for",
 }
 METHODS = {"read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "iterdir", "glob"}

@@ -9,13 +9,10 @@
     rendezvous     small files in the run directory by which launchers see each other
     console        lines for the person who watches
     resources      GPUs and ports of this host
-    legal_sizes    device counts with which training is legal
     slurm          flags to a batch script, and sbatch
     slurm_script   the batch script: its rules and its text
     kubernetes     flags to a manifest, and kubectl
-    kubernetes_manifest  the manifest: its rules and its text
-    yaml_writer    the manifest as YAML, with comments
 
-No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` and
+No jax is imported: a launcher holds no device and starts in milliseconds. `membership` and
 `fork_server` have processes of their own for that.
 """

@@ -16,8 +16,7 @@ from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
-from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
+from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible, read_sizes
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Rendezvous
 from jaxdist.tools.launch.supervisor import Agent, FixedAgent, RestartPolicy, Supervisor
 

@@ -6,9 +6,13 @@ Pure functions of what the hosts report; `elastic_agent` acts on the answer.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 
+from jaxdist import runtime
 from jaxdist.tools.launch.rendezvous import Host, Membership
 
 
@@ -157,3 +161,44 @@ def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
 
 
 _MANY_GPUS = 16  # of one process; more than hosts have
+
+
+def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
+    """Return the sizes at which `jaxdist.train` with these arguments can run.
+
+    A child process computes them: reading the settings imports jax, and a process that has
+    imported jax should not fork.
+
+    Returns:
+        The exit code instead if the arguments are rejected; the child prints the problems.
+    """
+    command = [sys.executable, "-m", __name__, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    try:
+        return done.returncode or LegalSizes(**json.loads(done.stdout))
+    except (ValueError, TypeError):
+        print(done.stdout, end="")
+        return runtime.EXIT_OK if {"-h", "--help"} & set(arguments) else runtime.EXIT_FAILURE
+
+
+def main() -> int:
+    """Print the fields of `LegalSizes` as JSON; `read_sizes` starts this process."""
+    from jaxdist.config import legal_sizes, read_run
+    from jaxdist.settings import ConfigError, problems_of
+
+    # Rules about this machine's devices are checked by the processes that have the devices.
+    config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)
+    sections = {"mesh": config.mesh, "train": config.train, "pipeline": config.pipeline}
+    problems = [p for name, section in sections.items() for p in problems_of(section, name)]
+    if problems:
+        raise ConfigError(problems, asked="jaxdist.train")
+    legal = None
+    if config.mesh.elastic and config.mesh.spec is not None:
+        config.check_mesh(config.mesh.spec)
+        legal = legal_sizes(config)
+    print(json.dumps({"legal": legal, "simulate": config.simulate}))
+    return runtime.EXIT_OK
+
+
+if __name__ == "__main__":
+    runtime.run_command(main)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from jaxdist import runtime
 from jaxdist.settings import ConfigError, problems_of, read_settings, value_of
-from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes
+from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes, read_sizes
 from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script
 
 COMMAND = "jaxdist.launch slurm"
