@@ -47,7 +47,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: the launcher reads manifests without JAX."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -23,7 +23,7 @@ def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[
 
 
 def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """A chunk that divides `shape` evenly and is no larger than `max_bytes`.
+    """Return a chunk that divides `shape` evenly and is no larger than `max_bytes`.
 
     It is cut along the dim with the smallest factor, so that a prime number of rows does not become
     as many chunks; of equal ones along the leading dim.
@@ -36,12 +36,11 @@ def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[i
 
 
 def _smallest_factor(number: int) -> int:
-    """Of a number above 1."""
     return next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
 
 
 def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """The index of every block of an array, in row-major order."""
+    """Return the index of every block of an array, in row-major order."""
     return blocks_in([slice(0, size) for size in shape], block)
 
 

@@ -180,7 +180,7 @@ class Checkpointer:
         return self._reader.steps()
 
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
-        """The newest step that can be trusted; None when the directory holds no checkpoint.
+        """Return the newest step that can be trusted; None when the directory holds no checkpoint.
 
         Each one passed over is marked (`<step>/CORRUPT`) with a one-line reason. Local saves count
         where `target` gives what they would be restored onto, as for `restore`.
@@ -348,7 +348,6 @@ class Checkpointer:
             raise
 
     def _choose_locally(self, target: Any, at_least: int) -> int | None:
-        """The newest local save of that step or later, now on every process's own disk."""
         step = None
         if self._local is not None and target is not None:
             step = self._local.choose(target, at_least)

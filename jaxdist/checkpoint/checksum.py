@@ -62,7 +62,7 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
 def _program_of(
     mesh: Mesh | AbstractMesh, specs: tuple[PartitionSpec, ...]
 ) -> Callable[[list[Array]], Array]:
-    """The program for the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
+    """Return the program for the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
 
     One program with one collective, whatever the number of arrays: XLA:CPU takes 32 programs for a
     device, and may run the collectives of one program in another order on each device.
@@ -92,7 +92,7 @@ def _program_of(
 
 
 def _shortest(spec: PartitionSpec) -> PartitionSpec:
-    """The same spec without what it says of trailing dims that are whole.
+    """Return the same spec without what it says of trailing dims that are whole.
 
     `P(None)` and `P()` are one sharding, and a train step may turn one into the other: the first
     save would compile its program again while training waits.
@@ -104,12 +104,11 @@ def _shortest(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a spec names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _waited_for(arrays: Sequence[Array]) -> list[int]:
-    """The checksum of each array [...], a program each."""
+    """Return the checksum of each array [...], a program each."""
     found: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
         some = [checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
@@ -171,7 +170,7 @@ def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np
 
 
 def _on_device(x: Array) -> Array:
-    """An array [...] of any dtype, moved to device memory where it lies in the host's."""
+    """Return an array [...] of any dtype, moved to device memory where it lies in the host's."""
     if x.sharding.memory_kind == "pinned_host":  # offloaded optimizer state, one leaf at a time
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
     return x
@@ -179,7 +178,7 @@ def _on_device(x: Array) -> Array:
 
 @jax.jit
 def checksum(x: Array) -> Array:
-    """The checksum, uint32 [], of one array [...] of any dtype."""
+    """Return the checksum, uint32 [], of one array [...] of any dtype."""
     return _sum_of(x, [0] * x.ndim, x.shape)
 
 
@@ -225,7 +224,7 @@ def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int
 def _merged(
     part: Array, start: Sequence[Array | int], shape: Sequence[int]
 ) -> tuple[Array, list[Array | int], list[int]]:
-    """The same elements [...] at the same positions; a dim that is whole joins the one before."""
+    """Return the same elements [...] at the same positions; a dim that is whole joins the one before."""
     lengths, begins, sizes = [part.shape[0]], [start[0]], [shape[0]]
     for length, begin, size in zip(part.shape[1:], start[1:], shape[1:], strict=True):
         if length == size:
@@ -237,7 +236,7 @@ def _merged(
 
 
 def _words(x: Array) -> Array:
-    """The bits of x [...] as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    """Return the bits of x [...] as uint32, with a trailing dim of 2 where an element has 64 of them."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:

@@ -58,7 +58,7 @@ class CheckpointConfig:
 
     @property
     def in_background(self) -> bool:
-        """Whether training goes on during a write; an interval of one step cannot be halved."""
+        """Return whether training goes on during a write; an interval of one step cannot be halved."""
         return self.async_save and self.save_interval_steps != 1
 
     @property

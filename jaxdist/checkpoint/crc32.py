@@ -46,7 +46,6 @@ def combine(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _power_of_x(exponent: int) -> int:
-    """The power of x, modulo the polynomial."""
     power, square = 1 << 31, 1 << 30
     while exponent:
         if exponent & 1:
@@ -57,7 +56,6 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """a·b modulo the polynomial, over the field of two elements."""
     found = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:

@@ -52,7 +52,7 @@ class EventLog:
         self._events.append({"event": kind, **values})
 
     def pop(self) -> list[Event]:
-        """The events since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def saved(self, outcome: Outcome) -> None:
@@ -107,7 +107,7 @@ class EventLog:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line: ours are written to be one, Orbax's run to hundreds."""
+    """Return an error as one line: ours are written to be one, Orbax's run to hundreds."""
     if isinstance(error, CheckpointError):
         return str(error)
     lines = str(error).strip().splitlines()

@@ -7,6 +7,6 @@ from jaxdist.runtime.coordination import Group
 
 
 def make_group() -> Group:
-    """A group for one thread's exchanges; failures of a checkpoint reach all processes alike."""
+    """Return a group for one thread's exchanges; failures of a checkpoint reach all processes alike."""
     errors = (CorruptCheckpoint, CheckpointError)
     return Group("checkpoint", errors=errors, otherwise=CheckpointError)

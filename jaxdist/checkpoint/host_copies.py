@@ -19,7 +19,7 @@ class HostCopies:
         self._buffers: dict[Hashable, np.ndarray] = {}
 
     def take(self, key: Hashable, data: Any) -> np.ndarray:
-        """A copy [...] of what one device holds, of any dtype, in row-major order."""
+        """Return a copy [...] of what one device holds, of any dtype, in row-major order."""
         values = np.asarray(data)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:

@@ -95,7 +95,7 @@ class DirectoryLock:
         self._beating.start()
 
     def lost(self) -> str:
-        """Why this process may not write any more; "" while it holds the lock.
+        """Return why this process may not write any more; "" while it holds the lock.
 
         Where the storage has no locks of its own, another run takes over from one that was stopped
         for longer than three heartbeats and may go on later.
@@ -192,7 +192,6 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _beats(file: LockFile, before: dict[str, Any]) -> bool:
-    """Whether the record changes within three heartbeats."""
     deadline = time.monotonic() + 3 * HEARTBEAT_S
     while time.monotonic() < deadline:
         time.sleep(HEARTBEAT_S / 10)
@@ -210,7 +209,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def _boot_id() -> str:
-    """What tells this boot of this machine from every other; host names may repeat."""
     try:
         return locate("/proc/sys/kernel/random/boot_id").text().strip()
     except OSError:

@@ -63,7 +63,7 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """The directory of a run's checkpoints, for any path inside or above it, and the step named.
+    """Return the directory of a run's checkpoints, for any path inside or above it, and the step named.
 
     The step is None unless the path is one of a checkpoint in that directory: a run may have a
     number for its name too.
@@ -101,7 +101,7 @@ def stored_config(directory: Location, step: int | None = None) -> str:
 
 
 def files_of(checkpoint: Location) -> list[str]:
-    """Every file that a manifest covers, by path inside the checkpoint, sorted."""
+    """Return every file that a manifest covers, by path inside the checkpoint, sorted."""
     return [name for name in checkpoint.files() if name not in (FILE_NAME, CORRUPT, SUPERSEDED)]
 
 
@@ -123,7 +123,7 @@ def write(
 
 
 def read(checkpoint: Location) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
         ValueError: with the one-line reason why the checkpoint must not be loaded.
@@ -196,7 +196,7 @@ def content_problems(
 
 
 def damage(checkpoint: Location) -> str:
-    """Why a checkpoint must not be loaded, or "": every file against the manifest.
+    """Return why a checkpoint must not be loaded, or "": every file against the manifest.
 
     Raises:
         OSError: nothing is known, because the storage cannot be reached just now.
@@ -230,7 +230,6 @@ def delete_partial(directory: Location) -> list[int]:
 
 
 def _directories(directory: Location) -> list[int]:
-    """Steps that a directory is named after, in increasing order."""
     steps = sorted(int(name) for name in directory.entries() if name.isdecimal())
     return [step for step in steps if (directory / step).is_directory()]
 

@@ -145,11 +145,11 @@ class ObjectArray:
 
     @classmethod
     def open(cls, location: Location) -> ObjectArray:
-        """The array at a location; raises `OSError` or `ValueError` where there is none."""
+        """Return the array at a location; raises `OSError` or `ValueError` where there is none."""
         return cls(location, (location / _ZARRAY).json())
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """A part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
+        """Return a part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
         index = _bounds(index, self.shape)
         out = np.empty([s.stop - s.start for s in index], self.dtype)
         for part in self.parts(index):
@@ -199,7 +199,7 @@ class ObjectArray:
 
 
 def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor) -> Any:
-    """A global array of the shape, dtype and sharding of `target`."""
+    """Return a global array of the shape, dtype and sharding of `target`."""
     places = target.sharding.addressable_devices_indices_map(target.shape).values()
     held: dict[Any, np.ndarray] = {}
     reads: list[Future[None]] = []
@@ -231,7 +231,7 @@ def _chunks_of(
 
 
 def _bytes_of(part: np.ndarray) -> memoryview:
-    """The bytes of an array [...] of any dtype in row-major order, where they lie if they can."""
+    """Return the bytes of an array [...] of any dtype in row-major order, where they lie if they can."""
     flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return flat.data
 
@@ -241,14 +241,12 @@ def _key(bounds: Index) -> tuple[tuple[int, int], ...]:
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> Index:
-    """An index with start and stop of each dim; leading slices may be left open or left out."""
     whole = [slice(0, size) for size in shape]
     given = [slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False)]
     return tuple([*given, *whole[len(given) :]])
 
 
 def _own_shards(array: Any) -> list[Any]:
-    """The shards that this process writes: of equal ones in several places one counts."""
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
@@ -278,7 +276,6 @@ def _leaves(items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _filled(
     tree: Mapping[str, Any], item: str, keys: tuple[str, ...], found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The dicts of `tree` with what was found for its leaves."""
     return {
         key: _filled(value, item, (*keys, key), found)
         if isinstance(value, Mapping)

@@ -144,14 +144,14 @@ def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
-    """The JSON that was written next to the arrays."""
+    """Return the JSON that was written next to the arrays."""
     return (checkpoint / manifest.DOCUMENT).json()
 
 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> Any:
-    """The array with these keys in an item, to `read` and `write` by index, or to make it.
+    """Return the array with these keys in an item, to `read` and `write` by index, or to make it.
 
     `create` has `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
     """
@@ -178,7 +178,7 @@ class _StoredArray:
         self.chunk: tuple[int, ...] = handle.chunk_layout.read_chunk.shape
 
     def read(self, index: Index) -> np.ndarray:
-        """A part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
+        """Return a part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
         return self._handle[index].read().result()
 
     def write(self, index: Index, part: np.ndarray) -> None:

@@ -48,7 +48,7 @@ class Leaf:
 
     @property
     def is_key(self) -> bool:
-        """Whether this is a typed PRNG key (or an array of them)."""
+        """Return whether this is a typed PRNG key (or an array of them)."""
         return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
 
     @property
@@ -58,7 +58,7 @@ class Leaf:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """The leaves of a state, arrays or their `jax.ShapeDtypeStruct`s, in `jax.tree.leaves` order.
+    """Return the leaves of a state, arrays or their `jax.ShapeDtypeStruct`s, in `jax.tree.leaves` order.
 
     Raises:
         TypeError: a leaf is not an array, or two leaves would have one name.
@@ -92,7 +92,7 @@ def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, A
 
 
 def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
-    """The value at a leaf's place in what `nest` made."""
+    """Return the value at a leaf's place in what `nest` made."""
     inner: Any = items[leaf.item]
     for key in leaf.path:
         inner = inner[key]
@@ -100,7 +100,7 @@ def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
 
 
 def plain(leaf: Leaf) -> Array:
-    """The array that is written for a leaf.
+    """Return the array that is written for a leaf.
 
     Returns:
         The leaf's own array; for a PRNG key of shape `[...]` its uint32 data `[..., words]`.
@@ -169,7 +169,7 @@ def mismatches(
 
 
 def under(name: str, prefixes: Collection[str]) -> bool:
-    """Whether a leaf's name is one of `prefixes` or lies below one of them."""
+    """Return whether a leaf's name is one of `prefixes` or lies below one of them."""
     return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
 
 
@@ -183,7 +183,7 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 
 
 def weights_item(weights: Weights, names: Collection[str]) -> str:
-    """The item that holds the weights asked for, `params` or `ema_params`.
+    """Return the item that holds the weights asked for, `params` or `ema_params`.
 
     `names` are those of a checkpoint's arrays; "auto" is the average where there is one.
 
@@ -206,7 +206,7 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 
 
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
-    """The leaf [...] as asked for, from the array as it was stored, on the leaf's sharding.
+    """Return the leaf [...] as asked for, from the array as it was stored, on the leaf's sharding.
 
     Returns:
         The array in the leaf's dtype, for which the stored one is deleted; or the PRNG key that the
@@ -233,5 +233,4 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
 
 
 def _shape(entry: dict[str, Any]) -> list[int]:
-    """Stored shape as the user sees it: a key's data has one dim more than the key."""
     return entry["shape"][:-1] if "key" in entry else entry["shape"]

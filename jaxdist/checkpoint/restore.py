@@ -44,7 +44,7 @@ class Reader:
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
-        """The newest step that can be trusted, or None; raises when there are only corrupt ones."""
+        """Return the newest step that can be trusted, or None; raises when there are only corrupt ones."""
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):
             if reason := self.problem(step):
@@ -81,7 +81,7 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Why a checkpoint must not be loaded, or ""; the same answer on every process.
+        """Return why a checkpoint must not be loaded, or ""; the same answer on every process.
 
         Raises:
             CheckpointError: a process cannot tell, because the storage is away; on all alike.
@@ -134,7 +134,7 @@ class Reader:
         self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
-        """The JSON next to the arrays: `meta` and the description of every array."""
+        """Return the JSON next to the arrays: `meta` and the description of every array."""
         try:
             return orbax_io.read_document(self.directory / step)
         except (OSError, ValueError) as error:
@@ -194,7 +194,6 @@ class Reader:
         return jax.tree.unflatten(jax.tree.structure(target), filled)
 
     def _skip(self, step: int, reason: str) -> None:
-        """Say that a checkpoint is passed over, and leave word for later starts."""
         if not self.read_only:
             self._corrupt[step] = reason
             if not self.is_held:
@@ -205,7 +204,7 @@ class Reader:
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
     ) -> list[jax.Array]:
-        """The arrays [...] as stored, on the shardings asked for, their checksums compared."""
+        """Return the arrays [...] as stored, on the shardings asked for, their checksums compared."""
         targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]
@@ -249,7 +248,6 @@ class Reader:
             ) from error
 
     def _damage(self, path: Location) -> str:
-        """What this process alone finds wrong with the files of a checkpoint, or ""."""
         try:
             return manifest.damage(path)
         except OSError as error:

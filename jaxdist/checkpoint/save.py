@@ -167,7 +167,6 @@ class Saver:
         return True
 
     def _why_unreachable(self) -> str:
-        """Why this process cannot reach the directory; "" where it can."""
         try:
             self._check_reachable()
         except (CheckpointError, OSError) as error:  # OSError: a file server's stale handle
@@ -305,7 +304,6 @@ class Saver:
         return sum(size for size, _ in files.values())
 
     def _write_document(self, path: Location, document: dict[str, Any]) -> list[str]:
-        """On process 0; returns the files that must be read for their fingerprints."""
         self._check_reachable()  # it may have gone while the arrays were written
         orbax_io.write_document(path, document)
         return manifest.files_of(path) if self._writer.fingerprints is None else [manifest.DOCUMENT]
@@ -313,7 +311,6 @@ class Saver:
     def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
     ) -> None:
-        """On process 0. A kill before this is done leaves no checkpoint."""
         self._check_reachable()  # it may have gone while the files were read
         path = self._directory / outcome.step
         if not path.is_local and (problems := manifest.size_problems(path, files)):

@@ -44,7 +44,7 @@ class StoredArrays:
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A part [...] as stored, not verified: one slice for each leading dim; () = all."""
+        """Return a part [...] as stored, not verified: one slice for each leading dim; () = all."""
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
@@ -64,7 +64,7 @@ class StoredArrays:
     def blocks(
         self, name: str, block: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """All of an array in blocks [...], by default whole rows up to `BLOCK_BYTES`, row-major.
+        """Yield all of an array in blocks [...], by default whole rows up to `BLOCK_BYTES`, row-major.
 
         Yields:
             The place of each block, and its values as stored.

@@ -28,7 +28,7 @@ class Place:
 
 
 def place_of(environ: Mapping[str, str], hostname: str) -> Place:
-    """The place of this process; SLURM tells the switch of a node where it knows the topology."""
+    """Return the place of this process; SLURM tells the switch of a node where it knows the topology."""
     if given := environ.get(VARIABLE, ""):
         rack, _, host = given.rpartition("/")
         return Place(rack, host)
@@ -90,7 +90,7 @@ def holders(
 
 
 def survives(lost: Collection[Place], held: Mapping[str, Collection[Place]]) -> bool:
-    """Whether every set of shards is left when the disks of these hosts are lost together."""
+    """Return whether every set of shards is left when the disks of these hosts are lost together."""
     return all(set(hosts) - set(lost) for hosts in held.values())
 
 
@@ -142,7 +142,6 @@ def survivable(held: Mapping[str, Collection[Place]], places: Sequence[Place]) -
 
 
 def _shifts(hosts: Sequence[Place]) -> list[int]:
-    """How many places further round copies may go, best first; `hosts` are sorted by rack."""
     count = len(hosts)
 
     def same_rack(shift: int) -> int:

@@ -30,7 +30,7 @@ class Lineage:
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Whether a save belongs to the run as it stands."""
+        """Return whether a save belongs to the run as it stands."""
         known = 0 <= generation <= self.generation
         return known and all(step <= later for later in self.resumed_from[generation + 1 :])
 

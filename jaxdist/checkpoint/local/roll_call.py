@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 
 def newest(said: Sequence[Sequence[Any]], at_least: int) -> Answer:
-    """The newest save, of that step or later, whose every set of shards some process has.
+    """Return the newest save, of that step or later, whose every set of shards some process has.
 
     Each process has said which shards it needs, and which `Save`s are on its disk.
     """

@@ -24,7 +24,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def name_of(leaf: int, piece: int) -> str:
-    """The file of a piece."""
+    """Return the file of a piece."""
     return f"{leaf:05d}.{piece}"
 
 
@@ -61,7 +61,7 @@ def to_host(
 
 
 def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> list[Array]:
-    """The arrays [...] of `leaves` as they were stored, of pieces that `read` gives by file name.
+    """Return the arrays [...] of `leaves` as they were stored, of pieces that `read` gives by file name.
 
     A leaf is what a restore asks for: shape, dtype, sharding; a PRNG key comes back as its data.
     """
@@ -79,14 +79,13 @@ def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> li
 
 
 def _assembled(shape: Sequence[int], sharding: Any, held: dict[Bounds, np.ndarray]) -> Array:
-    """The array of `shape`, made of pieces [...]."""
+    """Return the array of `shape`, made of pieces [...]."""
     return jax.make_array_from_callback(
         tuple(shape), sharding, lambda index: held[_bounds(index, shape)]
     )
 
 
 def _stored(leaf: pytree.Leaf) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of what is written for a leaf."""
     value = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
     return tuple(value.shape), np.dtype(value.dtype)
 

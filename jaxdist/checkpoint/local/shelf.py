@@ -81,7 +81,7 @@ class Shelf:
         manifest.write(place, save.step, files, {})
 
     def problem(self, save: Save) -> str:
-        """Why a save must not be used, or "": every file is read."""
+        """Return why a save must not be used, or "": every file is read."""
         try:
             return manifest.damage(self._place(save))
         except OSError as error:

@@ -208,7 +208,6 @@ class LocalTier:
         self._events.saved_locally(outcome)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
-        """Do something in the background, where nothing else is done there."""
         # A daemon: where a process fails, the others do not come to the end of this save.
         self._thread = threading.Thread(
             target=work, args=args, name="checkpoint-local", daemon=True
@@ -216,7 +215,6 @@ class LocalTier:
         self._thread.start()
 
     def _copy_again(self, lost: list[tuple[Save, int]]) -> None:
-        """In the background after a restore: fetch the copies that this disk lost."""
         for save, sender in lost:
             try:
                 self._fetch(save, sender)
@@ -225,7 +223,6 @@ class LocalTier:
 
     @contextlib.contextmanager
     def _told(self, outcome: Outcome) -> Iterator[None]:
-        """Keep what a block raises as the error of a save, for the others to hear."""
         try:
             yield
         except Exception as error:
@@ -233,7 +230,6 @@ class LocalTier:
             outcome.error = f"{one_line(error)} ({who})"
 
     def _meet(self, outcome: Outcome) -> None:
-        """Wait for all; raise the first failure of any."""
         if errors := self._background.decide_from(
             outcome.error, lambda said: [text for text in said if text]
         ):
@@ -243,7 +239,6 @@ class LocalTier:
         return self._thread is not None and self._thread.is_alive()
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
-        """Learn which shards each process holds; once, because a run's layout stays."""
         if not self._shards:
             self._shards = self._group.decide_from(shards.digest_of(leaves), lambda said: said)
 
@@ -251,7 +246,6 @@ class LocalTier:
         return self._me in copies.writers([peer.place for peer in self._peers], self._shards)
 
     def _senders(self) -> list[int]:
-        """The processes whose shards this one keeps a copy of."""
         places = [peer.place for peer in self._peers]
         takers = copies.receivers(places, self._shards, self._config.neighbours)
         return [sender for sender, taking in takers.items() if self._me in taking]
@@ -259,7 +253,7 @@ class LocalTier:
     # -- restoring ---------------------------------------------------------------------------------
 
     def choose(self, target: Any, at_least: int) -> int | None:
-        """The newest step, of `at_least` or later, that can be put together; None without one.
+        """Return the newest step, of `at_least` or later, that can be put together; None without one.
 
         Every byte of it is then checked and on this process's disk. `target` is a tree of
         `jax.ShapeDtypeStruct`s with sharding.
@@ -300,7 +294,7 @@ class LocalTier:
                 return int(step)
 
     def load(self, target: Any) -> tuple[Any, dict[str, Any]]:
-        """The state and the meta of the save that `choose` has found, on this target.
+        """Return the state and the meta of the save that `choose` has found, on this target.
 
         Raises:
             CorruptCheckpoint: other bits than were saved; on every process alike.
@@ -344,7 +338,6 @@ class LocalTier:
         self._events.log(f"local save of step {step}, copy of {where}, skipped: {reason}")
 
     def _found(self, said: list[Any], at_least: int) -> list[Any]:
-        """On process 0: what `newest` finds, and the processes that fetch first."""
         places, needs = [peer.place for peer in self._peers], [needed for needed, _ in said]
         return [newest(said, at_least), sorted(copies.writers(places, needs))]
 
@@ -397,7 +390,6 @@ class LocalTier:
 
 
 def _accepted(said: list[list[Any]]) -> list[list[Any]]:
-    """What the processes say of themselves, where all can take part."""
     if problems := list(dict.fromkeys(text for *_, text in said if text)):
         raise ConfigError(problems)
     return said
