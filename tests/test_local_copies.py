@@ -13,8 +13,8 @@ from jaxdist.checkpoint.local.copies import (
     survives,
     writers,
 )
-from jaxdist.checkpoint.local.roll_call import newest
-from jaxdist.checkpoint.local.shelf import Save
+from jaxdist.checkpoint.local.inventory import newest
+from jaxdist.checkpoint.local.store import Save
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.local_saves import survivable_on
 
@@ -77,7 +77,7 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5])
-def test_the_roll_call_finds_a_save_where_its_loss_is_claimed_to_be_survived(num_hosts):
+def test_the_inventory_finds_a_save_where_its_loss_is_claimed_to_be_survived(num_hosts):
     for places, shards, neighbours in jobs(num_hosts):
         hosts, disks = sorted(set(places)), files_of(places, shards, neighbours)
         held = holders(places, shards, neighbours)

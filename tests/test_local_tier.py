@@ -18,9 +18,9 @@ from refusals import missing, refused
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.checkpoint.local import lineage, tier
+from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.roll_call import newest
-from jaxdist.checkpoint.local.shelf import Save, Shelf
+from jaxdist.checkpoint.local.store import LocalStore, Save
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.storage import locate
@@ -56,40 +56,40 @@ def test_saves_of_steps_that_were_done_again_do_not_count(tmp_path):
 # -- files and their way to another host -----------------------------------------------------------
 
 
-def shelf_with(path: Path, *saves: Save) -> Shelf:
-    shelf = Shelf(locate(path))
+def store_with(path: Path, *saves: Save) -> LocalStore:
+    store = LocalStore(locate(path))
     for save in saves:
-        shelf.write(save, [("00000.0", np.arange(9, dtype=np.uint8))], "{}")
-    return shelf
+        store.write(save, [("00000.0", np.arange(9, dtype=np.uint8))], "{}")
+    return store
 
 
 def test_a_save_without_a_manifest_or_with_other_bytes_does_not_count(tmp_path):
     one, two, three = (Save(0, step, "x") for step in (1, 2, 3))
-    shelf = shelf_with(tmp_path, one, two, three)
-    assert sorted(shelf.held()) == [one, two, three]
+    store = store_with(tmp_path, one, two, three)
+    assert sorted(store.held()) == [one, two, three]
     (tmp_path / one.path / "manifest.json").unlink()
     (tmp_path / two.path / "00000.0").write_bytes(b"12345678")
-    assert shelf.held() == [three] and shelf.problem(three) == ""
+    assert store.held() == [three] and store.problem(three) == ""
     (tmp_path / three.path / "00000.0").write_bytes(b"123456789")
-    assert missing(shelf.problem(three), "00000.0", "CRC-32") == []
-    shelf.clean(Lineage("a", [-1, 1]))
-    assert not (tmp_path / one.path).exists() and not shelf.held()
+    assert missing(store.problem(three), "00000.0", "CRC-32") == []
+    store.clean(Lineage("a", [-1, 1]))
+    assert not (tmp_path / one.path).exists() and not store.held()
 
 
 def test_the_newest_two_saves_are_kept_of_all_shards(tmp_path):
     saves = [Save(*each) for each in ((0, 9, "x"), (1, 4, "x"), (1, 4, "y"), (1, 6, "x"))]
-    shelf = shelf_with(tmp_path, *saves)
-    shelf.retain()
-    assert sorted(shelf.held()) == saves[1:]
+    store = store_with(tmp_path, *saves)
+    store.retain()
+    assert sorted(store.held()) == saves[1:]
 
 
 def test_files_come_over_the_network_to_those_who_know_the_secret(tmp_path):
     save = Save(0, 1, "x")
-    shelf = shelf_with(tmp_path / "a", save, Save(0, 2, "x"))
+    store = store_with(tmp_path / "a", save, Save(0, 2, "x"))
     (tmp_path / "outside").write_bytes(b"private")
-    server = FileServer(shelf.root, "secret", "127.0.0.1")
+    server = FileServer(store.root, "secret", "127.0.0.1")
     try:
-        other = Shelf(locate(tmp_path / "b"))
+        other = LocalStore(locate(tmp_path / "b"))
         with connected("127.0.0.1", server.port, "secret") as client:
             other.take(save, client.read)
             assert other.held() == [save] and other.problem(save) == ""
@@ -117,8 +117,8 @@ def test_files_come_over_the_network_to_those_who_know_the_secret(tmp_path):
 
 
 def test_a_connection_that_is_cut_in_a_file_leaves_no_save(tmp_path):
-    shelf = shelf_with(tmp_path / "a", Save(0, 1, "x"))
-    server = FileServer(shelf.root, "secret", "127.0.0.1")
+    store = store_with(tmp_path / "a", Save(0, 1, "x"))
+    server = FileServer(store.root, "secret", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as cutter:
 
         def relay():
@@ -130,7 +130,7 @@ def test_a_connection_that_is_cut_in_a_file_leaves_no_save(tmp_path):
 
         thread = threading.Thread(target=relay)
         thread.start()
-        other = Shelf(locate(tmp_path / "b"))
+        other = LocalStore(locate(tmp_path / "b"))
         with (
             connected("127.0.0.1", cutter.getsockname()[1], "secret") as client,
             pytest.raises(OSError, match="cut"),
@@ -261,13 +261,13 @@ def test_a_damaged_local_save_is_passed_over_and_named(job):
 
 def test_wrong_bits_that_its_files_do_not_show_are_passed_over(job):
     job.save([2, 4, 6], durable=[2])
-    shelf = Shelf(locate(next(path for path in job.disk.iterdir())))
-    newest_save = max(shelf.held())
+    store = LocalStore(locate(next(path for path in job.disk.iterdir())))
+    newest_save = max(store.held())
     names = [path.name for path in files(job) if path.parent.name == "6"]
-    kept = {name: bytearray(shelf.read(newest_save, name)) for name in names}
+    kept = {name: bytearray(store.read(newest_save, name)) for name in names}
     max(kept.values(), key=len)[0] ^= 1
-    document = (job.disk / shelf.root.name / newest_save.path / "document.json").read_text()
-    shelf.write(newest_save, list(kept.items()), document)
+    document = (job.disk / store.root.name / newest_save.path / "document.json").read_text()
+    store.write(newest_save, list(kept.items()), document)
     assert job.resumed() == 4
     assert any(missing(line, "step 6", "other bits") == [] for line in job.lines)
 
@@ -304,9 +304,9 @@ def test_a_new_run_of_the_same_name_sees_no_local_save_of_the_old_one(job):
 
 def test_a_save_is_skipped_while_the_one_before_is_written(job, monkeypatch):
     written = threading.Event()
-    write = Shelf.write
+    write = LocalStore.write
     monkeypatch.setattr(
-        Shelf, "write", lambda self, *args: (written.wait(20), write(self, *args))[1]
+        LocalStore, "write", lambda self, *args: (written.wait(20), write(self, *args))[1]
     )
     opened = job.open()
     for step in (1, 2):

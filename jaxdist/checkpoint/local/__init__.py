@@ -15,7 +15,7 @@ do not belong together, as `lineage` says.
 
     copies    which process sends its shards where, and which losses that survives; pure
     lineage   which saves still belong to the run, in the run directory
-    shelf     the files on this host's disk
+    store     the files on this host's disk
     shards    arrays to pieces of bytes and back
     tier      saves and restores, all processes together
 """

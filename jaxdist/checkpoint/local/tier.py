@@ -36,9 +36,9 @@ from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.checkpoint.local import copies, lineage, shards
 from jaxdist.checkpoint.local.copies import Place
+from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.roll_call import newest
-from jaxdist.checkpoint.local.shelf import Save, Shelf
+from jaxdist.checkpoint.local.store import LocalStore, Save
 from jaxdist.runtime.coordination import own_address
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.formatting.tables import few
@@ -91,7 +91,7 @@ class LocalTier:
         self.begin()
         if self._chosen is None or self._chosen.step != step:
             return
-        held = self._shelf.held()
+        held = self._store.held()
         copied = [
             (self._chosen._replace(shards=self._shards[sender]), sender)
             for sender in self._senders()
@@ -101,7 +101,7 @@ class LocalTier:
 
     def clean(self) -> None:
         """Delete what killed saves left, and saves that do not count any more."""
-        self._shelf.clean(self._lineage)
+        self._store.clean(self._lineage)
 
     def begin(self) -> None:
         """Before the first save of a start, here or in the run directory: write where it began.
@@ -119,7 +119,7 @@ class LocalTier:
             self._events.log(f"no local saves yet: {one_line(error)}")
             return
         self._lineage, self._has_begun = known, True
-        self._shelf.forget(known)
+        self._store.forget(known)
 
     def survivable(self, state: Any) -> copies.Survivable:
         """Which losses of hosts leave a save of such a state."""
@@ -166,12 +166,12 @@ class LocalTier:
         if self._server is not None:
             self._server.close()
             self._server = None
-        self._shelf.close()
+        self._store.close()
 
     def discard(self) -> None:
         """Delete the run's local saves: the run directory holds its last state."""
         self.wait()
-        self._shelf.discard()
+        self._store.discard()
 
     def _finish(
         self,
@@ -188,7 +188,7 @@ class LocalTier:
         try:
             with self._told(outcome):
                 if self._writes() and not outcome.error:
-                    outcome.num_bytes = self._shelf.write(own, pieces, document())
+                    outcome.num_bytes = self._store.write(own, pieces, document())
             self._meet(outcome)
             with self._told(outcome):
                 for sender, save in zip(senders, taken, strict=True):
@@ -197,14 +197,14 @@ class LocalTier:
                     flush_appended()  # no step before this one may be missing in metrics.jsonl
             self._meet(outcome)
         except CheckpointError as failure:
-            self._shelf.delete([own, *taken])
+            self._store.delete([own, *taken])
             self._events.failed_locally(step, str(failure))
             return
         except Exception as failure:  # process 0 is gone: the next start sees what is whole
             self._events.failed_locally(step, one_line(failure))
             return
         outcome.written_s = time.perf_counter() - begin
-        self._shelf.retain()
+        self._store.retain()
         self._events.saved_locally(outcome)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
@@ -265,7 +265,7 @@ class LocalTier:
         while True:
             has = [
                 save
-                for save in self._shelf.held()
+                for save in self._store.held()
                 if self._lineage.counts(save.generation, save.step)
                 and (self._me, save) not in broken
                 and save[:2] not in self._rejected
@@ -282,7 +282,7 @@ class LocalTier:
             problem = self._obtain(save, sources[self._me]) if self._me in first else ""
             self._group.decide_from(None, lambda said: None)
             if self._me not in first:
-                here = save in self._shelf.held()
+                here = save in self._store.held()
                 problem = self._obtain(save, self._me if here else sources[self._me])
             problems = self._group.decide_from([problem, needs], lambda said: said)
             failed = [each for each in enumerate(problems) if each[1][0]]
@@ -304,8 +304,8 @@ class LocalTier:
         leaves, arrays, problem = pytree.leaves_of(target), [], ""
         self._rejected.add(save[:2])  # until it has turned out to be good
         try:
-            document = self._shelf.document(save)
-            arrays = shards.from_host(leaves, lambda name: self._shelf.read(save, name))
+            document = self._store.document(save)
+            arrays = shards.from_host(leaves, lambda name: self._store.read(save, name))
         except Exception as error:  # the others wait for an answer all the same
             problem = one_line(error)
         if problems := self._group.decide_from(problem, lambda said: [x for x in said if x]):
@@ -330,7 +330,7 @@ class LocalTier:
     def arrays(self) -> dict[str, Any]:
         """Name -> description of each array of the save that `choose` has found."""
         assert self._chosen is not None
-        return dict(self._shelf.document(self._chosen)["arrays"])
+        return dict(self._store.document(self._chosen)["arrays"])
 
     def _skip(self, step: int, source: int, reason: str) -> None:
         where = f"process {source} on {self._peers[source].place.host}"
@@ -345,20 +345,20 @@ class LocalTier:
         """Have this process's shards on its own disk, checked; why not, or ""."""
         problem = ""
         if source == self._me:
-            problem = self._shelf.problem(save)
+            problem = self._store.problem(save)
         else:
             try:
                 self._fetch(save, source)
             except (OSError, CheckpointError) as error:
                 problem = one_line(error)
         if problem:
-            self._shelf.delete([save])
+            self._store.delete([save])
         return problem
 
     def _fetch(self, save: Save, source: int) -> None:
         peer = self._peers[source]
         with connected(peer.address, peer.port, self._secret) as client:
-            self._shelf.take(save, client.read)
+            self._store.take(save, client.read)
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -370,15 +370,15 @@ class LocalTier:
         """Make the local directory, and tell the others where this process is."""
         place = copies.place_of(os.environ, socket.gethostname())
         path = os.path.expandvars(self._config.local_dir)
-        self._shelf = Shelf(locate(path).absolute() / self._lineage.run)
+        self._store = LocalStore(locate(path).absolute() / self._lineage.run)
         problem, address, port = "", "", 0
         try:
             if "$" in path:
                 raise OSError(0, "a variable in it is not set")
-            self._shelf.root.make_directory()
+            self._store.root.make_directory()
             if self._group.num_processes > 1:
                 address = own_address()
-                self._server = FileServer(self._shelf.root, self._secret, address)
+                self._server = FileServer(self._store.root, self._secret, address)
                 port = self._server.port
         except OSError as error:
             problem = (

@@ -38,7 +38,7 @@ class Save(NamedTuple):
         return f"{self.generation}/{self.shards}/{self.step}"
 
 
-class Shelf:
+class LocalStore:
     """The saves below `root`, the directory of one run."""
 
     def __init__(self, root: Location) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdist.checkpoint.local.shelf import Save
+from jaxdist.checkpoint.local.store import Save
 
 
 class Answer(NamedTuple):
