@@ -26,7 +26,7 @@ from kubernetes_cases import (
 from refusals import refused
 
 from jaxdist import runtime
-from jaxdist.checkpoint.local.copies import Place, place_of
+from jaxdist.checkpoint.local.copies import FailureDomain, failure_domain_of
 from jaxdist.settings import problems_of
 from jaxdist.tools.launch import kubernetes
 from jaxdist.tools.launch.__main__ import main as launch
@@ -49,8 +49,8 @@ def test_every_pod_finds_its_place(nodes):
     assert [plan.process_id for plan in plans] == list(range(nodes))
     assert {plan.num_processes for plan in plans} == {nodes}
     assert {plan.attempt for plan in plans} == {3}
-    places = [place_of(environ, "a-pod") for environ in environs]
-    assert places == [Place("", f"node-{index}") for index in range(nodes)]
+    domains = [failure_domain_of(environ, "a-pod") for environ in environs]
+    assert domains == [FailureDomain("", f"node-{index}") for index in range(nodes)]
     if nodes == 1:
         return
     # JobSet's names: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN

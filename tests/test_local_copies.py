@@ -5,9 +5,9 @@ import pytest
 
 from jaxdist.checkpoint.local.copies import (
     VARIABLE,
-    Place,
+    FailureDomain,
+    failure_domain_of,
     holders,
-    place_of,
     receivers,
     survivable,
     survives,
@@ -20,29 +20,29 @@ from jaxdist.plan.local_saves import survivable_on
 
 
 def jobs(num_hosts: int):
-    """Jobs on so many hosts: place and shards of each process, and the number of neighbours."""
-    flat = [Place("", f"h{i:02}") for i in range(num_hosts)]
-    racks = [Place(f"r{i * 3 // num_hosts}", place.host) for i, place in enumerate(flat)]
-    uneven = [Place("a" if i else "b", place.host) for i, place in enumerate(flat)]
+    """Jobs on so many hosts: domain and shards of each process, and the number of neighbours."""
+    flat = [FailureDomain("", f"h{i:02}") for i in range(num_hosts)]
+    racks = [FailureDomain(f"r{i * 3 // num_hosts}", domain.host) for i, domain in enumerate(flat)]
+    uneven = [FailureDomain("a" if i else "b", domain.host) for i, domain in enumerate(flat)]
     own = [str(i) for i in range(num_hosts)]
-    for places in (flat, racks, uneven):
+    for domains in (flat, racks, uneven):
         for neighbours in range(4):
-            yield places, own, neighbours
-            yield places, [str(i // 2) for i in range(num_hosts)], neighbours  # replicas
+            yield domains, own, neighbours
+            yield domains, [str(i // 2) for i in range(num_hosts)], neighbours  # replicas
     yield flat, ["all"] * num_hosts, 1
-    two_each = [place for place in flat for _ in range(2)]
+    two_each = [domain for domain in flat for _ in range(2)]
     yield two_each, [str(i) for i in range(2 * num_hosts)], 1
     yield two_each, [str(i % 2) for i in range(2 * num_hosts)], 1
 
 
-def files_of(places, shards, neighbours) -> dict[Place, set[str]]:
+def files_of(domains, shards, neighbours) -> dict[FailureDomain, set[str]]:
     """Host -> what lies on its disk after a save, played process by process."""
-    disks = {place: set() for place in places}
-    for process in writers(places, shards):
-        disks[places[process]].add(shards[process])
-    for sender, takers in receivers(places, shards, neighbours).items():
+    disks = {domain: set() for domain in domains}
+    for process in writers(domains, shards):
+        disks[domains[process]].add(shards[process])
+    for sender, takers in receivers(domains, shards, neighbours).items():
         for taker in takers:
-            disks[places[taker]].add(shards[sender])
+            disks[domains[taker]].add(shards[sender])
     return disks
 
 
@@ -51,9 +51,9 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
     """Against disks played one by one, for every subset of up to 16 hosts."""
     lost = np.arange(2**num_hosts)
     counts = sum((lost >> host) & 1 for host in range(num_hosts))
-    for places, shards, neighbours in jobs(num_hosts):
-        hosts = sorted(set(places), key=lambda place: place.host)
-        disks = files_of(places, shards, neighbours)
+    for domains, shards, neighbours in jobs(num_hosts):
+        hosts = sorted(set(domains), key=lambda domain: domain.host)
+        disks = files_of(domains, shards, neighbours)
         restored = np.ones(len(lost), bool)
         for name in set(shards):
             found = np.zeros(len(lost), bool)
@@ -61,7 +61,7 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
                 if name in disks[host]:
                     found |= (lost >> number) & 1 == 0
             restored &= found
-        claim = survivable(holders(places, shards, neighbours), places)
+        claim = survivable(holders(domains, shards, neighbours), domains)
         claimed = np.ones(len(lost), bool)
         for together in claim.fatal:
             mask = sum(1 << hosts.index(host) for host in together)
@@ -71,68 +71,69 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
         assert not restored[counts == claim.any_hosts + 1].all()
         distinct = min(neighbours, num_hosts - 1)
         assert claim.any_hosts >= distinct  # what the setting promises
-        racks = {place.rack for place in places}
+        racks = {domain.rack for domain in domains}
         masks = [sum(1 << i for i, at in enumerate(hosts) if at.rack == rack) for rack in racks]
         assert claim.any_rack == (all(restored[masks]) if len(racks) > 1 else None)
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5])
 def test_the_inventory_finds_a_save_where_its_loss_is_claimed_to_be_survived(num_hosts):
-    for places, shards, neighbours in jobs(num_hosts):
-        hosts, disks = sorted(set(places)), files_of(places, shards, neighbours)
-        held = holders(places, shards, neighbours)
+    for domains, shards, neighbours in jobs(num_hosts):
+        hosts, disks = sorted(set(domains)), files_of(domains, shards, neighbours)
+        held = holders(domains, shards, neighbours)
         for number in range(2**num_hosts):
             lost = {host for i, host in enumerate(hosts) if number >> i & 1}
             said = [
                 [name, [] if at in lost else [Save(3, 70, has) for has in disks[at]]]
-                for at, name in zip(places, shards, strict=True)
+                for at, name in zip(domains, shards, strict=True)
             ]
             found = newest(said, 0)
             assert bool(found.sources) == survives(lost, held)
             for process, source in enumerate(found.sources):
                 assert Save(3, 70, shards[process]) in said[source][1]
-                own = shards[process] in disks[places[process]] and places[process] not in lost
+                own = shards[process] in disks[domains[process]] and domains[process] not in lost
                 assert not own or source == process
 
 
 def test_copies_leave_the_rack_and_load_all_hosts_alike():
-    places = [Place(f"r{i // 4}", f"h{i:02}") for i in range(12)]
-    taken = receivers(places, list(map(str, range(12))), 2)
+    domains = [FailureDomain(f"r{i // 4}", f"h{i:02}") for i in range(12)]
+    taken = receivers(domains, list(map(str, range(12))), 2)
     received = [taker for takers in taken.values() for taker in takers]
     assert sorted(received) == sorted([*range(12)] * 2)
-    assert all(places[s].rack != places[t].rack for s, takers in taken.items() for t in takers)
-    claim = survivable(holders(places, list(map(str, range(12))), 2), places)
+    assert all(domains[s].rack != domains[t].rack for s, takers in taken.items() for t in takers)
+    claim = survivable(holders(domains, list(map(str, range(12))), 2), domains)
     assert (claim.any_hosts, claim.any_rack, claim.num_hosts) == (2, True, 12)
 
 
 def test_replicas_on_other_hosts_are_copies_already():
-    places = [Place("", host) for host in "abcd"]
-    assert receivers(places, ["x"] * 4, 3) == {}
-    assert receivers(places, ["x", "y", "x", "y"], 1) == {}
-    assert receivers([Place("", "a")] * 3, ["x", "y", "z"], 2) == {}  # one host
-    assert survivable(holders(places, ["x"] * 4, 1), places).any_hosts == 3
-    same_host = [Place("", "a"), Place("", "a"), Place("", "b")]
+    domains = [FailureDomain("", host) for host in "abcd"]
+    assert receivers(domains, ["x"] * 4, 3) == {}
+    assert receivers(domains, ["x", "y", "x", "y"], 1) == {}
+    assert receivers([FailureDomain("", "a")] * 3, ["x", "y", "z"], 2) == {}  # one host
+    assert survivable(holders(domains, ["x"] * 4, 1), domains).any_hosts == 3
+    same_host = [FailureDomain("", "a"), FailureDomain("", "a"), FailureDomain("", "b")]
     assert writers(same_host, ["x", "x", "x"]) == {0, 2}
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "rack", "host"),
     [
-        ({}, Place("", "n7")),
-        ({VARIABLE: "node9"}, Place("", "node9")),
-        ({VARIABLE: "row1/rack3/node9"}, Place("row1/rack3", "node9")),
+        ({}, "", "n7"),
+        ({VARIABLE: "node9"}, "", "node9"),
+        ({VARIABLE: "row1/rack3/node9"}, "row1/rack3", "node9"),
         (
             {
                 "SLURM_TOPOLOGY_ADDR": "s0.s4.n7",
                 "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
             },
-            Place("s4", "n7"),
+            "s4",
+            "n7",
         ),
-        ({"SLURM_TOPOLOGY_ADDR": "n7", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, Place("", "n7")),
+        ({"SLURM_TOPOLOGY_ADDR": "n7", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, "", "n7"),
     ],
 )
-def test_a_process_is_lost_with_its_host_and_its_rack(environ, place):
-    assert place_of(environ, "n7") == place
+def test_a_process_is_lost_with_its_host_and_its_rack(environ, rack, host):
+    assert failure_domain_of(environ, "n7") == FailureDomain(rack, host)
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -1,28 +1,23 @@
-"""Checkpoints: asynchronous and atomic saves, verified restores onto any mesh.
+"""Save checkpoints asynchronously and atomically; restore them, verified, onto any mesh.
 
 On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
 
     params/ ema_params/        arrays in Orbax's format, on an object store plain zarr; each item
-    opt_state/ rest/           can be read without the others; ema_params only where a run keeps
+    opt_state/ rest/           can be read without the others; ema_params only if the run keeps
                                an average of its weights
     meta/metadata              JSON: the caller's meta, and shape, dtype, checksum of every array
     manifest.json              size and CRC-32 of every file, written last
-    CORRUPT, SUPERSEDED        why it must not be loaded, where that is so
+    CORRUPT, SUPERSEDED        the reason why the checkpoint must not be loaded
 
-A directory without a manifest is no checkpoint: its save was not finished. Nothing is renamed.
+A directory without a manifest is an unfinished save. No file or directory is renamed.
 
-A leaf on its way to disk and back: `pytree` names it, `checksum` takes its checksum on the devices,
-`orbax_io` writes it, or `object_io` where the directory is on an object store, and `save` commits
-the files with `manifest` and `crc32`. `restore` checks the files against the manifest, `orbax_io`
-or `object_io` reads the leaf onto its new sharding, and its checksum is compared.
+The path of a leaf: `pytree` names it, `checksum` computes its checksum on the devices, `orbax_io`
+or (on an object store) `object_io` writes it, and `save` commits the files with `manifest` and
+`crc32`. `restore` verifies the files, reads the leaf onto its new sharding and compares checksums.
 
-`checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
-`lock` keeps a second run out, `preflight` tries the save path before training. `streaming_io` reads
-and writes checkpoints without devices, for tools.
-`local` holds a second tier: frequent saves to the hosts' own disks, which a restart prefers.
-`blocks` cuts arrays into pieces, and `group` has the processes that save and restore together.
-`config` holds the settings, `events` and `errors` what is reported, `crash_points` where tests kill
-a save. `orbax_io` is the only module that knows Orbax.
+`checkpointer` is the interface of a run. `save_schedule` decides when to save, `lock` keeps a
+second run out, `preflight` tests the save path before training, `streaming_io` reads and writes
+without devices, `local` saves to the hosts' own disks. Only `orbax_io` imports Orbax.
 """
 
 from __future__ import annotations
@@ -47,6 +42,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import on first access, because the launcher reads manifests without JAX."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Blocks of an array: how it is cut into pieces that are read and written one at a time."""
+"""Split arrays into blocks that are read and written one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Index = tuple[slice, ...]
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """Whole rows of the trailing dims, as many as fit; one dim is cut unevenly at most."""
+    """Return the shape of the largest block of complete trailing rows within `max_bytes`."""
     block = list(shape)
     for dim in range(len(shape)):
         rest = math.prod(block[dim + 1 :]) * itemsize
@@ -23,10 +23,10 @@ def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[
 
 
 def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """Return a chunk that divides `shape` evenly and is no larger than `max_bytes`.
+    """Return a chunk shape that divides `shape` evenly and is no larger than `max_bytes`.
 
-    It is cut along the dim with the smallest factor, so that a prime number of rows does not become
-    as many chunks; of equal ones along the leading dim.
+    The dim with the smallest prime factor is split first (of equal ones the leading dim), so that a
+    prime number of rows does not become as many chunks.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > max_bytes and max(chunk, default=1) > 1:
@@ -40,12 +40,12 @@ def _smallest_factor(number: int) -> int:
 
 
 def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """Return the index of every block of an array, in row-major order."""
+    """Yield the index of every block of an array, in row-major order."""
     return blocks_in([slice(0, size) for size in shape], block)
 
 
 def blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
-    """What lies of each block of an array in a part of it, in row-major order."""
+    """Yield the intersection of each block with a part of the array, in row-major order."""
     starts = (range(s.start // n * n, s.stop, n) for s, n in zip(index, block, strict=True))
     for corner in itertools.product(*starts):
         yield tuple(
@@ -54,8 +54,15 @@ def blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
         )
 
 
+def relative(part: Index, index: Sequence[slice]) -> Index:
+    """Return the index of `part` relative to the start of the block at `index`."""
+    return tuple(
+        slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
+    )
+
+
 def dtype_of(name: str) -> np.dtype:
-    """NumPy's dtype of a stored dtype's name, bfloat16 and float8 included."""
+    """Return the NumPy dtype of a stored name, including bfloat16 and float8."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: what the training loop and the commands talk to."""
+"""Save and restore the checkpoints of one run, for the training loop and the commands."""
 
 from __future__ import annotations
 
@@ -29,22 +29,20 @@ from jaxdist.settings import ConfigError
 
 
 class Checkpointer:
-    """The checkpoints of one run.
+    """Checkpoints of one run.
 
-    Every process of a job builds one and makes the same calls in the same order; process 0 decides
-    for all. A run that goes on from a checkpoint calls `choose` and `restore` before its first
-    `save`: that save marks checkpoints newer than what was restored as superseded. Who ends by an
-    exception calls `close` too: Orbax cannot complete a save once the interpreter is shutting down.
+    Every process of a job creates one and makes the same calls in the same order; process 0
+    decides. A run that resumes calls `choose` and `restore` before its first `save`, which then
+    marks newer checkpoints as superseded. Call `close` after an exception too, because Orbax cannot
+    complete a save once the interpreter shuts down. Raises `ConfigError` if another run uses the
+    directory or it is not writable.
 
     Args:
-        directory: holds one directory per step; made if absent.
+        directory: holds one directory per step; created if absent.
         log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
-        read_only: for commands that only read: no lock, nothing is written or deleted.
+        read_only: do not lock, write or delete anything.
         is_held: take the lock, but change nothing in the directory before `commit`; `close` without
-            it restores the directory as it was.
-
-    Raises:
-        ConfigError: another run uses the directory, or it cannot be written.
+            it restores the directory.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Checkpointer:
                 self.commit()
 
     def commit(self) -> None:
-        """Remove unfinished saves, mark the checkpoints passed over; saves may follow."""
+        """Remove unfinished saves and mark rejected checkpoints; from now on saves may follow."""
         self._is_held = False
         self._group.decide(self._clean)
         self._reader.commit()
@@ -96,7 +94,7 @@ class Checkpointer:
                 self._local.resumed(step)
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Which save the policies ask for after `step`, for `save`; see `SaveSchedule.due`."""
+        """Return which save is due after `step`; see `SaveSchedule.due`."""
         return self._schedule.due(step, now)
 
     def save(
@@ -111,21 +109,19 @@ class Checkpointer:
     ) -> None:
         """Save the state of `step`; blocks only while arrays are copied to the host.
 
-        Waits first, visibly, for a save still being written. A failure is reported and counted, and
-        training goes on. A step that is saved already is left alone.
+        Waits, visibly, for the previous save first. A failure is reported and counted, and training
+        continues. A step that is already saved is skipped. Raises `CheckpointError` after
+        `MAX_FAILURES` failed saves in a row, or if this process of several failed after all had
+        begun to write, because only its exit unblocks the others.
 
         Args:
             step: number of finished steps; names the checkpoint.
             state: tree of global `jax.Array`s, a dataclass or dict: `params`, `opt_state`, ...
             meta: JSON: data position, resolved config, versions, mesh.
-            due: what `due` answered; "" = asked for by something else, and kept like "interval".
-                "local" saves to `checkpoint.local_dir` only, where nothing waits for `force`.
-            force: return only when it is committed or has failed (preemption, end of the run).
+            due: result of `due`; "" = an unscheduled save, kept like "interval". "local" saves to
+                `checkpoint.local_dir` only and ignores `force`.
+            force: return only after the save is committed or has failed (preemption, last step).
             metrics: evaluation metrics at this step, for `keep_best`.
-
-        Raises:
-            CheckpointError: `MAX_FAILURES` saves in a row have failed; or this process of several
-                failed after all had begun to write, so that only its end frees the others.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -141,16 +137,16 @@ class Checkpointer:
             self._saver.wait()
 
     def wait(self) -> bool:
-        """Wait for the save being written; raises as `save` does.
+        """Wait for the current save; raises as `save` does.
 
         Returns:
-            Whether the last save asked for is committed (True when none was asked for).
+            Whether the last requested save is committed (True if there was none).
         """
         self._saver.wait()
         return self._saver.last_committed
 
     def close(self) -> None:
-        """Finish what is being written, stop the threads, give up the lock."""
+        """Finish the current save, stop the threads, release the lock."""
         try:
             with waiting("finishing the save"):
                 if self._preflight is not None:
@@ -165,7 +161,7 @@ class Checkpointer:
                 self._lock = None
 
     def pop_events(self) -> list[Event]:
-        """What happened since the last call, for metrics; alike on every process.
+        """Return the events since the last call, for metrics; equal on every process.
 
         `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
         in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
@@ -176,47 +172,45 @@ class Checkpointer:
         return self._events.pop()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints in the directory, corrupt ones included, in increasing order."""
+        """Return the steps of all checkpoints, corrupt ones included, in increasing order."""
         return self._reader.steps()
 
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
-        """Return the newest step that can be trusted; None when the directory holds no checkpoint.
+        """Return the newest step whose checkpoint verifies; None if there are no checkpoints.
 
-        Each one passed over is marked (`<step>/CORRUPT`) with a one-line reason. Local saves count
-        where `target` gives what they would be restored onto, as for `restore`.
-
-        Raises:
-            CheckpointError: there are checkpoints and none is good: starting over is no default.
+        Each rejected checkpoint is marked (`<step>/CORRUPT`) with a one-line reason. Local saves
+        count if `target` returns the abstract state for `restore`. Raises `CheckpointError` if
+        there are checkpoints and none verifies, so that a run never starts over silently.
         """
-        self._saver.wait()  # one that is being written has no manifest yet
-        wanted = target() if self._local is not None and target is not None else None
-        steps = self._reader.steps() if wanted is not None else []
-        self._chosen = self._choose_locally(wanted, max(steps, default=0))
+        self._saver.wait()  # a save in progress has no manifest yet
+        abstract = target() if self._local is not None and target is not None else None
+        steps = self._reader.steps() if abstract is not None else []
+        self._chosen = self._choose_locally(abstract, max(steps, default=0))
         if self._chosen is not None:
             return self._chosen
         try:
             self._chosen = self._reader.choose()
-        except CheckpointError:  # corrupt ones alone: then an older local save will do
-            if (older := self._choose_locally(wanted, 0)) is None:
+        except CheckpointError:  # all are corrupt: use an older local save
+            if (older := self._choose_locally(abstract, 0)) is None:
                 raise
             self._chosen = older
             return older
-        if steps and self._chosen != steps[-1]:  # as it will where it is newer than what is left
-            older = self._choose_locally(wanted, (self._chosen or 0) + 1)
+        if steps and self._chosen != steps[-1]:
+            older = self._choose_locally(abstract, (self._chosen or 0) + 1)
             self._chosen = self._chosen if older is None else older
         return self._chosen
 
     def survivable(self, state: Any) -> Survivable | None:
-        """Which losses of hosts a local save of such a state survives; None without local saves."""
+        """Return which losses of hosts a local save survives; None without local saves."""
         return None if self._local is None else self._local.survivable(state)
 
     def discard_local(self) -> None:
-        """Delete the local saves of a run that has finished: the directory holds its last state."""
+        """Delete the local saves of a finished run, whose last state is in the directory."""
         if self._local is not None:
             self._local.discard()
 
     def verify(self, step: int) -> str:
-        """Check every file of a checkpoint; "" when it is whole, else the one-line reason."""
+        """Check every file of a checkpoint; return "" or a one-line reason."""
         self._saver.wait()
         return self._reader.problem(step, full=True)
 
@@ -225,25 +219,23 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any], int]:
         """Load a checkpoint onto any mesh, verified.
 
-        `abstract_state` is a tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
-        another dtype than saved is cast. Without `step`, or with what `choose` answered, it is the
-        newest that can be trusted, or an older one when its arrays turn out corrupt. Of the parts
-        in `optional`, e.g. `ema_params`, what the checkpoint lacks comes back as it was asked for,
-        and what was not asked for is left there.
+        `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
+        Arrays of another dtype are cast. Without `step`, or with the result of `choose`, this loads
+        the newest checkpoint that verifies, or an older one if its arrays turn out to be corrupt.
+        Parts in `optional`, e.g. `ema_params`, may be missing on either side: if the checkpoint
+        lacks one, its abstract value is returned. Raises `ConfigError` if leaves are missing, left
+        over or of other shapes (it names all), and `CheckpointError` if there is nothing to restore
+        or the requested checkpoint is corrupt.
 
         Returns:
             (state, meta, step).
-
-        Raises:
-            ConfigError: leaves are missing, left over, or of other shapes; all are named.
-            CheckpointError: nothing to restore, or the checkpoint asked for is corrupt.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
             step = None
         while step is None and self._chosen_locally:
-            if (found := self._restore_locally(abstract_state)) is not None:
-                return found
+            if (restored := self._restore_locally(abstract_state)) is not None:
+                return restored
         while True:
             chosen = self._reader.require(step)
             try:
@@ -265,21 +257,20 @@ class Checkpointer:
         reinit: Collection[str] = (),
         ignore: Collection[str] = (),
     ) -> Any:
-        """Load parameters only: evaluation, generation, warm start, fine-tuning with a new head.
+        """Load parameters only: for evaluation, generation, warm starts and fine-tuning.
+
+        Raises `ConfigError` if leaves are missing, left over or of other shapes, a name matches
+        none, or there is no average, and `CheckpointError` if there is nothing to restore or it is
+        corrupt.
 
         Args:
             target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `reinit` are
-                `jax.Array`s and come back as they are.
-            step: which checkpoint; None = the newest that can be trusted.
-            weights: "ema" = their moving average, "raw" = as trained, "auto" = the average where
-                the checkpoint holds one.
+                `jax.Array`s and are returned unchanged.
+            step: checkpoint to load; None = the newest that verifies.
+            weights: "ema" = the moving average, "raw" = as trained, "auto" = the average if the
+                checkpoint has one.
             reinit: names of leaves or subtrees that are not read, e.g. `head` or `params/head`.
             ignore: names of leaves or subtrees of the checkpoint that may be left unread.
-
-        Raises:
-            ConfigError: leaves are missing, left over, of other shapes; a name matches none; there
-                is no average.
-            CheckpointError: nothing to restore, or the checkpoint is corrupt.
         """
         self._saver.wait()
         chosen = self._reader.require(step)
@@ -294,7 +285,7 @@ class Checkpointer:
         return loaded[item]
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
-        """Which weights `restore_params` takes, "ema" or "raw"; raises as it does."""
+        """Return which weights `restore_params` loads, "ema" or "raw"; raises as it does."""
         if self._local is not None and self._chosen_locally and step == self._chosen:
             arrays = self._local.arrays()
         else:
@@ -303,13 +294,10 @@ class Checkpointer:
         return "raw" if item == "params" else "ema"
 
     def preflight(self, state: Any = None) -> None:
-        """Try the save path now rather than at the first save: write, read back and compare.
+        """Test the save path before training: write, read back and compare.
 
-        The disk must have room for `state`, and the programs for its checksums are compiled here
-        and not in the first save.
-
-        Raises:
-            CheckpointError: with what does not work.
+        Checks the free space for `state` and compiles the checksum programs. Raises
+        `CheckpointError` with the cause.
         """
         from jaxdist.checkpoint.preflight import try_save_path
 
@@ -321,11 +309,11 @@ class Checkpointer:
         self._events.event("preflight", seconds=time.perf_counter() - start)
 
     def start_preflight(self, state: Any = None) -> None:
-        """Begin `preflight` on a thread, e.g. while the step is compiled.
+        """Start `preflight` on a thread, e.g. while the step compiles.
 
-        The caller keeps `state` as it is, and begins no save, until `finish_preflight` returns. A
-        job of several processes is through with it when this returns: programs and exchanges of two
-        threads would meet in another order on each process.
+        The caller must not change `state` or save until `finish_preflight` returns. With several
+        processes the preflight completes here, because programs and exchanges of two threads could
+        run in a different order on each process.
         """
         if self._group.num_processes > 1:
             self.preflight(state)
@@ -335,7 +323,7 @@ class Checkpointer:
         thread.shutdown(wait=False)
 
     def finish_preflight(self) -> None:
-        """Wait for what `start_preflight` began, if it did; raises as `preflight` does."""
+        """Wait for a started preflight; raises as `preflight` does."""
         started, self._preflight = self._preflight, None
         if started is not None:
             started.result()
@@ -344,10 +332,11 @@ class Checkpointer:
         try:
             return LocalTier(self.directory, self.config, self._events)
         except BaseException:
-            self.close()  # it holds the lock
+            self.close()  # releases the lock
             raise
 
     def _choose_locally(self, target: Any, at_least: int) -> int | None:
+        """Choose the newest local save from `at_least` on; every process then has its shards."""
         step = None
         if self._local is not None and target is not None:
             step = self._local.choose(target, at_least)
@@ -355,7 +344,7 @@ class Checkpointer:
         return step
 
     def _restore_locally(self, abstract_state: Any) -> tuple[Any, dict[str, Any], int] | None:
-        """As `restore`, from the local save that was chosen; None where another is chosen now."""
+        """Restore the chosen local save; None if another checkpoint was chosen instead."""
         assert self._local is not None and self._chosen is not None
         try:
             state, meta = self._local.load(abstract_state)
@@ -376,19 +365,19 @@ class Checkpointer:
             self.directory.make_directory()
         except OSError as error:
             raise ConfigError(
-                f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
+                f"checkpoint directory {self.directory} cannot be created ({error.strerror}). "
                 "Choose another --run-dir or make its parent writable."
             ) from error
-        self._lock = DirectoryLock(self.directory, self._say)
+        self._lock = DirectoryLock(self.directory, self._log)
         self._lock.acquire()
         self._saver.lock_lost = self._lock.lost
         crash_point("lock_taken")
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._events.log(f"checkpoint directory {self.directory}: {text}")
 
     def _clean(self) -> None:
         if partial := manifest.delete_partial(self.directory):
-            self._say(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
+            self._log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
         if not self.config.local_dir:
             lineage.forget(self.directory)

@@ -1,8 +1,8 @@
-"""A 32-bit checksum of an array's bits: the same on every mesh, changed by any single wrong bit.
+"""Compute a 32-bit checksum of an array's bits, equal on every mesh.
 
-Each element's bits are mixed with its position in the global array and the results summed modulo
-2³². The mix is a bijection of the element, so one damaged element always changes the sum; more of
-them cancel with probability 2⁻³². Position enters before the mix, so misplaced shards show too.
+Each element's bits are mixed with its position in the global array and summed modulo 2³². The mix
+is a bijection of the element, so one damaged element always changes the sum; several cancel with
+probability 2⁻³². Because the position enters before the mix, misplaced shards are detected too.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from jaxdist.core.types import Array
 
 
 def checksums(arrays: Sequence[Array]) -> list[int]:
-    """Checksum, below 2³², of each array [...]: the same on every process.
+    """Return the checksum, below 2³², of each array [...], equal on every process.
 
-    One pass over device memory; only a scalar each leaves the device. Arrays are global, of any
-    dtype and sharding; PRNG keys are given as their key data.
+    Arrays are global, of any dtype and sharding (PRNG keys as their key data). It takes one pass
+    over device memory, and only one scalar per array leaves the device.
     """
     return start_checksums(arrays)()
 
 
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
-    """Begin what `checksums` computes; the function returned waits for it, on any thread.
+    """Start computing `checksums`; the returned function waits for the result, on any thread.
 
-    The arrays [...] may be donated right after: what is dispatched later overwrites them later.
-    Those on no mesh, or in the host's memory, are waited for here.
+    The caller may donate the arrays [...] right away, because later programs overwrite them later.
+    Arrays without a mesh or in host memory are waited for here.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
     others = []
-    for place, x in enumerate(arrays):
+    for position, x in enumerate(arrays):
         if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
-            meshes.setdefault(x.sharding.mesh, {})[place] = _shortest(x.sharding.spec)
+            meshes.setdefault(x.sharding.mesh, {})[position] = _shortest(x.sharding.spec)
         else:
-            others.append(place)
+            others.append(position)
     started = []
     for mesh, specs in meshes.items():
         program = _program_of(mesh, tuple(specs.values()))
-        started.append((tuple(specs), program([arrays[place] for place in specs])))
-    found = dict(zip(others, _waited_for([arrays[place] for place in others]), strict=True))
+        started.append((tuple(specs), program([arrays[position] for position in specs])))
+    results = dict(zip(others, _waited_for([arrays[position] for position in others]), strict=True))
 
     def result() -> list[int]:
-        for places, sums in started:
-            found.update(zip(places, map(int, jax.device_get(sums)), strict=True))
-        return [found[place] for place in sorted(found)]
+        for positions, sums in started:
+            results.update(zip(positions, map(int, jax.device_get(sums)), strict=True))
+        return [results[position] for position in sorted(results)]
 
     return result
 
@@ -62,15 +62,15 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
 def _program_of(
     mesh: Mesh | AbstractMesh, specs: tuple[PartitionSpec, ...]
 ) -> Callable[[list[Array]], Array]:
-    """Return the program for the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
+    """Compile the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
 
-    One program with one collective, whatever the number of arrays: XLA:CPU takes 32 programs for a
-    device, and may run the collectives of one program in another order on each device.
+    It is one program with one collective for all arrays. XLA:CPU allows 32 programs per device, and
+    may run the collectives of several programs in a different order on each device.
     """
     axes = tuple(mesh.axis_names)
 
     def local(shapes: list[tuple[int, ...]], *parts: Array) -> Array:
-        """Checksums, uint32 [num_arrays], of arrays of which a device has these parts [...]."""
+        """Return checksums, uint32 [num_arrays], of the parts [...] that a device holds."""
         sums = []
         for part, spec, shape in zip(parts, specs, shapes, strict=True):
             split = [_names(entry) for entry in (*spec, *[None] * (part.ndim - len(spec)))]
@@ -84,7 +84,7 @@ def _program_of(
         return collectives.all_reduce(collectives.vary(jnp.stack(sums), axes), axes)
 
     def program(arrays: list[Array]) -> Array:
-        """Checksums, uint32 [num_arrays], of global arrays [...]."""
+        """Return checksums, uint32 [num_arrays], of global arrays [...]."""
         every = functools.partial(local, [x.shape for x in arrays])
         return jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
@@ -92,10 +92,10 @@ def _program_of(
 
 
 def _shortest(spec: PartitionSpec) -> PartitionSpec:
-    """Return the same spec without what it says of trailing dims that are whole.
+    """Drop trailing `None` entries of a spec.
 
-    `P(None)` and `P()` are one sharding, and a train step may turn one into the other: the first
-    save would compile its program again while training waits.
+    `P(None)` and `P()` are one sharding, and a train step may turn one into the other. Without this
+    the first save would compile the program again while training waits.
     """
     entries = [*spec]
     while entries and entries[-1] is None:
@@ -108,29 +108,28 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def _waited_for(arrays: Sequence[Array]) -> list[int]:
-    """Return the checksum of each array [...], a program each."""
-    found: list[int] = []
+    """Return the checksum of each array [...], one program each."""
+    sums: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
         some = [checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
-        found += map(int, jax.device_get(jax.block_until_ready(some)))
-    return found
+        sums += map(int, jax.device_get(jax.block_until_ready(some)))
+    return sums
 
 
-# XLA:CPU takes 32 programs for a device and has one thread for each device. Dispatching more blocks
-# some of these threads, which the collectives of programs dispatched before may then lack for ever.
+# XLA:CPU allows 32 programs per device and has one thread per device. More would block some of the
+# threads, and collectives of earlier programs may then wait for these forever.
 _IN_FLIGHT = 16
 
 
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """What a part adds to an array's checksum: the sum over all parts, modulo 2³², is it.
+    """Return the contribution of a part to an array's checksum, which is their sum modulo 2³².
 
-    The part [...], of any dtype and on the host, is a block of an array of `shape` that begins at
-    index `start`, one number for each dim.
+    The part [...], of any dtype and on the host, is a block that begins at index `start` (one
+    number per dim) of an array of `shape`.
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)
-    # The words of an element lie next to each other, so they lengthen the last dim; a scalar is a
-    # row of one.
+    # The words of an element are adjacent, so they extend the last dim; a scalar is a row of one.
     start, shape = [*start] or [0], [*shape] or [1]
     words_each = max(part.dtype.itemsize // 4, 1)
     start[-1], shape[-1] = start[-1] * words_each, shape[-1] * words_each
@@ -152,13 +151,13 @@ def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
     return total % 2**32
 
 
-_SLAB_WORDS = 1 << 17  # a slab and its temporaries stay in a core's cache
+_SLAB_WORDS = 1 << 17  # a slab and its temporaries fit in a core's cache
 
 
 def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np.ndarray:
-    """Position, modulo 2³², of the first element of each row of a block: uint32 [rows].
+    """Return the position modulo 2³² of the first element of each row of a block, uint32 [rows].
 
-    `lengths` are those of the block's dims but the last, and `rows` is their product.
+    `lengths` are the lengths of all dims of the block but the last; `rows` is their product.
     """
     rows = np.zeros((), np.uint32)
     stride = shape[-1]
@@ -170,7 +169,7 @@ def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np
 
 
 def _on_device(x: Array) -> Array:
-    """Return an array [...] of any dtype, moved to device memory where it lies in the host's."""
+    """Move an array [...] of any dtype from host memory to the device."""
     if x.sharding.memory_kind == "pinned_host":  # offloaded optimizer state, one leaf at a time
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
     return x
@@ -183,11 +182,11 @@ def checksum(x: Array) -> Array:
 
 
 def _sum_of(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> Array:
-    """What a part [...] adds to the checksum, uint32 []; `start` and `shape` as `part_checksum`."""
+    """Return the contribution, uint32 [], of a part [...]; arguments as for `part_checksum`."""
     if part.size > _SLAB_WORDS and jax.default_backend() == "cpu":
         return _sum_of_slabs(part, start, shape)
     words = _words(part)
-    inside = words.shape[part.ndim :]  # of one element
+    inside = words.shape[part.ndim :]  # words of one element
     start, shape = [*start, *[0] * len(inside)], (*shape, *inside)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -201,10 +200,10 @@ def _sum_of(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> 
 
 
 def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> Array:
-    """`_sum_of` a part [...] slab by slab, uint32 [].
+    """Compute `_sum_of` of a part [...] slab by slab, uint32 [].
 
-    XLA:CPU writes the mixed bits of a whole part to new memory before it sums them, which takes
-    five times as long as one slab after another in the cache.
+    XLA:CPU would write the mixed bits of the complete part to new memory before it sums them, which
+    takes five times as long.
     """
     part, start, shape = _merged(part, start, shape)
     dim = next(d for d, size in enumerate(part.shape) if size > 1)
@@ -224,7 +223,7 @@ def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int
 def _merged(
     part: Array, start: Sequence[Array | int], shape: Sequence[int]
 ) -> tuple[Array, list[Array | int], list[int]]:
-    """Return the same elements [...] at the same positions; a dim that is whole joins the one before."""
+    """Merge each complete dim of a part [...] into the dim before it; positions stay."""
     lengths, begins, sizes = [part.shape[0]], [start[0]], [shape[0]]
     for length, begin, size in zip(part.shape[1:], start[1:], shape[1:], strict=True):
         if length == size:
@@ -236,24 +235,24 @@ def _merged(
 
 
 def _words(x: Array) -> Array:
-    """Return the bits of x [...] as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    """Return the bits of x [...] as uint32, [..., 2] if an element has 64 bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     bits = x.dtype.itemsize * 8
     if jax.dtypes.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return x.astype(jnp.int32).astype(jnp.uint32)  # int4 and such have no bit cast of their own
+        return x.astype(jnp.int32).astype(jnp.uint32)  # int4 and narrower have no bit cast
     if bits >= 32:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)
 
 
 def _mix(h: Any, uint32: Any = jnp.uint32) -> Any:
-    """Bijection of uint32 in which every input bit moves every output bit.
+    """Apply a bijection of uint32 in which every input bit changes every output bit.
 
     References:
-        The 32-bit finaliser of MurmurHash3 (Appleby, public domain): its shifts and multipliers.
+        The 32-bit finalizer of MurmurHash3 (Appleby, public domain): its shifts and multipliers.
     """
     h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)

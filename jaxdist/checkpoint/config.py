@@ -1,4 +1,4 @@
-"""Settings of checkpoints: when to save, what to keep, how far to trust what is read."""
+"""Settings of checkpoints: when to save, how many to keep, how strictly to verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save, what to keep, how far to trust what is read."""
+    """Settings of saving, retention and verification."""
 
     save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps", ge=0)
     save_interval_minutes: float = setting(
@@ -32,8 +32,8 @@ class CheckpointConfig:
     )
     async_save: bool = setting(
         True,
-        "write while training goes on, also once halfway between two saves, so that a crash that "
-        "cuts off a write costs one interval at most; false = wait for every save",
+        "write in the background, and save once more halfway between two saves, so that a crash "
+        "during a write loses at most one interval; false = wait for every save",
     )
     verify: Literal["full", "quick", "none"] = setting(
         "full",
@@ -51,43 +51,44 @@ class CheckpointConfig:
     )
     neighbours: int = setting(
         1,
-        "other hosts that keep a copy of each shard saved to local_dir: so many hosts may be lost; "
-        "0 = none",
+        "number of other hosts that keep a copy of each shard saved to local_dir, and so of hosts "
+        "that may be lost; 0 = none",
         ge=0,
     )
 
     @property
     def in_background(self) -> bool:
-        """Return whether training goes on during a write; an interval of one step cannot be halved."""
+        """Return whether training continues during a write."""
+        # An interval of one step cannot be halved.
         return self.async_save and self.save_interval_steps != 1
 
     @property
     def best(self) -> tuple[str, int]:
-        """The metric that `keep_best` names, and how many it keeps."""
+        """Return the metric of `keep_best` and the number of checkpoints it keeps."""
         metric, _, count = self.keep_best.partition(":")
         return metric, int(count) if count.isdecimal() else 0
 
     def missing_best(self, metrics: Collection[str]) -> str:
-        """What to say where no evaluation gives the metric of `keep_best`; "" where one does."""
+        """Return an error message if no evaluation reports the metric of `keep_best`; else ""."""
         metric, count = self.best
         if not count or metric in metrics:
             return ""
         return (
-            f"checkpoint.keep_best={self.keep_best} keeps nothing: evaluations of this run give no "
-            f"{metric}. Use one of {', '.join(metrics)}."
+            f"checkpoint.keep_best={self.keep_best} keeps nothing: evaluations of this run do not "
+            f"report {metric}. Use one of {', '.join(metrics)}."
         )
 
     def problems(self) -> list[str]:
-        """What no bound says."""
-        found = []
+        """Return the errors that the bounds of single fields do not cover."""
+        errors = []
         if not re.fullmatch(r"none|\w+:[1-9][0-9]{0,8}", self.keep_best):
-            found.append(
+            errors.append(
                 f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric "
                 "and a number from 1 on. Use e.g. loss:3 or accuracy:1, or none."
             )
         if is_url(self.local_dir):
-            found.append(
+            errors.append(
                 f"checkpoint.local_dir={self.local_dir} is a URL: local saves go to each host's "
                 "own disk. Use e.g. /nvme/jaxdist; --run-dir may be a URL."
             )
-        return found
+        return errors

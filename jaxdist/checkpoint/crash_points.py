@@ -1,4 +1,4 @@
-"""Named moments of saving and restoring at which a test kills the process."""
+"""Named moments of saving and restoring at which tests kill the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "JAXDIST_CRASH_POINT"
 """Environment variable that names the point at which this process dies; for tests."""
 
 CrashPoint = Literal[
-    "lock_taken",  # the directory is locked, leftovers of earlier saves are still there
+    "lock_taken",  # the directory is locked, unfinished saves are not deleted yet
     "before_arrays",  # a save is prepared, none of its files exists
     "during_arrays",  # Orbax writes arrays in the background
     "during_upload",  # an object store holds some objects of a save, and not all
@@ -19,12 +19,12 @@ CrashPoint = Literal[
     "after_manifest",  # the checkpoint counts, older ones are not deleted yet
     "during_retention",  # an old checkpoint has lost its manifest, not its other files
     "during_mark",  # a checkpoint was found corrupt and is not marked yet
-    "during_restore",  # the arrays are read, nothing is handed to the run yet
+    "during_restore",  # the arrays are read and not yet returned to the run
 ]
 POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
 
 
 def crash_point(name: CrashPoint) -> None:
-    """Kill this process (SIGKILL) if the environment asks for it at this point."""
+    """Kill this process (SIGKILL) if the environment names this point."""
     if os.environ.get(VARIABLE) == name:
         os.kill(os.getpid(), signal.SIGKILL)

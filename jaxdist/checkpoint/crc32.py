@@ -1,4 +1,4 @@
-"""CRC-32 of large files on several cores: of their blocks, put together."""
+"""Compute the CRC-32 of large files on several cores, by combining the CRCs of blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxdist.runtime.storage import BLOCK_BYTES, Location
 
-_THREADS = min(os.cpu_count() or 1, 8)  # zlib lets go of the interpreter; a disk takes no more
+_THREADS = min(os.cpu_count() or 1, 8)  # zlib releases the GIL; more threads do not speed up a disk
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 
 def fingerprint(file: Location) -> list[int]:
-    """Size in bytes and CRC-32 of a file."""
+    """Return size in bytes and CRC-32 of a file."""
     if not file.is_local or (size := file.size()) <= BLOCK_BYTES:
         crc = size = 0
         for block in file.stream():
@@ -35,10 +35,10 @@ def fingerprint(file: Location) -> list[int]:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """CRC-32 of bytes A followed by bytes B, from the CRC-32 of each and the `length` of B.
+    """Return the CRC-32 of bytes A + B from the CRC-32 of each and the `length` of B.
 
     References:
-        zlib's `crc32_combine`: to append n zero bits to A multiplies its CRC by xⁿ, modulo the
+        zlib's `crc32_combine`: appending n zero bits to A multiplies its CRC by xⁿ modulo the
         polynomial.
     """
     return _product(_power_of_x(8 * length), first) ^ second
@@ -56,9 +56,9 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    found = 0
+    product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
-            found ^= b
+            product ^= b
         b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
-    return found
+    return product

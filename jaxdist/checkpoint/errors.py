@@ -1,4 +1,4 @@
-"""Failures of a checkpoint that no change of config would cure; all processes raise them alike."""
+"""Errors of checkpoints that no change of settings fixes. All processes raise the same one."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Any
 
 from jaxdist.settings import ConfigError
 
-_SHOWN = 3  # arrays that a mismatch names
+_MAX_NAMED = 3  # arrays that an error names
 
 
 class CheckpointError(RuntimeError):
-    """Saving or restoring failed for good; the message says what, where and what to do."""
+    """A save or restore failed for good; the message has cause, path and fix."""
 
 
 class CorruptCheckpoint(CheckpointError):
-    """This checkpoint holds other bits than were saved; an older one may be good."""
+    """The stored bits differ from the saved ones; an older checkpoint may be intact."""
 
 
 class MismatchError(ConfigError):
-    """A checkpoint has other arrays than the settings need; `document` describes its arrays."""
+    """The arrays of a checkpoint do not match the settings; `document` describes them."""
 
     def __init__(self, step: int, problems: list[str], document: dict[str, Any]):
         self.step, self.document = step, document
-        lines = [f"checkpoint {step} does not fit: {line}" for line in problems[:_SHOWN]]
-        if len(problems) > _SHOWN:
-            lines[-1] += f" {len(problems) - _SHOWN} more arrays do not fit."
+        lines = [f"checkpoint {step} does not fit: {line}" for line in problems[:_MAX_NAMED]]
+        if len(problems) > _MAX_NAMED:
+            lines[-1] += f" {len(problems) - _MAX_NAMED} more arrays do not fit."
         super().__init__(lines)

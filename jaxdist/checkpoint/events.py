@@ -1,4 +1,4 @@
-"""What a checkpointer reports: lines for people, events for metrics."""
+"""Events and log lines of a checkpointer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass
 class Outcome:
-    """One save, measured by the training loop and by the background thread.
+    """Result of one save, measured by the training loop and by the background thread.
 
-    Attributes:
-        halfway: it halves an interval, and is kept until the next save is committed.
-        waited_s: seconds the loop waited for the save before.
-        blocked_s: seconds the loop waited for the copy to the host.
-        written_s: seconds from the start until the manifest was durable.
-        error: one line; "" when it is committed.
+    `waited_s` is the wait for the previous save, `blocked_s` the copy to the host and `written_s`
+    the time from the start until the manifest was durable, all in seconds. A save `halfway` through
+    an interval is kept until the next one is committed. `error` is one line, "" if committed.
     """
 
     step: int
@@ -35,7 +32,7 @@ class Outcome:
 
 
 class EventLog:
-    """Collects events on every process and writes lines on process 0."""
+    """Collect events on every process; write log lines on process 0."""
 
     def __init__(self, write_line: Callable[[str], None], leader: bool) -> None:
         self._write_line = write_line
@@ -43,12 +40,12 @@ class EventLog:
         self._events: collections.deque[Event] = collections.deque()  # two threads append
 
     def log(self, text: str) -> None:
-        """One line for people."""
+        """Write one log line."""
         if self._leader:
             self._write_line(text)
 
     def event(self, kind: str, **values: Any) -> None:
-        """One record for metrics."""
+        """Add one event."""
         self._events.append({"event": kind, **values})
 
     def pop(self) -> list[Event]:
@@ -56,7 +53,7 @@ class EventLog:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def saved(self, outcome: Outcome) -> None:
-        """A committed save."""
+        """Report a committed save."""
         bytes_per_s = outcome.num_bytes / max(outcome.written_s, 1e-9)
         self.event(
             "save",
@@ -69,7 +66,7 @@ class EventLog:
             gb_per_s=bytes_per_s / 1e9,
         )
         late = outcome.waited_s > 0.01
-        waited = f", waited {outcome.waited_s:.2f} s for the save before" if late else ""
+        waited = f", waited {outcome.waited_s:.2f} s for the previous save" if late else ""
         halfway = "; halfway, kept until the next" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
@@ -78,7 +75,7 @@ class EventLog:
         )
 
     def saved_locally(self, outcome: Outcome) -> None:
-        """A local save with its copies; `bytes` are those of this process."""
+        """Report a local save and its copies; `bytes` are those of this process."""
         self.event(
             "local_save",
             step=outcome.step,
@@ -93,12 +90,12 @@ class EventLog:
         )
 
     def failed_locally(self, step: int, reason: str) -> None:
-        """A local save that does not count: it or a copy of it is not whole."""
+        """Report a local save that is incomplete, or a copy of it."""
         self.event("local_save_failed", step=step, reason=reason)
-        self.log(f"LOCAL SAVE FAILED at step {step}: {reason} (the local saves before are kept)")
+        self.log(f"LOCAL SAVE FAILED at step {step}: {reason} (earlier local saves are kept)")
 
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
-        """A save that did not happen, with how many more may fail."""
+        """Report a failed save and how many failures in a row stop the run."""
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
         self.log(
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
@@ -107,7 +104,7 @@ class EventLog:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: ours are written to be one, Orbax's run to hundreds."""
+    """Shorten an error to one line; messages of Orbax have hundreds."""
     if isinstance(error, CheckpointError):
         return str(error)
     lines = str(error).strip().splitlines()

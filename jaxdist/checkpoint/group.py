@@ -1,4 +1,4 @@
-"""The processes that save and restore together."""
+"""Create groups of processes that save and restore together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from jaxdist.runtime.coordination import Group
 
 
 def make_group() -> Group:
-    """Return a group for one thread's exchanges; failures of a checkpoint reach all processes alike."""
+    """Return a group for the exchanges of one thread; all processes raise the same errors."""
     errors = (CorruptCheckpoint, CheckpointError)
     return Group("checkpoint", errors=errors, otherwise=CheckpointError)

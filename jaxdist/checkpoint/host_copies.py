@@ -1,7 +1,7 @@
-"""Copies of arrays in host memory that is kept from one save to the next.
+"""Copies of arrays in host memory that is reused from one save to the next.
 
-Writing to new memory, which the system maps page by page, takes many times as long as writing to
-memory in use, and training waits for these copies.
+Writing to newly allocated memory, which the system maps page by page, is many times slower, and
+training waits for these copies.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 
 class HostCopies:
-    """One copy for each key, overwritten by the next with that key."""
+    """One copy per key, overwritten by the next one with that key."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, np.ndarray] = {}
 
     def take(self, key: Hashable, data: Any) -> np.ndarray:
-        """Return a copy [...] of what one device holds, of any dtype, in row-major order."""
+        """Return a row-major copy [...] of the data of one device, of any dtype."""
         values = np.asarray(data)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
@@ -28,5 +28,5 @@ class HostCopies:
         return buffer
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers.clear()

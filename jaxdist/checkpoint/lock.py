@@ -1,10 +1,8 @@
-"""Keeps a second run out of a checkpoint directory, and lets a crashed run's successor in.
+"""Keep a second run out of a checkpoint directory, and let the successor of a crashed run in.
 
-The storage's own lock decides wherever it reaches both runs (on POSIX the kernel's, or the NFS
-server's): it ends with its process, so there is nothing to clean up. Where another host holds the
-directory on a storage without such locks, the holder's heartbeat in the lock file decides, and on
-an object store wherever the holder may be alive. The file is watched for changes; its time is not
-compared with our clock, because clocks differ.
+If the storage's own lock (POSIX, NFS) covers both runs, it decides, and it ends with its process.
+Otherwise, on other hosts or an object store, the heartbeat of the holder in the lock file decides.
+The file is watched for changes, not compared with our clock, because clocks differ.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ from jaxdist.settings import ConfigError
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats in the lock file; after three missed ones the holder is gone."""
+"""Seconds between heartbeats in the lock file; a holder that misses three is gone."""
 
 RELEASE_S = 30.0
-"""Seconds in which the lock is given up; without it the next run waits for missed heartbeats."""
+"""Time-out of releasing the lock; a lock that stays delays the next run by three heartbeats."""
 
 _held: set[str] = set()  # POSIX locks do not exclude within one process; this does
 
 
 class DirectoryLock:
-    """The right to write into a directory (an absolute path), for one process at a time.
+    """Exclusive right of one process to write into a directory (an absolute path).
 
-    `log` receives what is found out about an earlier holder.
+    `log` receives lines about an earlier holder.
     """
 
     def __init__(self, directory: Location, log: Callable[[str], None]) -> None:
@@ -57,10 +55,9 @@ class DirectoryLock:
         }
 
     def acquire(self) -> None:
-        """Take the lock, perhaps over from a run that died.
+        """Take the lock, also from a run that died.
 
-        Raises:
-            ConfigError: another run holds it, or the directory cannot be written.
+        Raises `ConfigError` if another run holds it or the directory is not writable.
         """
         path = self._directory / FILE_NAME
         if path.path in _held:
@@ -78,8 +75,8 @@ class DirectoryLock:
         try:
             content = file.read()
             self._before = content if content or has_file else None
-            self._refuse_living_holder(file)
-            if not file.is_exclusive:  # of two that got here, one alone may write it first
+            self._reject_living_holder(file)
+            if not file.is_exclusive:  # a conditional write: only one of two runs succeeds
                 file.write(self._content())
         except Locked as refused:
             file.close()
@@ -89,7 +86,7 @@ class DirectoryLock:
             raise
         self._file = file
         _held.add(path.path)
-        if file.is_exclusive:  # else it is written
+        if file.is_exclusive:
             self._write()
         self._beating = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
         self._beating.start()
@@ -97,29 +94,29 @@ class DirectoryLock:
     def lost(self) -> str:
         """Return why this process may not write any more; "" while it holds the lock.
 
-        Where the storage has no locks of its own, another run takes over from one that was stopped
-        for longer than three heartbeats and may go on later.
+        On storage without locks another run takes over from one that was stopped for longer than
+        three heartbeats and may continue later.
         """
         if self._file is not None and not self._file.is_exclusive:
             self._write()
         return self._lost
 
     def release(self, *, undo: bool = False) -> None:
-        """Give the lock up; the next run starts without waiting.
+        """Release the lock; the next run starts without waiting.
 
-        `undo` restores the lock file as it was before `acquire`.
+        `undo` restores the lock file to its content before `acquire`.
         """
         if self._file is None or self._beating is None:
             return
         self._stop.set()
-        give_up = self._undo if undo else self._give_up
-        is_given_up = in_time(f"giving up the lock of {self._directory}", give_up, RELEASE_S)
+        release = self._undo if undo else self._release
+        is_released = in_time(f"releasing the lock of {self._directory}", release, RELEASE_S)
         _held.discard((self._directory / FILE_NAME).path)
-        if is_given_up:  # else a write that is still waited for would go to the next file opened
+        if is_released:  # else a pending write would go to the next file opened
             self._file.close()
         self._file = None
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         assert self._beating is not None
         self._beating.join()
         self._record["state"] = "released"
@@ -135,22 +132,22 @@ class DirectoryLock:
         else:
             self._file.write(self._before)
 
-    def _refuse_living_holder(self, file: LockFile) -> None:
-        """Raise if the process that the file names is alive though the storage let us in."""
+    def _reject_living_holder(self, file: LockFile) -> None:
+        """Raise if the named process is alive although the storage granted the lock."""
         holder = _parsed(file.read())
         if not holder or holder.get("state") == "released":
             return
         who = f"process {holder.get('pid')} on {holder.get('host')}"
-        # Containers of one machine share its boot, and not their process ids.
+        # Containers on one machine share its boot id, but not process ids.
         here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
         pid = holder.get("pid", 0)
         may_live = not here or (not file.is_exclusive and _is_alive(pid))
-        # A process of that number may be another one, as in a container that was started again.
-        # Without conditional writes a holder that is only stopped would not learn that it lost.
+        # The process id may be reused, as in a restarted container. Without conditional writes a
+        # stopped holder would not notice that it lost the lock.
         if here and may_live and self._directory.is_local and pid != os.getpid():
             raise self._refusal(holder)
         if may_live:
-            self._log(f"watching whether {who} still uses it, {3 * HEARTBEAT_S:.0f} s")
+            self._log(f"watching for heartbeats of {who}, {3 * HEARTBEAT_S:.0f} s")
             if _beats(file, holder):
                 raise self._refusal(holder)
         self._log(f"took over from {who}, which is gone")
@@ -179,7 +176,7 @@ class DirectoryLock:
                 self._file.write(self._content())
             except Locked as taken:
                 self._lost = str(self._refusal(_parsed(taken.holder)))
-            except OSError:  # a vanished mount is reported by the save that needs it
+            except OSError:  # the next save reports a lost mount
                 pass
 
 
@@ -192,6 +189,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _beats(file: LockFile, before: dict[str, Any]) -> bool:
+    """Return whether the record changes within three heartbeats."""
     deadline = time.monotonic() + 3 * HEARTBEAT_S
     while time.monotonic() < deadline:
         time.sleep(HEARTBEAT_S / 10)
@@ -209,6 +207,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _boot_id() -> str:
+    """Return the id of this boot of this machine; host names may repeat."""
     try:
         return locate("/proc/sys/kernel/random/boot_id").text().strip()
     except OSError:

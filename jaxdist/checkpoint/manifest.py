@@ -1,17 +1,15 @@
-"""The list of a checkpoint's files with size and CRC-32: written last, checked before loading.
+"""List the files of a checkpoint with size and CRC-32: written last, checked before loading.
 
-A directory `<step>/` is a checkpoint because it holds `manifest.json`, and for no other reason.
-Saving writes that file last and deleting removes it first, so a kill at any moment leaves a whole
-checkpoint or none. What a killed save or deletion leaves behind has no manifest: readers pass it
-over, and the next run that holds the lock removes it.
+A directory `<step>/` is a checkpoint if and only if it holds `manifest.json`. A save writes that
+file last and a deletion removes it first, so a kill at any moment leaves a complete checkpoint or
+none. Readers skip directories without a manifest, and the next run that holds the lock deletes
+them. No file is renamed. A checkpoint that must not be loaded keeps its files and gets a marker
+file with a one-line reason, until its step is saved again:
 
-Nothing is ever renamed. A checkpoint that must not be loaded keeps its files and gets a marker,
-a file with the one-line reason, until its step is saved again:
+    CORRUPT      the files differ from the saved ones, or could not be read
+    SUPERSEDED   a run restarted from an older step
 
-    CORRUPT      it holds other bytes than were saved, or could not be read
-    SUPERSEDED   a run started again from an older step, and this one is newer
-
-No JAX here: a checkpoint can be verified on any machine that sees its files.
+This module does not import JAX: any machine that can read the files can verify a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ DOCUMENT = "meta/metadata"
 CORRUPT = "CORRUPT"
 SUPERSEDED = "SUPERSEDED"
 
-_PASSING = {  # file server away or slow, too little memory, too many open files
+_TRANSIENT = {  # file server unreachable or slow, out of memory, too many open files
     errno.ESTALE,
     errno.ETIMEDOUT,
     errno.ENOTCONN,
@@ -47,14 +45,14 @@ _PASSING = {  # file server away or slow, too little memory, too many open files
     errno.EMFILE,
     errno.ENFILE,
 }
-"""Errors that say nothing of a file: the next attempt may read it."""
+"""Transient errors: the next attempt may succeed."""
 
 _FORMAT = 1
 _KEYS = {"format", "step", "metrics", "files"}
 
 
 def steps_in(directory: Location) -> list[int]:
-    """Steps of the checkpoints in a directory, corrupt ones included, in increasing order."""
+    """Return the steps of the checkpoints, corrupt ones included, in increasing order."""
     return [
         step
         for step in _directories(directory)
@@ -63,19 +61,16 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """Return the directory of a run's checkpoints, for any path inside or above it, and the step named.
+    """Return the checkpoint directory of a run, for any path inside or above it, and a step.
 
-    The step is None unless the path is one of a checkpoint in that directory: a run may have a
-    number for its name too.
-
-    Raises:
-        ConfigError: there are none.
+    The step is None unless the path is a checkpoint in that directory: a run may have a numeric
+    name. Raises `ConfigError` if there are no checkpoints.
     """
-    given = locate(path).absolute()
-    for candidate in (given / "checkpoints", given, given.parent):
-        if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
-            return candidate, int(given.name) if candidate == given.parent else None
-    if not given.exists():
+    location = locate(path).absolute()
+    for candidate in (location / "checkpoints", location, location.parent):
+        if steps_in(candidate) and (candidate != location.parent or location.name.isdecimal()):
+            return candidate, int(location.name) if candidate == location.parent else None
+    if not location.exists():
         raise ConfigError(f"{path} does not exist. Name a run directory or one checkpoint.")
     raise ConfigError(
         f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
@@ -84,10 +79,7 @@ def named_step(path: str) -> tuple[Location, int | None]:
 
 
 def stored_config(directory: Location, step: int | None = None) -> str:
-    """Return the settings (TOML) stored with the newest whole checkpoint, or that of `step`.
-
-    A `step` without a whole checkpoint stands for the newest one before it. "" = none is stored.
-    """
+    """Return the settings (TOML) of the newest intact checkpoint up to `step`, or ""."""
     for candidate in reversed(steps_in(directory)):
         checkpoint = directory / candidate
         with contextlib.suppress(ValueError, KeyError):
@@ -101,7 +93,7 @@ def stored_config(directory: Location, step: int | None = None) -> str:
 
 
 def files_of(checkpoint: Location) -> list[str]:
-    """Return every file that a manifest covers, by path inside the checkpoint, sorted."""
+    """Return the sorted paths, relative to the checkpoint, of all files that a manifest covers."""
     return [name for name in checkpoint.files() if name not in (FILE_NAME, CORRUPT, SUPERSEDED)]
 
 
@@ -113,10 +105,10 @@ def write(
     *,
     halfway: bool = False,
 ) -> None:
-    """Commit the checkpoint of a step whose files are all there: from now on it counts.
+    """Commit the checkpoint of a step whose files are complete.
 
-    `files` are size and CRC-32 of each, by path inside the checkpoint; `metrics` are of an
-    evaluation at this step. One `halfway` is kept only until the next one is committed.
+    `files` maps a path inside the checkpoint to size and CRC-32; `metrics` are evaluation metrics
+    at this step. A `halfway` checkpoint is kept only until the next one is committed.
     """
     body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))
@@ -126,8 +118,8 @@ def read(checkpoint: Location) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        ValueError: with the one-line reason why the checkpoint must not be loaded.
-        OSError: nothing is known of it, because the storage cannot be reached just now.
+        ValueError: the checkpoint must not be loaded; the message is a one-line reason.
+        OSError: the storage cannot be reached at the moment.
     """
     for marker in (CORRUPT, SUPERSEDED):
         if (checkpoint / marker).exists():
@@ -140,52 +132,44 @@ def read(checkpoint: Location) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"no {FILE_NAME}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _raise_passing(checkpoint, error)
+        _raise_transient(checkpoint, error)
         raise ValueError(f"{FILE_NAME} is unreadable ({type(error).__name__})") from None
     if crc != _crc_of(body):
         raise ValueError(f"{FILE_NAME} does not match its own CRC-32")
     if body["format"] != _FORMAT:
-        raise ValueError(f"format {body['format']} is unknown here, {_FORMAT} is supported")
+        raise ValueError(f"format {body['format']} is not supported, only {_FORMAT}")
     if str(body["step"]) != checkpoint.name:
         raise ValueError(f"its manifest is of step {body['step']}: the directory was renamed")
     return {"halfway": False, **body}  # older manifests do not have this key
 
 
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
-    """One reason for each listed file that is missing or has another size.
-
-    Raises:
-        OSError: nothing is known, because the storage cannot be reached just now.
-    """
-    found = []
+    """Return a reason for each file that is missing or has another size; raises as `read`."""
+    problems = []
     listed = None if checkpoint.is_local else checkpoint.sizes()  # one request for 1,000 objects
     for name, (size, _) in files.items():
         try:
             if listed is not None and name not in listed:
                 raise FileNotFoundError
             if (actual := listed[name] if listed else (checkpoint / name).size()) != size:
-                found.append(f"{name} has {actual} of {size} bytes")
+                problems.append(f"{name} has {actual} of {size} bytes")
         except OSError as error:
-            _raise_passing(checkpoint, error)
-            found.append(f"{name} is missing")
-    return found
+            _raise_transient(checkpoint, error)
+            problems.append(f"{name} is missing")
+    return problems
 
 
 def content_problems(
     checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
-    """One reason for each named file whose content is not what was written.
-
-    Raises:
-        OSError: nothing is known, because the storage cannot be reached just now.
-    """
+    """Return a reason for each file whose CRC-32 differs; raises `OSError` as `read`."""
 
     def problem(name: str) -> str:
         try:
             if crc32.fingerprint(checkpoint / name) != files[name]:
                 return f"{name} has other content than was written (CRC-32)"
         except OSError as error:
-            _raise_passing(checkpoint, error)
+            _raise_transient(checkpoint, error)
             return f"{name} cannot be read ({error.strerror})"
         return ""
 
@@ -196,11 +180,7 @@ def content_problems(
 
 
 def damage(checkpoint: Location) -> str:
-    """Return why a checkpoint must not be loaded, or "": every file against the manifest.
-
-    Raises:
-        OSError: nothing is known, because the storage cannot be reached just now.
-    """
+    """Return why a checkpoint must not be loaded, or ""; checks every file, raises `OSError`."""
     try:
         files = read(checkpoint)["files"]
     except ValueError as reason:
@@ -209,20 +189,20 @@ def damage(checkpoint: Location) -> str:
 
 
 def mark(checkpoint: Location, marker: str, reason: str) -> None:
-    """Mark a checkpoint as `CORRUPT` or `SUPERSEDED`, for a reason of one line."""
+    """Mark a checkpoint as `CORRUPT` or `SUPERSEDED`, with a one-line reason."""
     crash_point("during_mark")
     (checkpoint / marker).write(reason)
 
 
 def delete(checkpoint: Location) -> None:
-    """Delete a checkpoint, the manifest first: killed half way, it is none any more."""
+    """Delete a checkpoint, its manifest first, so that a kill never leaves a partial one."""
     (checkpoint / FILE_NAME).delete()
     crash_point("during_retention")
     checkpoint.delete_tree()
 
 
 def delete_partial(directory: Location) -> list[int]:
-    """Delete what killed saves left behind, while no save is running; returns their steps."""
+    """Delete unfinished saves and return their steps; no save may be running."""
     partial = [s for s in _directories(directory) if not (directory / s / FILE_NAME).exists()]
     for step in partial:
         (directory / step).delete_tree()
@@ -234,10 +214,10 @@ def _directories(directory: Location) -> list[int]:
     return [step for step in steps if (directory / step).is_directory()]
 
 
-def _raise_passing(checkpoint: Location, error: Exception) -> None:
+def _raise_transient(checkpoint: Location, error: Exception) -> None:
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return
-    if error.errno in _PASSING or not checkpoint.is_local:  # an object store knows no bad disk
+    if error.errno in _TRANSIENT or not checkpoint.is_local:  # an object store has no bad sectors
         raise error
 
 

@@ -1,9 +1,8 @@
-"""Arrays on an object store and back: one zarr array for each leaf, one object for each chunk.
+"""Write and read arrays on an object store: one zarr array per leaf, one object per chunk.
 
-Every process writes the chunks that its devices hold, straight from memory and many at a time. No
-process waits for another, nothing is merged, and a restore on another mesh reads the ranges of the
-chunks that it needs. The format is zarr version 2 without compression, a chunk being its elements
-in row-major order, so TensorStore and zarr read these arrays too.
+Every process writes the chunks of its devices straight from memory, many at a time, and waits for
+no other process. A restore on another mesh reads only the byte ranges that it needs. The format is
+zarr version 2 without compression: TensorStore and zarr can read it.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.blocks import Index, blocks_in, dtype_of, even_chunk
+from jaxdist.checkpoint.blocks import Index, blocks_in, dtype_of, even_chunk, relative
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.runtime.storage import REQUESTS, Location
 
 CHUNK_BYTES = 16 << 20
-"""Largest chunk of an array: one object, uploaded in one request, which must not take 30 s."""
+"""Largest chunk of an array: one object, uploaded in one request of less than 30 s."""
 
 _ZARRAY = ".zarray"
 
 
 class ObjectWriter:
-    """Writes one checkpoint at a time in the background.
+    """Writer of one checkpoint at a time in the background.
 
-    Attributes:
-        fingerprints: size and CRC-32 of each file that this process wrote, by path inside the
-            checkpoint; complete after `wait`.
+    `fingerprints` has size and CRC-32 of each file that this process wrote, by path inside the
+    checkpoint; it is complete after `wait`.
     """
 
     def __init__(self) -> None:
@@ -44,7 +42,7 @@ class ObjectWriter:
         self._uploads: list[Future[None]] = []
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays to the host and begin to write; as `OrbaxWriter.start`."""
+        """Copy arrays to the host and start to write; see `OrbaxWriter.start`."""
         self.fingerprints, self._uploads = {}, []
         self._pool = self._pool or ThreadPoolExecutor(REQUESTS, "checkpoint-upload")
         leaves = list(_leaves(items))
@@ -60,19 +58,20 @@ class ObjectWriter:
                 files.append((f"{name}/{_ZARRAY}", json.dumps(metadata).encode()))
             for shard in _own_shards(array):
                 bounds = _bounds(shard.index, array.shape)
-                host = self._copies.take((name, str(bounds)), shard.data)  # a step overwrites it
+                # A copy, because the next step overwrites the shard.
+                host = self._copies.take((name, str(bounds)), shard.data)
                 files += _chunks_of(name, chunk, bounds, host)
-        # Only now: beside uploads the copies, which training waits for, take many times as long.
+        # Start after all copies: training waits for them, and concurrent uploads slow them down.
         upload = lambda file: self._upload(checkpoint / file[0], *file)
         self._uploads = [self._pool.submit(upload, file) for file in files]
 
     def wait(self) -> None:
-        """Wait until what `start` began is stored, by this process; raise if it failed."""
+        """Wait until this process has stored its chunks; raise if an upload failed."""
         try:
             for upload in self._uploads:
                 upload.result()
         except BaseException:
-            self._copies.clear()  # uploads that still run read the ones they have
+            self._copies.clear()  # running uploads keep theirs
             raise
         finally:
             for upload in self._uploads:
@@ -80,7 +79,7 @@ class ObjectWriter:
             self._uploads = []
 
     def give_up(self) -> None:
-        """Nothing: no other process waits for this one."""
+        """Do nothing: no other process waits for this one."""
 
     def close(self) -> None:
         """Stop the background threads."""
@@ -89,7 +88,7 @@ class ObjectWriter:
             self._pool = None
 
     def _upload(self, file: Location, name: str, content: bytes | np.ndarray) -> None:
-        """Store bytes, or an array [...] of any dtype, and note its entry of the manifest."""
+        """Store bytes, or an array [...] of any dtype, and record its fingerprint."""
         data = content if isinstance(content, bytes) else _bytes_of(content)
         file.write(data)
         crash_point("during_upload")
@@ -97,21 +96,19 @@ class ObjectWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Read items onto shardings; as `orbax_io.read`."""
+    """Read items onto shardings; see `orbax_io.read`."""
     with ThreadPoolExecutor(REQUESTS, "checkpoint-download") as pool:
         opened = {
             name: pool.submit(ObjectArray.open, checkpoint / name) for name, _ in _leaves(targets)
         }
-        found = {
-            name: _restore(opened[name].result(), target, pool) for name, target in _leaves(targets)
-        }
-    return {item: _filled(tree, item, (), found) for item, tree in targets.items()}
+        arrays = [_restore(opened[name].result(), t, pool) for name, t in _leaves(targets)]
+    return jax.tree.unflatten(jax.tree.structure(targets), arrays)
 
 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> ObjectArray:
-    """As `orbax_io.open_array`."""
+    """Open or create an array; see `orbax_io.open_array`."""
     location = checkpoint / _name(item, keys)
     if create is not None:
         metadata = zarr_metadata(create["shape"], create["chunks"], create["dtype"])
@@ -120,12 +117,12 @@ def open_array(
 
 
 def zarr_metadata(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
-    """What `.zarray` holds for an uncompressed array."""
+    """Return the content of `.zarray` for an uncompressed array."""
     return {
         "zarr_format": 2,
         "shape": list(shape),
         "chunks": [max(size, 1) for size in chunk],
-        "dtype": dtype.name if dtype.kind == "V" else dtype.str,  # bfloat16 has no code of its own
+        "dtype": dtype.name if dtype.kind == "V" else dtype.str,  # bfloat16 has no type code
         "compressor": None,
         "fill_value": None,
         "order": "C",
@@ -135,7 +132,7 @@ def zarr_metadata(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -
 
 
 class ObjectArray:
-    """One stored array; `chunk` is the shape of its pieces."""
+    """One stored array; `chunk` is the shape of its chunks."""
 
     def __init__(self, location: Location, metadata: Mapping[str, Any]) -> None:
         self._location = location
@@ -145,11 +142,11 @@ class ObjectArray:
 
     @classmethod
     def open(cls, location: Location) -> ObjectArray:
-        """Return the array at a location; raises `OSError` or `ValueError` where there is none."""
+        """Open the array at a location; raises `OSError` or `ValueError` if there is none."""
         return cls(location, (location / _ZARRAY).json())
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """Return a part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
+        """Return a part [...] in the stored dtype; `index` has slices of leading dims."""
         index = _bounds(index, self.shape)
         out = np.empty([s.stop - s.start for s in index], self.dtype)
         for part in self.parts(index):
@@ -157,34 +154,29 @@ class ObjectArray:
         return out
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write `part` [shape of `index`] in whole chunks, filled up at the end of the array."""
+        """Write `part` [shape of `index`] in complete chunks, padded at the end of the array."""
         index = _bounds(index, self.shape)
         if part.size == 0:
             return
         for piece in blocks_in(index, self.chunk):
             chunk = np.zeros(self.chunk, self.dtype)
-            local = tuple(
-                slice(p.start - s.start, p.stop - s.start)
-                for p, s in zip(piece, index, strict=True)
-            )
             if any(p.start % n for p, n in zip(piece, self.chunk, strict=True)):
-                raise ValueError(f"{self._location}: {piece} does not begin where a chunk does")
-            chunk[tuple(slice(0, p.stop - p.start) for p in piece)] = part[local]
+                raise ValueError(f"{self._location}: {piece} does not begin at a chunk boundary")
+            chunk[tuple(slice(0, p.stop - p.start) for p in piece)] = part[relative(piece, index)]
             name = _chunk_name(piece, self.chunk)
             (self._location / name).write(_bytes_of(chunk))
 
     def parts(self, index: Index) -> list[Index]:
-        """What lies of each chunk in a part of the array."""
+        """Return the intersection of each chunk with a part of the array."""
         return [] if any(s.start == s.stop for s in index) else list(blocks_in(index, self.chunk))
 
     def read_into(self, out: np.ndarray, index: Index, part: Index) -> None:
-        """Read what lies of one chunk in `index` into its place in `out` [shape of `index`].
+        """Read the part of one chunk that lies in `index` into `out` [shape of `index`].
 
-        Raises:
-            OSError: the object holds less.
+        Raises `OSError` if the object is too short.
         """
-        corner = [p.start // n * n for p, n in zip(part, self.chunk, strict=True)]
-        inside = [slice(p.start - c, p.stop - c) for p, c in zip(part, corner, strict=True)]
+        corner = [slice(p.start // n * n, None) for p, n in zip(part, self.chunk, strict=True)]
+        inside = relative(part, corner)
         row = math.prod(self.chunk[1:]) * self.dtype.itemsize
         first, rows = (inside[0].start, inside[0].stop - inside[0].start) if part else (0, 1)
         file, length = self._location / _chunk_name(part, self.chunk), rows * row
@@ -192,18 +184,14 @@ class ObjectArray:
         if len(data) != length:
             raise OSError(f"{file} has {len(data)} of {length} bytes")
         values = np.frombuffer(data, self.dtype).reshape(rows, *self.chunk[1:])
-        place = tuple(
-            slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
-        )
-        out[place] = values[(slice(None), *inside[1:])] if part else values[0]
+        out[relative(part, index)] = values[(slice(None), *inside[1:])] if part else values[0]
 
 
 def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor) -> Any:
-    """Return a global array of the shape, dtype and sharding of `target`."""
-    places = target.sharding.addressable_devices_indices_map(target.shape).values()
+    """Read a global array of the shape, dtype and sharding of `target`."""
     held: dict[Any, np.ndarray] = {}
     reads: list[Future[None]] = []
-    for index in places:
+    for index in target.sharding.addressable_devices_indices_map(target.shape).values():
         bounds = _bounds(index or (), stored.shape)
         if _key(bounds) in held:
             continue
@@ -220,18 +208,15 @@ def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPool
 def _chunks_of(
     name: str, chunk: tuple[int, ...], index: Index, host: np.ndarray
 ) -> list[tuple[str, np.ndarray]]:
-    """File and content of the chunks of a shard `host` [...], at `index` of its array."""
-    found = []
-    for part in blocks_in(index, chunk) if host.size else ():
-        local = tuple(
-            slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
-        )
-        found.append((f"{name}/{_chunk_name(part, chunk)}", host[local]))
-    return found
+    """Return file and content of each chunk of a shard `host` [...] at `index` of its array."""
+    return [
+        (f"{name}/{_chunk_name(part, chunk)}", host[relative(part, index)])
+        for part in (blocks_in(index, chunk) if host.size else ())
+    ]
 
 
 def _bytes_of(part: np.ndarray) -> memoryview:
-    """Return the bytes of an array [...] of any dtype in row-major order, where they lie if they can."""
+    """Return the bytes of an array [...] of any dtype in row-major order, if possible as a view."""
     flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return flat.data
 
@@ -241,12 +226,14 @@ def _key(bounds: Index) -> tuple[tuple[int, int], ...]:
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> Index:
-    whole = [slice(0, size) for size in shape]
-    given = [slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False)]
-    return tuple([*given, *whole[len(given) :]])
+    """Complete an index to start and stop of each dim; trailing dims may be missing."""
+    full = [slice(0, size) for size in shape]
+    bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False)]
+    return tuple([*bounds, *full[len(bounds) :]])
 
 
 def _own_shards(array: Any) -> list[Any]:
+    """Return the shards that this process writes; of replicas one is written."""
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
@@ -259,26 +246,7 @@ def _name(item: str, keys: Sequence[str]) -> str:
 
 
 def _leaves(items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Path in the checkpoint and value of every leaf of nested dicts."""
-
-    def below(tree: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[tuple, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                yield from below(value, (*keys, key))
-            else:
-                yield (*keys, key), value
-
-    for item, tree in items.items():
-        for keys, value in below(tree, ()):
-            yield _name(item, keys), value
-
-
-def _filled(
-    tree: Mapping[str, Any], item: str, keys: tuple[str, ...], found: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        key: _filled(value, item, (*keys, key), found)
-        if isinstance(value, Mapping)
-        else found[_name(item, (*keys, key))]
-        for key, value in tree.items()
-    }
+    """Yield path in the checkpoint and value of every leaf, in `jax.tree.leaves` order."""
+    for path, value in jax.tree_util.tree_flatten_with_path(items)[0]:
+        item, *keys = (key.key for key in path)
+        yield _name(item, keys), value

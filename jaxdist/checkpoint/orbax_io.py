@@ -1,19 +1,15 @@
-"""Arrays to files and back. The only file that knows Orbax and its format on disk.
+"""Write arrays to files and read them. Only this file depends on Orbax and its format.
 
-Orbax's `AsyncCheckpointer` copies arrays to the host and writes them in the background, each
-process what its devices hold. It writes under the final name (`CommitFileTemporaryPath`, as it does
-on object stores): our manifest makes the checkpoint count, so nothing has to be renamed.
+Orbax's `AsyncCheckpointer` copies arrays to the host and writes in the background, each process the
+shards of its devices. It writes under the final name (`CommitFileTemporaryPath`): our manifest
+commits the checkpoint, so nothing is renamed. We do not use its `CheckpointManager`: it accepts
+damaged files, takes an empty directory for the newest checkpoint and reports a failed save only at
+the next one.
 
-Its `CheckpointManager` is not used. It trusts damaged files, takes an empty directory for the
-newest checkpoint and hides a failed save until the next one, so when to save, what to keep and what
-to trust is decided here (`save_schedule`, `retention`, `manifest`).
-
-On disk all arrays are zarr arrays in one OCDBT store, `arrays/`, which Orbax and TensorStore read;
-`open_array` does so without JAX, for tools. One store and not one for each item: an item takes
-Orbax threads of its own, and with three of them training waited twice as long for a save.
-
-Orbax writes to no S3 and, beside a run on Google Cloud Storage, wants credentials of its own for
-each of the three libraries below it. On an object store `object_io` takes its place.
+All arrays are zarr arrays in one OCDBT store, `arrays/`. One store per item would start Orbax
+threads per item; with three of them training waited twice as long for a save. `open_array` opens
+them without JAX, for tools. Orbax cannot write to S3 and needs three kinds of credentials on Google
+Cloud Storage, so `object_io` replaces it on object stores.
 """
 
 from __future__ import annotations
@@ -33,30 +29,29 @@ from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
 
 ARRAYS = "arrays"
-"""Directory of a checkpoint that holds its arrays; keys start with the item: `params.layers.…`."""
+"""Directory of the arrays in a checkpoint; keys start with the item: `params.layers.…`."""
 
 CHUNK_BYTES = 64 << 20
-"""Largest chunk of an array on disk: the least that a restore on another mesh reads."""
+"""Largest chunk of an array on disk, the smallest unit that a restore reads."""
 
 _LEAST_SHARE_BYTES = 16 << 20
-_HOST_MEMORY_GB = 32  # of arrays being read or written at a time; less makes restores read again
+_HOST_MEMORY_GB = 32  # of concurrent reads or writes; less makes restores read twice
 
 SAVE_TIMEOUT_S = 300
-"""How long processes wait for each other to finish writing one checkpoint."""
+"""Time-out of processes that wait for each other to finish writing a checkpoint."""
 
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
 def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | ObjectWriter:
-    """What writes checkpoints into a directory, one at a time."""
+    """Return the writer for a directory, which writes one checkpoint at a time."""
     return OrbaxWriter(config) if directory.is_local else ObjectWriter()
 
 
 class OrbaxWriter:
-    """Writes one checkpoint at a time in the background; Orbax is imported on first use.
+    """Writer of one checkpoint at a time in the background; imports Orbax on first use.
 
-    Attributes:
-        fingerprints: None: what is on disk must be read to be known (`ObjectWriter`).
+    `fingerprints` is None: the files must be read for their CRC-32, unlike those of `ObjectWriter`.
     """
 
     fingerprints = None
@@ -67,9 +62,9 @@ class OrbaxWriter:
         self._writer: Any = None
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays to the host and begin to write; returns before they are on disk.
+        """Copy arrays to the host and start to write; returns before they are on disk.
 
-        `items` are nested dicts of global arrays, of any shape, dtype and sharding.
+        `items` are nested dicts of global arrays of any shape, dtype and sharding.
         """
         import orbax.checkpoint as ocp
 
@@ -81,11 +76,11 @@ class OrbaxWriter:
         self._writer.save(str(checkpoint / ARRAYS), args=args)
 
     def wait(self) -> None:
-        """Wait until what `start` began is on disk on every process; raise if it failed."""
+        """Wait until every process has written its arrays; raise if a write failed."""
         self._writer.wait_until_finished()
 
     def give_up(self) -> None:
-        """Free the other processes from waiting for this one, whose disk may be full."""
+        """Release the other processes from waiting for this one, whose disk may be full."""
         self._barrier.give_up()
 
     def close(self) -> None:
@@ -101,8 +96,8 @@ class OrbaxWriter:
         return ocp.AsyncCheckpointer(
             _handler(),
             temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
-            # Made in the background, a directory that cannot be made would be noticed only after
-            # the time-out, by threads that keep the process from exiting.
+            # In the background, a failure to create the directory would show only after the
+            # time-out, and threads would keep the process from exiting.
             async_options=ocp.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
@@ -112,13 +107,10 @@ class OrbaxWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Read items onto shardings; each process reads what its own devices hold.
+    """Read items onto shardings; each process reads the shards of its own devices.
 
-    `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a
-    part of an item's leaves is enough.
-
-    Returns:
-        The same items and dicts with global arrays of the shapes, dtypes and shardings asked for.
+    `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; it
+    may leave out leaves. Returns global arrays in the same dicts.
     """
     if not checkpoint.is_local:
         return object_io.read(checkpoint, targets)
@@ -128,7 +120,7 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
     args: Any = ocp.args.PyTreeRestore(
         targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
-        partial_restore=True,  # `pytree.mismatches` has named what is missing or left over
+        partial_restore=True,  # `pytree.mismatches` has reported missing and extra leaves
     )
     try:
         return reader.restore(str(checkpoint / ARRAYS), args=args)
@@ -144,23 +136,24 @@ def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
-    """Return the JSON that was written next to the arrays."""
+    """Return the JSON next to the arrays."""
     return (checkpoint / manifest.DOCUMENT).json()
 
 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return the array with these keys in an item, to `read` and `write` by index, or to make it.
+    """Open the array with these keys in an item to `read` and `write` by index, or create it.
 
-    `create` has `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
+    `create` has `shape`, `chunks` (shape of a chunk on disk) and NumPy `dtype` of a new array.
     """
     if not checkpoint.is_local:
         return object_io.open_array(checkpoint, item, keys, create)
     import tensorstore
 
-    place = {"base": (checkpoint / ARRAYS).uri() + "/", "path": ".".join((item, *keys)) + "/"}
-    spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", **place}}
+    base, path = (checkpoint / ARRAYS).uri() + "/", ".".join((item, *keys)) + "/"
+    store: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": path}
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": store}
     if create is None:
         return _StoredArray(tensorstore.open(spec, open=True, read=True).result())
     spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}
@@ -171,23 +164,23 @@ def open_array(
 
 
 class _StoredArray:
-    """An array on disk, read and written in parts; `chunk` is the shape of its pieces."""
+    """One array on disk; `chunk` is the shape of its chunks."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.chunk: tuple[int, ...] = handle.chunk_layout.read_chunk.shape
 
     def read(self, index: Index) -> np.ndarray:
-        """Return a part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
+        """Return a part [...] in the stored dtype; `index` has slices of leading dims."""
         return self._handle[index].read().result()
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write `part` [shape of `index`] to its place."""
+        """Write `part` [shape of `index`]."""
         self._handle[index].write(part).result()
 
 
 def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
-    """Write what Orbax needs next to arrays made with `open_array`, and the document."""
+    """Write the document, and the metadata that Orbax needs for arrays made by `open_array`."""
     write_document(checkpoint, document)
     if not checkpoint.is_local:
         return
@@ -209,9 +202,9 @@ def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
 
 
 def _skip_byte_counts() -> None:
-    """Keep Orbax from reading TensorStore's counters of bytes around a save; it only logs them.
+    """Keep Orbax from reading TensorStore's byte counters around a save, which it only logs.
 
-    TensorStore 0.1.86 never frees what it returns there: 48 lists and 34 kB a save.
+    TensorStore 0.1.86 leaks memory there: 48 lists and 34 kB per save.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -223,10 +216,10 @@ def _handler() -> Any:
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
-        # Replicas share the copying of a leaf only where that is worth it: every share is a program
-        # of its own per device to compile, 190 s for 4 MB on 64 simulated devices.
+        # Replicas share the copy of large leaves only: every share compiles one program per device,
+        # 190 s for 4 MB on 64 simulated devices.
         min_slice_bytes_for_replica_parallel=_LEAST_SHARE_BYTES,
-        # A restore is told its shardings. The file costs a thread an item while training waits.
+        # A restore passes its shardings. The file costs a thread per item while training waits.
         enable_write_sharding_file=False,
     )
     return ocp.PyTreeCheckpointHandler(

@@ -1,4 +1,4 @@
-"""A small save and restore before training finds a directory that cannot hold checkpoints."""
+"""Test a small save and restore before training starts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from jaxdist.runtime.storage import Location
 
 
 def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
-    """Write a small array with a part on every device, read it back, compare, remove it.
+    """Write a small array with a part on every device, read it back, compare, delete it.
 
-    Raises:
-        CheckpointError: what did not work. Where one process alone fails, the others may wait
-            inside Orbax until they are ended.
+    Raises `CheckpointError` with the cause. If only one process fails, the others may wait inside
+    Orbax until they are ended.
     """
     directory = parent / ".preflight"
     try:
         _round_trip(directory, config, group)
-    except Exception as failure:  # any reason at all is a reason not to start
-        # At once: the others may wait in Orbax, and are ended when they hear of this end.
+    except Exception as failure:
+        # Raise at once: the others may wait in Orbax, and end when this process does.
         raise CheckpointError(
-            f"the checkpoint directory {parent} was tried before training and does not work: "
-            f"{one_line(failure)}. Fix that, or choose another --run-dir."
+            f"the test save before training to {parent} failed: {one_line(failure)}. "
+            f"Fix that, or choose another --run-dir."
         ) from failure
     finally:
         if group.is_leader:
@@ -55,13 +54,13 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays))
         writer.wait()
-        group.gather(None)  # all have written: each waits for its own part only
+        group.gather(None)  # each process waits for its own part only
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
     finally:
         writer.close()
-    group.gather(None)  # all have read before the directory goes
+    group.gather(None)  # all have read before the directory is deleted
     if group.is_leader:
         manifest.write(directory / "0", 0, {}, {})
     if checksums([pytree.pick(restored, leaf) for leaf in leaves]) != checksums(arrays):
-        raise CheckpointError("what was read back is not what was written")
+        raise CheckpointError("the data read back differ from the data written")

@@ -1,9 +1,8 @@
-"""Names for the leaves of a state, and back: what makes a checkpoint independent of classes.
+"""Map the leaves of a state to names and back, so that checkpoints do not depend on classes.
 
-A state (a dict or a dataclass with `params`, `ema_params`, `opt_state` and anything else) becomes
-nested plain dicts in the items of `ITEMS`. Tuples and named tuples of an optimizer become dicts by
-index or field; typed PRNG keys become their uint32 data. The structure that a restore asks for puts
-them back.
+A state (a dict or dataclass with `params`, `ema_params`, `opt_state` and others) becomes nested
+plain dicts in the items of `ITEMS`. Tuples of an optimizer become dicts by index or field, typed
+PRNG keys their uint32 data. The structure of the restore target reverses this.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ from jaxdist.core.types import Array
 from jaxdist.settings import ConfigError
 
 ITEMS = ("params", "ema_params", "opt_state", "rest")
-"""Parts of a checkpoint that can be read one without the others."""
+"""Parts of a checkpoint that can be read separately."""
 
 Weights: TypeAlias = Literal["auto", "ema", "raw"]
-"""Which weights: as trained (raw), their moving average (ema), or the average if there is one."""
+"""Weights as trained (raw), their moving average (ema), or the average if there is one (auto)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a state: where it lives in the checkpoint, and the array or what it must become.
+    """One leaf of a state: its item (of `ITEMS`), its keys inside the item, and its value.
 
-    Attributes:
-        item: one of `ITEMS`.
-        path: keys inside the item, outermost first.
-        value: `jax.Array` when saving, `jax.ShapeDtypeStruct` with a sharding when restoring.
+    The value is a `jax.Array` when saving and a `jax.ShapeDtypeStruct` with sharding when
+    restoring.
     """
 
     item: str
@@ -43,25 +40,24 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """E.g. `params/layers/attention/q`."""
+        """Name in the checkpoint, e.g. `params/layers/attention/q`."""
         return "/".join((self.item, *self.path))
 
     @property
     def is_key(self) -> bool:
-        """Return whether this is a typed PRNG key (or an array of them)."""
+        """Return whether this is a typed PRNG key or an array of them."""
         return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array, without copies on several devices."""
+        """Bytes of the global array, without copies on several devices."""
         return math.prod(self.value.shape) * self.value.dtype.itemsize
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """Return the leaves of a state, arrays or their `jax.ShapeDtypeStruct`s, in `jax.tree.leaves` order.
+    """Return the leaves of a state of arrays or `jax.ShapeDtypeStruct`s, in `jax.tree` order.
 
-    Raises:
-        TypeError: a leaf is not an array, or two leaves would have one name.
+    Raises `TypeError` if a leaf is not an array or two leaves have the same name.
     """
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -81,7 +77,7 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 
 def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Item -> nested plain dicts, with `values` (arrays or their shapes) in place of the leaves."""
+    """Return item -> nested dicts with `values` (arrays or their shapes) as leaves."""
     items: dict[str, dict[str, Any]] = {}
     for leaf, value in zip(leaves, values, strict=True):
         inner = items.setdefault(leaf.item, {})
@@ -92,7 +88,7 @@ def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, A
 
 
 def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
-    """Return the value at a leaf's place in what `nest` made."""
+    """Return the value of a leaf in the result of `nest`."""
     inner: Any = items[leaf.item]
     for key in leaf.path:
         inner = inner[key]
@@ -100,16 +96,12 @@ def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
 
 
 def plain(leaf: Leaf) -> Array:
-    """Return the array that is written for a leaf.
-
-    Returns:
-        The leaf's own array; for a PRNG key of shape `[...]` its uint32 data `[..., words]`.
-    """
+    """Return the array to write: a leaf [...] or, for a PRNG key [...], uint32 [..., words]."""
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
 def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, keys (and kind of PRNG key) of the `plain` arrays [...], as JSON."""
+    """Return name -> shape, dtype, keys (and kind of PRNG key) of `plain` arrays [...], as JSON."""
     described = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         entry = {
@@ -126,7 +118,7 @@ def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[
 def with_checksums(
     described: dict[str, dict[str, Any]], checksums: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """What `describe` answered, with the checksum of each leaf."""
+    """Add the checksum of each leaf to the result of `describe`."""
     pairs = zip(described.items(), checksums, strict=True)
     return {name: {**entry, "checksum": checksum} for (name, entry), checksum in pairs}
 
@@ -134,47 +126,48 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """One line for each leaf that is missing, left over, or of another shape.
+    """Return one line for each leaf that is missing, left over or of another shape.
 
-    `stored` is what the checkpoint's items hold, by name; what lies under `ignore` may stay unread.
+    `stored` describes the arrays of the checkpoint by name; those under `ignore` may stay unread.
     """
-    found = []
+    lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:
         entry = stored.get(leaf.name)
         if entry is None:
-            found.append(
+            lines.append(
                 f"{leaf.name} {list(leaf.value.shape)} is not in the checkpoint. "
                 "Use the model and optimizer that wrote it, or start a new run with init_from, and "
                 "name it in reinit_params."
             )
         elif leaf.is_key != ("key" in entry):
-            found.append(
-                f"{leaf.name} is a PRNG key on one side only. Use the config that wrote it."
+            lines.append(
+                f"{leaf.name} is a PRNG key only in the checkpoint, or only here. Use the config "
+                "that wrote it."
             )
         elif (want := list(leaf.value.shape)) != (have := _shape(entry)):
-            found.append(
+            lines.append(
                 f"{leaf.name} is {have} in the checkpoint and {want} here. "
                 "Use the model that wrote it, or start a new run with init_from, and name it in "
                 "reinit_params."
             )
-    found += [
-        f"{name} {_shape(entry)} is in the checkpoint and has no place here. "
+    lines += [
+        f"{name} {_shape(entry)} is in the checkpoint but not in the state here. "
         "Use the model and optimizer that wrote it, or start a new run with init_from, and name it "
         "in ignore_params."
         for name, entry in stored.items()
         if name not in names and not under(name, ignore)
     ]
-    return found
+    return lines
 
 
 def under(name: str, prefixes: Collection[str]) -> bool:
-    """Return whether a leaf's name is one of `prefixes` or lies below one of them."""
+    """Return whether a leaf's name is in `prefixes` or below one of them."""
     return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
 
 
 def in_params(names: Collection[str], item: str = "params") -> list[str]:
-    """Names of parameters in an item; users may leave out the `params/` in front of them."""
+    """Return the names of parameters in an item; users may leave out the leading `params/`."""
     bare = [
         name.removeprefix("params").removeprefix("/") if under(name, ["params"]) else name
         for name in names
@@ -183,12 +176,10 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 
 
 def weights_item(weights: Weights, names: Collection[str]) -> str:
-    """Return the item that holds the weights asked for, `params` or `ema_params`.
+    """Return the item of the requested weights, `params` or `ema_params`.
 
-    `names` are those of a checkpoint's arrays; "auto" is the average where there is one.
-
-    Raises:
-        ConfigError: the average is asked for and there is none.
+    `names` are those of a checkpoint's arrays. Raises `ConfigError` if "ema" is requested and
+    missing.
     """
     has_ema = any(under(name, ["ema_params"]) for name in names)
     if weights == "ema" and not has_ema:
@@ -200,31 +191,27 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """What to read for a leaf: the stored shape and dtype on the sharding asked for."""
+    """Return the stored shape and dtype of a leaf on its requested sharding."""
     dtype = jnp.dtype(entry["dtype"])
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype, sharding=leaf.value.sharding)
 
 
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
-    """Return the leaf [...] as asked for, from the array as it was stored, on the leaf's sharding.
+    """Return a leaf [...] from the stored array, in the leaf's dtype and on its sharding.
 
-    Returns:
-        The array in the leaf's dtype, for which the stored one is deleted; or the PRNG key that the
-        data, uint32 [..., words of a key], belong to.
-
-    Raises:
-        ConfigError: a key of another implementation than asked for.
+    A cast deletes the stored array. A PRNG key is made of uint32 data [..., words of a key]. Raises
+    `ConfigError` if the key is of another implementation.
     """
-    wanted, sharding = leaf.value.dtype, leaf.value.sharding
+    dtype, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:
-        if array.dtype == wanted:
+        if array.dtype == dtype:
             return array
-        cast = jax.jit(lambda x: x.astype(wanted), out_shardings=sharding)(array)
-        array.delete()  # leaf by leaf, so that both dtypes of the whole state never coexist
+        cast = jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)(array)
+        array.delete()  # leaf by leaf: both dtypes of all leaves never coexist
         return cast
     wrap = lambda data: jax.random.wrap_key_data(data, impl=entry["key"])
     key = jax.jit(wrap, out_shardings=sharding)(array)
-    if key.dtype != wanted:
+    if key.dtype != dtype:
         raise ConfigError(
             f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
             "here. Set jax_default_prng_impl to the one that wrote it."
@@ -233,4 +220,5 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
 
 
 def _shape(entry: dict[str, Any]) -> list[int]:
+    # Key data has one more dim than the key.
     return entry["shape"][:-1] if "key" in entry else entry["shape"]

@@ -1,4 +1,4 @@
-"""Which checkpoint can be trusted, and how its arrays come back onto another mesh."""
+"""Verify checkpoints and load their arrays onto another mesh."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
-_SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arrays only
+_SMALL_BYTES = 1 << 20  # "quick" reads small files too: array checksums do not cover metadata
 
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`.
+    """Verify and load checkpoints of one directory; mark corrupt ones unless `read_only`.
 
-    While `is_held` no mark is written; `commit` writes those of the checkpoints passed over.
+    While `is_held` no marker is written; `commit` writes those of rejected checkpoints.
     """
 
     directory: Location
@@ -40,11 +40,11 @@ class Reader:
     _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints in the directory, whole or not."""
+        """Return the steps of all checkpoints in the directory, intact or not."""
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
-        """Return the newest step that can be trusted, or None; raises when there are only corrupt ones."""
+        """Return the newest step that verifies, or None; raises if all are corrupt."""
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):
             if reason := self.problem(step):
@@ -55,15 +55,15 @@ class Reader:
             return step
         if not passed_over:
             return None
-        # None is marked: restored files must be enough for the next start to go on.
+        # Mark none: after their files are restored, the next start must accept them.
         raise CheckpointError(
-            f"no checkpoint in {self.directory} can be trusted, so nothing was resumed:\n"
+            f"no checkpoint in {self.directory} verifies, so nothing was resumed:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
             + "\nRestore their files, or start again in another --run-dir."
         )
 
     def require(self, step: int | None) -> int:
-        """`step` if it can be trusted, else an error; None = the newest that can."""
+        """Return `step` if it verifies, else raise; None = the newest step that verifies."""
         if step is None:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(
@@ -81,10 +81,9 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Return why a checkpoint must not be loaded, or ""; the same answer on every process.
+        """Return why a checkpoint must not be loaded, or ""; the same on every process.
 
-        Raises:
-            CheckpointError: a process cannot tell, because the storage is away; on all alike.
+        Raises `CheckpointError` on all processes if one cannot reach the storage.
         """
         if step in self._corrupt:
             return self._corrupt[step]
@@ -96,14 +95,14 @@ class Reader:
                 files = manifest.read(path)["files"]
                 if level == "none":
                     return {"reason": "", "files": files}
-                found = manifest.size_problems(path, files)
+                problems = manifest.size_problems(path, files)
                 small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
-                found = found or manifest.content_problems(path, files, small)
+                problems = problems or manifest.content_problems(path, files, small)
             except ValueError as reason:
                 return {"reason": str(reason)}
             except OSError as error:
                 raise _unknown(step, one_line(error)) from error
-            return {"reason": few(found, 1), "files": files}
+            return {"reason": few(problems, 1), "files": files}
 
         answer = self.group.decide(listed)
         if answer["reason"] or level != "full" or (step in self._verified and not full):
@@ -112,10 +111,10 @@ class Reader:
         mine = list(files)[self.group.process_id :: self.group.num_processes]
         try:
             share = [manifest.content_problems(path, files, mine), ""]
-        except OSError as error:  # the other processes wait for an answer all the same
+        except OSError as error:  # do not raise yet: the other processes wait for an answer
             share = [[], one_line(error)]
         shares = self.group.gather(share)
-        reason = few([line for found, _ in shares for line in found], 1)
+        reason = few([line for problems, _ in shares for line in problems], 1)
         if not reason and (errors := [error for _, error in shares if error]):
             raise _unknown(step, errors[0])
         if not reason:
@@ -123,14 +122,14 @@ class Reader:
         return reason
 
     def commit(self) -> None:
-        """Mark the checkpoints that were found corrupt."""
+        """Mark the checkpoints that were found to be corrupt."""
         self.is_held = False
         for step, reason in self._corrupt.items():
             self.group.decide(functools.partial(_mark_corrupt, self.directory / step, reason))
-        self._corrupt.clear()  # the marks hold until the steps are saved again
+        self._corrupt.clear()  # the markers stay until the steps are saved again
 
     def remember_corrupt(self, step: int, reason: str) -> None:
-        """Remember that a checkpoint turned out corrupt when it was loaded."""
+        """Record that a checkpoint turned out to be corrupt while loading."""
         self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
@@ -153,14 +152,11 @@ class Reader:
         ignore: Collection[str] = (),
         optional: Collection[str] = (),
     ) -> Any:
-        """Read the leaves of `target`, verify them, and put them into its structure.
+        """Read the leaves of `target`, verify them, and return them in its structure.
 
-        `step` is a checkpoint whose files were verified; `target` must account for its `items`. For
-        the rest see `Checkpointer.restore` and `restore_params`.
-
-        Raises:
-            MismatchError: arrays do not fit.
-            CorruptCheckpoint: other bits than were saved; on every process alike.
+        `step` is a checkpoint whose files were verified; `target` must cover all `items`. For the
+        other arguments see `Checkpointer.restore` and `restore_params`. Raises `MismatchError` if
+        arrays do not match, and `CorruptCheckpoint` on every process if checksums differ.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
@@ -204,7 +200,7 @@ class Reader:
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
     ) -> list[jax.Array]:
-        """Return the arrays [...] as stored, on the shardings asked for, their checksums compared."""
+        """Return the stored arrays [...] on the requested shardings; compare their checksums."""
         targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]
@@ -229,22 +225,22 @@ class Reader:
             damage = self._damage(path)
             if not damage and "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part
                 damage = reason
-            if not damage:  # out of memory, a file server's stale handle: the files are good
+            if not damage:  # out of memory or a stale file handle: the files are intact
                 raise CheckpointError(
-                    f"checkpoint {step}: {reason}, and no file of it is known to be damaged. Start "
-                    "the same command again."
+                    f"checkpoint {step}: {reason}, and its files are intact. Start the "
+                    "same command again."
                 ) from error
             if self.group.num_processes == 1:
                 raise CorruptCheckpoint(damage) from error
-            # The other processes wait inside Orbax until this one is gone, so there is no fallback
-            # in place: leave word for the next start, which the launcher makes.
+            # The other processes wait inside Orbax until this one exits, so it cannot fall back
+            # here: mark the checkpoint for the next start, which the launcher makes.
             if self.read_only:
                 raise CheckpointError(
                     f"checkpoint {step}: {damage}. Name another, or restore its files."
                 ) from error
             _mark_corrupt(path, damage)
             raise CheckpointError(
-                f"checkpoint {step}: {damage}; the next start will go past it."
+                f"checkpoint {step}: {damage}; the next start will skip it."
             ) from error
 
     def _damage(self, path: Location) -> str:
@@ -258,7 +254,7 @@ class Reader:
 def _unknown(step: int, error: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {step} could not be checked ({error}), and nothing was marked. Start the same "
-        "command again once the storage can be reached."
+        "command again when the storage can be reached."
     )
 
 
@@ -269,7 +265,7 @@ def _mark_corrupt(checkpoint: Location, reason: str) -> None:
 
 def _unmatched(prefixes: Collection[str], names: list[str], role: str, where: str) -> list[str]:
     return [
-        f"{role} names {prefix}, and {where} has no such part. Known: {', '.join(names[:8])}."
+        f"{role} names {prefix}, which {where} does not have. Available: {', '.join(names[:8])}."
         for prefix in prefixes
         if not any(pytree.under(name, [prefix]) for name in names)
     ]

@@ -1,27 +1,28 @@
-"""How one save is made, and what becomes of it.
+"""Write one checkpoint and apply retention.
 
-    1. see whether it can work at all (process 0; that the directory is there: all)
-    2. copy to the host, begin writing, begin the checksum of every array; the loop goes on
-    3. in the background: the arrays are on disk on all processes, and their checksums known
-    4. process 0 writes the document that names the arrays and their checksums
-    5. CRC-32 of every file, shared among the processes
-    6. process 0 writes the manifest: from now on the checkpoint counts
-    7. process 0 deletes what retention does not keep
+    1. check that the save can succeed (process 0; whether the directory exists: all)
+    2. copy to the host, start writing and computing checksums; training continues
+    3. in the background: wait for arrays and checksums on all processes
+    4. process 0 writes the document with names and checksums of the arrays
+    5. compute the CRC-32 of every file, divided among the processes
+    6. process 0 writes the manifest, which commits the checkpoint
+    7. process 0 deletes the checkpoints that retention does not keep
 
-Process 0's answer is everyone's. A failure at any point leaves a directory without a manifest,
-which the next save removes.
+Process 0 decides for all. A failure leaves a directory without a manifest, which the next save
+deletes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import crc32, lock, manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import start_checksums
@@ -30,7 +31,6 @@ from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
-from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -39,21 +39,23 @@ from jaxdist.runtime.progress import in_time
 from jaxdist.runtime.storage import Location, flush_appended
 
 MAX_FAILURES = 3
-"""Failed saves in a row after which a run stops: what it computes could not be kept."""
+"""Failed saves in a row after which a run stops, because its work would be lost."""
 
 RETENTION_S = 60.0
-"""Seconds that a save waits for old checkpoints to be deleted on a store; it goes on beside."""
+"""Seconds that a save waits for deletions on a store, which continue in the background."""
+
+_LARGER_IS_BETTER = ("accuracy",)
+"""Evaluation metrics for which larger is better; for all others smaller is."""
 
 
 class Saver:
-    """Writes checkpoints, one at a time, in the background.
+    """Write checkpoints, one at a time, in the background.
 
     Attributes:
-        resumed_from: the step that this run continues from, -1 for none. Newer checkpoints belong
-            to a run that was given up; the first save marks them superseded. None once that is
-            done.
-        last_committed: whether the last save asked for is a checkpoint now.
-        lock_lost: asks whether this process may still write; "" = it may (`DirectoryLock.lost`).
+        resumed_from: step that this run continues from, -1 for none. The first save marks newer
+            checkpoints, of an abandoned run, as superseded and sets this to None.
+        last_committed: whether the last requested save is committed.
+        lock_lost: returns why this process may not write any more, or "" (`DirectoryLock.lost`).
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class Saver:
         self._directory = directory
         self._config = config
         self._group = group
-        self._background = make_group()  # the writing thread's exchanges keep an order of their own
+        self._background = make_group()  # keeps the order of the writing thread's exchanges
         self._events = events
         self._writer = orbax_io.make_writer(directory, config)
         self._failures = 0
-        # Kept from save to save: training would wait 2 ms for the start of another.
+        # Reused: training would wait 2 ms for the start of another thread.
         self._thread = ThreadPoolExecutor(1, "checkpoint-finish")
         self._pending: tuple[Outcome, Future[None]] | None = None
 
@@ -82,9 +84,9 @@ class Saver:
         *,
         halfway: bool = False,
     ) -> None:
-        """Begin a save, after waiting for the one before; one `halfway` is kept until the next."""
+        """Wait for the previous save, then start one; a `halfway` save is kept until the next."""
         leaves = pytree.leaves_of(state)
-        # A copy, and what is no JSON raises here and now, not as a save that fails again and again.
+        # Copy it, and raise now if it is not JSON, not in every save.
         meta = json.loads(json.dumps(meta))
         outcome = Outcome(step, halfway=halfway, waited_s=self.wait())
         begin = time.perf_counter()
@@ -97,10 +99,9 @@ class Saver:
             self._pending = (outcome, finished)
 
     def wait(self) -> float:
-        """Wait for the save being written and count its outcome; seconds waited.
+        """Wait for the current save and count its outcome; return the seconds waited.
 
-        Raises:
-            CheckpointError: `MAX_FAILURES` saves in a row have failed.
+        Raises `CheckpointError` after `MAX_FAILURES` failed saves in a row.
         """
         if self._pending is None:
             return 0.0
@@ -114,18 +115,18 @@ class Saver:
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed, the last at step {outcome.step}: "
-                f"{outcome.error}\nThe run stops: what it computes could "
-                f"not be kept. Older checkpoints in {self._directory} are untouched."
+                f"{outcome.error}\nThe run stops, because its work "
+                f"would be lost. Older checkpoints in {self._directory} are untouched."
             )
         return waited_s
 
     def close(self) -> None:
-        """Stop Orbax's threads and the one that waits for them."""
+        """Stop the threads of Orbax and of this saver."""
         self._thread.shutdown(wait=False)
         self._writer.close()
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise unless the disk has that much free space."""
+        """Raise `CheckpointError` unless the disk has that much free space."""
         free = self._directory.free_bytes()
         if free < num_bytes:
             raise CheckpointError(
@@ -135,20 +136,20 @@ class Saver:
             )
 
     def complete(self) -> dict[int, Saved]:
-        """What the manifest of each complete checkpoint says of it."""
-        found = {}
+        """Return the retention record of each intact checkpoint, by step."""
+        saved = {}
         for step in manifest.steps_in(self._directory):
             try:
                 body = manifest.read(self._directory / step)
             except ValueError:
-                continue  # corrupt: neither counted among those to keep nor deleted
-            found[step] = Saved(body["metrics"], body["halfway"])
-        return found
+                continue  # corrupt: neither counted nor deleted
+            saved[step] = Saved(body["metrics"], body["halfway"])
+        return saved
 
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
-        """On process 0: make room, look for reasons to fail; False when `step` is saved already.
+        """On process 0: make room and check the preconditions; False if `step` is already saved.
 
-        `unreachable` says of each process why it cannot reach the directory, "" where it can.
+        `unreachable` has, for each process, why it cannot reach the directory, or "".
         """
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
@@ -179,8 +180,8 @@ class Saver:
     def _check_reachable(self) -> None:
         """Raise unless this is the directory that was opened.
 
-        Below a lost mount another directory would fill the local disk and vanish when the mount is
-        back. Orbax makes missing directories, so only the lock file is proof.
+        Without its mount, another directory would fill the local disk and be hidden when the mount
+        returns. Orbax creates missing directories, so only the lock file is proof.
         """
         if lost := self.lock_lost():
             raise CheckpointError(lost)
@@ -188,7 +189,7 @@ class Saver:
             raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
 
     def _supersede(self, resumed_from: int) -> None:
-        """Mark the checkpoints of a run that was given up; each keeps its files until replaced."""
+        """Mark the checkpoints of an abandoned run; their files stay until replaced."""
         newer = [s for s in manifest.steps_in(self._directory) if s > resumed_from]
         start = f"step {resumed_from}" if resumed_from >= 0 else "the beginning"
         reason = f"a run started again from {start}"
@@ -202,20 +203,18 @@ class Saver:
     def _start(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> Callable[[], dict[str, Any]] | None:
-        """Decide on a save and begin to write it; None where `step` is saved already.
+        """Decide on a save and start it; None if `step` is already saved.
 
-        Returns:
-            As `_begin`; why nothing was begun is in `outcome.error`.
+        Returns the result of `_begin`; if nothing was started, `outcome.error` has the reason.
         """
         try:
-            # A mount may be lost on one host alone. A save begun without it would fail on that
-            # process inside Orbax, where the others wait.
+            # One host may lose its mount. Its save would fail inside Orbax, where the others wait.
             prepare = lambda unreachable: self._prepare(step, leaves, unreachable)
             if not self._group.decide_from(self._why_unreachable(), prepare):
                 self._events.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return None
-        except Exception as error:  # decided by process 0, so alike everywhere
+        except Exception as error:  # decided by process 0, so the same everywhere
             outcome.error = one_line(error)
             return dict
         return self._begin(step, leaves, meta, outcome)
@@ -223,21 +222,20 @@ class Saver:
     def _begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> Callable[[], dict[str, Any]]:
-        """Begin to write; whatever the disk or Orbax raises must not stop training.
+        """Start to write; errors of the disk or Orbax must not stop training.
 
-        Returns:
-            What waits for the checksums and makes the document; it holds no array.
-
-        Raises:
-            CheckpointError: one process of several failed. The others may wait for it inside
-                Orbax, where only the end of this process frees them.
+        Returns a function that waits for the checksums and makes the document; it keeps no array
+        alive. Raises `CheckpointError` if one process of several failed: the others may wait for it
+        inside Orbax, and only its exit unblocks them.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
             described = pytree.describe(leaves, arrays)
             crash_point("before_arrays")
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
-            checksums = start_checksums(arrays)  # on CPU devices they would delay the copy
+            checksums = start_checksums(
+                arrays
+            )  # after the copy, which they would delay on CPU devices
             crash_point("during_arrays")
             complete = lambda: pytree.with_checksums(described, checksums())
             return lambda: {"step": step, "meta": meta, "arrays": complete()}
@@ -287,14 +285,14 @@ class Saver:
             self._retain()
 
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
-        """Write document and manifest, each process reading its share of the files; their bytes."""
+        """Write document and manifest, each process reading its share of files; return bytes."""
         path = self._directory / outcome.step
         names = self._background.decide(lambda: self._write_document(path, document))
         mine = names[self._background.process_id :: self._background.num_processes]
         own, error = dict(self._writer.fingerprints or {}), ""
         try:
             own.update({name: crc32.fingerprint(path / name) for name in mine})
-        except OSError as failure:  # the other processes wait for an answer all the same
+        except OSError as failure:  # do not raise yet: the other processes wait for an answer
             error = one_line(failure)
         shares = self._background.gather([own, error])
         if errors := [error for _, error in shares if error]:
@@ -304,37 +302,36 @@ class Saver:
         return sum(size for size, _ in files.values())
 
     def _write_document(self, path: Location, document: dict[str, Any]) -> list[str]:
-        self._check_reachable()  # it may have gone while the arrays were written
+        self._check_reachable()  # it may be unmounted since the arrays were written
         orbax_io.write_document(path, document)
         return manifest.files_of(path) if self._writer.fingerprints is None else [manifest.DOCUMENT]
 
     def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
     ) -> None:
-        self._check_reachable()  # it may have gone while the files were read
+        self._check_reachable()  # it may be unmounted since the files were read
         path = self._directory / outcome.step
         if not path.is_local and (problems := manifest.size_problems(path, files)):
             raise CheckpointError(few(problems, 1))
-        flush_appended()  # no step before this one may be missing in metrics.jsonl after a kill
+        flush_appended()  # after a kill, metrics.jsonl must have all steps before this one
         crash_point("before_manifest")
         manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
     def _delete_leftovers(self) -> None:
-        """Free the space of failed saves, never a checkpoint that was there before.
+        """Delete unfinished saves, never a committed checkpoint.
 
-        What cannot be deleted is no reason to fail: Orbax's threads may still be writing to the
-        save that failed last.
+        Errors are only logged: Orbax's threads may still write to the save that failed last.
         """
         try:
             manifest.delete_partial(self._directory)
         except OSError as error:
-            self._events.log(f"leftovers of a failed save stay behind: {one_line(error)}")
+            self._events.log(f"files of a failed save were not deleted: {one_line(error)}")
 
     def _retain(self) -> None:
         if self._directory.is_local:
             self._delete_old()
             return
-        # A store that hangs must not keep a run whose last checkpoint is committed.
+        # A hanging store must not block a run whose last checkpoint is committed.
         what = f"deleting old checkpoints of {self._directory}"
         in_time(what, self._delete_old, RETENTION_S, announce=False)
 
@@ -342,7 +339,7 @@ class Saver:
         try:
             not_kept = steps_to_delete(self.complete(), self._config)
         except OSError as error:
-            self._events.log(f"no old checkpoint is deleted now: {one_line(error)}")
+            self._events.log(f"old checkpoints were not deleted: {one_line(error)}")
             return
         for step in not_kept:
             try:
@@ -353,13 +350,47 @@ class Saver:
 
 @contextlib.contextmanager
 def _prompt_thread_switches() -> Iterator[None]:
-    """Let this thread, for which training waits, have the interpreter again within 0.1 ms.
+    """Give the interpreter back to this thread, for which training waits, within 0.1 ms.
 
-    A thread that Orbax starts keeps it for Python's 5 ms by default, and every start waits for one.
+    By default a thread that Orbax starts keeps it for 5 ms, and every start waits for one.
     """
-    usual = sys.getswitchinterval()
+    default = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
     try:
         yield
     finally:
-        sys.setswitchinterval(usual)
+        sys.setswitchinterval(default)
+
+
+class Saved(NamedTuple):
+    """Facts of a checkpoint that retention uses."""
+
+    metrics: Mapping[str, float] = {}
+    halfway: bool = False
+
+
+def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
+    """Return the steps that no rule keeps, in increasing order.
+
+    The newest `max_to_keep` are always kept, whatever their metrics: a run resumes from there. A
+    halfway save does not count among them, and is kept only while it is the newest of all.
+    """
+    steps = sorted(saved)
+    kept = set(steps[-1:])
+    kept.update([step for step in steps if not saved[step].halfway][-config.max_to_keep :])
+    if config.keep_interval_steps:
+        kept.update(step for step in steps if step % config.keep_interval_steps == 0)
+    metric, count = config.best
+    kept.update(best_steps(saved, metric)[:count])
+    return [step for step in steps if step not in kept]
+
+
+def best_steps(saved: Mapping[int, Saved], metric: str) -> list[int]:
+    """Return the steps that have the metric, best first; of equal ones the later first."""
+    sign = -1.0 if metric in _LARGER_IS_BETTER else 1.0
+    scored = [
+        (sign * one.metrics[metric], -step)
+        for step, one in saved.items()
+        if not math.isnan(one.metrics.get(metric, math.nan))
+    ]
+    return [-negated for _, negated in sorted(scored)]

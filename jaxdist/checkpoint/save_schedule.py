@@ -1,12 +1,11 @@
-"""When to save, so that a crash at any moment costs one interval at most.
+"""Decide when to save, so that a crash at any moment loses at most one interval.
 
-A write in the background that a crash cuts off leaves the checkpoint before it as the newest. When
-the write began that one was an interval old, so every step during the write would be lost on top.
-Hence a second save halfway in each interval: with the one before always committed when a save
-begins (`Saver` waits for it), what can be lost is two gaps between saves, and those are one
-interval.
+A crash during a background write leaves the previous checkpoint as the newest. That one is an
+interval old when the write begins, so the steps during the write would be lost in addition. Hence
+each interval has a second save halfway. The previous save is always committed when a save begins
+(`Saver` waits for it), so at most two gaps between saves, one interval, are lost.
 
-Local saves have an interval of their own. Where a save of the run directory is due none is made.
+Local saves have their own interval, and are skipped if a save of the run directory is due.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.runtime.coordination import Group
 
 Due = Literal["", "local", "halfway", "interval"]
-"""No save is due; a local one is; one that halves an interval is, kept until the next; one that
-ends an interval is. Of several the last."""
+"""Kind of the save that is due: none, local, halfway through an interval (kept until the next) or
+at the end of one. If several are due, the last of these."""
 
 _ORDER: tuple[Due, ...] = get_args(Due)
 
-_CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
+_CLOCK_STEPS = 10  # processes agree on the wall clock every 10 steps: a round trip
 _LOCAL_INTERVAL_S = 300.0
 
 
 class SaveSchedule:
-    """Says after which steps to save; the same on every process, as process 0 reads the clock."""
+    """Decide after which steps to save; equal on all processes: process 0 reads the clock."""
 
     def __init__(self, config: CheckpointConfig, group: Group) -> None:
         self._config = config
@@ -37,9 +36,9 @@ class SaveSchedule:
         self._last_time = self._interval_began = self._last_local = time.monotonic()
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Which save is due after `step` finished steps.
+        """Return which save is due after `step` finished steps.
 
-        `now` is in seconds of a clock that never runs backwards; default `time.monotonic()`.
+        `now` is in seconds of a monotonic clock; default `time.monotonic()`.
         """
         if step == self._last_step:
             return ""
@@ -49,7 +48,7 @@ class SaveSchedule:
         return max(self._by_minutes(step, now), by_steps, key=_ORDER.index)
 
     def saved(self, step: int, due: Due, now: float | None = None) -> None:
-        """A save of `step` has begun, for the reason `due`; "" = nobody's schedule asked for it."""
+        """Record that a save of `step` has begun; `due` = "" for an unscheduled one."""
         read = time.monotonic() if now is None else now
         if due == "local":
             self._last_local = read

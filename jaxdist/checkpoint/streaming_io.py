@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint piece by piece, on a machine without devices or much memory.
+"""Read and write the arrays of a checkpoint block by block, without devices or much memory.
 
-For inspecting, comparing and rewriting checkpoints; `restore` is what loads one onto a mesh. An
-array that is read to its end is verified by its checksum.
+For inspecting, comparing and rewriting checkpoints; `restore` loads one onto a mesh. An array that
+is read to its end is verified by its checksum.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint import crc32, manifest, orbax_io
-from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, grid
+from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, grid, relative
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
-"""Bytes of an array held at a time."""
+"""Largest block in memory."""
 
 
 class StoredArrays:
-    """Reads the arrays of one checkpoint whose files were verified.
+    """Read the arrays of one checkpoint whose files were verified.
 
-    Attributes:
-        document: the JSON next to the arrays: `step`, `meta`, `arrays`.
-        entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
+    `document` is the JSON next to the arrays (`step`, `meta`, `arrays`); `entries` maps a name to
+    shape, dtype and checksum as stored (a PRNG key as its uint32 data).
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -39,38 +38,32 @@ class StoredArrays:
         self._open: tuple[str, Any] | None = None
 
     def num_bytes(self, name: str) -> int:
-        """Size of an array as stored."""
+        """Return the stored size of an array."""
         entry = self.entries[name]
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Return a part [...] as stored, not verified: one slice for each leading dim; () = all."""
+        """Return a part [...] as stored, unverified; `index` has slices of leading dims."""
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
-        """As `read`, one chunk on disk after the other, so that chunks never pile up in memory.
+        """Return `read` of a part [shape of the index], one chunk on disk at a time.
 
-        The index has one slice with start and stop for each dim; the part is [shape of the index].
+        The index has one slice with start and stop for each dim.
         """
         handle = self._handle(name)
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
         for part in blocks_in(index, handle.chunk):
-            place = tuple(
-                slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
-            )
-            out[place] = handle.read(part)
+            out[relative(part, index)] = handle.read(part)
         return out
 
     def blocks(
         self, name: str, block: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """Yield all of an array in blocks [...], by default whole rows up to `BLOCK_BYTES`, row-major.
+        """Yield index and values of each block [...] of an array, as stored, in row-major order.
 
-        Yields:
-            The place of each block, and its values as stored.
-
-        Raises:
-            CorruptCheckpoint: after the last block, if their checksum is not the one saved.
+        By default a block is complete rows up to `BLOCK_BYTES`. Raises `CorruptCheckpoint` after
+        the last block if the checksum differs from the saved one.
         """
         entry = self.entries[name]
         shape = tuple(entry["shape"])
@@ -91,10 +84,10 @@ class StoredArrays:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint, array by array and part by part; it counts when `finish` returns.
+    """Write one checkpoint, array by array and part by part; `finish` commits it.
 
-    What is at the destination, e.g. `checkpoints/100`, is deleted. `total_bytes` are those of all
-    arrays, as progress is told.
+    An existing destination, e.g. `checkpoints/100`, is deleted. `total_bytes` of all arrays is for
+    the progress bar.
     """
 
     def __init__(self, destination: str | os.PathLike[str], total_bytes: int) -> None:
@@ -113,9 +106,9 @@ class CheckpointWriter:
     ) -> None:
         """Write one array, e.g. `params/layers/w`.
 
-        `entry` has its `shape`, `dtype`, `path` (keys) and, for a key, `key`. A `chunk` is a piece
-        on disk; `parts` [shape of their index], cast to that dtype, are whole pieces where
-        possible, with their places, and together all of it.
+        `entry` has its `shape`, `dtype`, `path` (keys) and, for a PRNG key, `key`. `chunk` is the
+        shape of a chunk on disk. `parts` [shape of their index], if possible complete chunks, cover
+        the array and are cast to the dtype.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}
@@ -131,7 +124,7 @@ class CheckpointWriter:
         self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def finish(self, meta: dict[str, Any]) -> None:
-        """Write what belongs next to the arrays, then the manifest."""
+        """Write the metadata next to the arrays, then the manifest."""
         self._progress.close()
         step = int(self._destination.name)
         document = {"step": step, "meta": meta, "arrays": self.entries}
@@ -150,10 +143,10 @@ def rewrite(
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
 ) -> CheckpointWriter:
-    """Rewrite a checkpoint in other chunks or dtypes, one chunk in memory at a time.
+    """Rewrite a checkpoint with other chunks or dtypes, one chunk in memory at a time.
 
-    Each array of the items is verified while it is read. By its name, `chunk_of` gives the shape of
-    its chunks and `dtype_for` the dtype to store.
+    Each array is verified while it is read. `chunk_of` and `dtype_for` map its name to the shape of
+    its chunks and the dtype to store.
     """
     entries = {n: e for n, e in source.entries.items() if n.partition("/")[0] in items}
     sizes = [math.prod(e["shape"]) * dtype_of(dtype_for(n)).itemsize for n, e in entries.items()]

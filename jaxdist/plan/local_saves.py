@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxdist.checkpoint.local.copies import Place, Survivable, holders, survivable
+from jaxdist.checkpoint.local.copies import FailureDomain, Survivable, holders, survivable
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 
@@ -19,7 +19,7 @@ def survivable_on(
 ) -> Survivable:
     """The losses survived on nodes that take the mesh's devices in order, with racks unknown.
 
-    Nodes hold the same shards where their devices have the same places along every axis that
+    Nodes hold the same shards if their devices have the same indices along every axis that
     shards parameters or moments. An array that such an axis does not divide stays whole, so a run
     may survive more.
     """
@@ -30,5 +30,5 @@ def survivable_on(
     rows = [row for name, row in zip(sizes, indices, strict=True) if name in sharding]
     by_node = np.stack(rows).reshape(len(rows), num_nodes, -1)
     shards = [str(sorted(set(zip(*by_node[:, n].tolist(), strict=True)))) for n in range(num_nodes)]
-    places = [Place("", f"node{n:0{len(str(num_nodes - 1))}}") for n in range(num_nodes)]
-    return survivable(holders(places, shards, neighbours), places)
+    domains = [FailureDomain("", f"node{n:0{len(str(num_nodes - 1))}}") for n in range(num_nodes)]
+    return survivable(holders(domains, shards, neighbours), domains)

@@ -1,4 +1,4 @@
-"""Which local save a restart takes, and where each process finds its shards: a pure function."""
+"""Choose the local save to restore and, for each process, the source of its shards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from jaxdist.checkpoint.local.store import Save
 
 
-class Answer(NamedTuple):
-    """The answer to all: a save, and for each process the one that has its shards, at best itself.
+class Selection(NamedTuple):
+    """The chosen save and, for each process, a process that has its shards, preferably itself.
 
-    Where there is none, `sources` is empty and `reason` says why the newest one is not taken.
+    If there is none, `sources` is empty and `reason` explains why the newest one was rejected.
     """
 
     generation: int = 0
@@ -20,37 +20,37 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-def newest(said: Sequence[Sequence[Any]], at_least: int) -> Answer:
-    """Return the newest save, of that step or later, whose every set of shards some process has.
+def newest(replies: Sequence[Sequence[Any]], at_least: int) -> Selection:
+    """Return the newest save, from step `at_least` on, whose sets of shards are all available.
 
-    Each process has said which shards it needs, and which `Save`s are on its disk.
+    The reply of each process has the shards that it needs and the `Save`s on its disk.
     """
-    needs = [str(needed) for needed, _ in said]
-    disks = [{Save(*save) for save in has} for _, has in said]
+    needs = [str(needed) for needed, _ in replies]
+    disks = [{Save(*save) for save in has} for _, has in replies]
     reason = ""
     for generation, step in sorted({save[:2] for disk in disks for save in disk}, reverse=True):
         if step < at_least:
             continue
-        wanted = [Save(generation, step, needed) for needed in needs]
-        having = {w: [p for p, disk in enumerate(disks) if w in disk] for w in set(wanted)}
+        required = [Save(generation, step, needed) for needed in needs]
+        having = {w: [p for p, disk in enumerate(disks) if w in disk] for w in set(required)}
         if all(having.values()):
             sources = [
                 process if process in having[w] else having[w][process % len(having[w])]
-                for process, w in enumerate(wanted)
+                for process, w in enumerate(required)
             ]
-            return Answer(generation, step, sources)
-        reason = reason or _why_not(step, wanted, having)
-    return Answer(reason=reason)
+            return Selection(generation, step, sources)
+        reason = reason or _why_not(step, required, having)
+    return Selection(reason=reason)
 
 
-def _why_not(step: int, wanted: Sequence[Save], having: Mapping[Save, Sequence[int]]) -> str:
-    lacking = sum(not having[save] for save in wanted)
-    if lacking == len(wanted):
+def _why_not(step: int, required: Sequence[Save], having: Mapping[Save, Sequence[int]]) -> str:
+    lacking = sum(not having[save] for save in required)
+    if lacking == len(required):
         return (
-            f"the local save of step {step} is of another layout (mesh, processes, model or "
-            "optimizer), which only the run directory can be restored onto"
+            f"the local save of step {step} has another layout (mesh, processes, model or "
+            "optimizer), and only the run directory can be restored onto this one"
         )
     return (
-        f"the local save of step {step} cannot be put together: the shards of {lacking} of "
-        f"{len(wanted)} processes are on no disk"
+        f"the local save of step {step} is incomplete: the shards of {lacking} of "
+        f"{len(required)} processes are on no disk"
     )

@@ -1,9 +1,9 @@
-"""Which local saves belong to the run as it stands: a small file in the run directory.
+"""Record which local saves belong to a run: a small file in its checkpoint directory.
 
-Local disks forget nothing by themselves. A host that comes back may hold saves of a run that was
-deleted, or of steps that were done again from an older checkpoint. So the checkpoint directory
-names the run, and tells from which step each start or rollback went on. One of those is a
-generation. A save counts while no later generation went on from an earlier step.
+Local disks may hold saves of a deleted run, or of steps that were repeated from an older
+checkpoint. So the checkpoint directory names the run and records the step from which each start or
+rollback (a generation) resumed. A save is valid unless a later generation resumed from an earlier
+step.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ FILE_NAME = "local_tier.json"
 
 @dataclasses.dataclass
 class Lineage:
-    """The run's name on local disks, and the step that each generation went on from (-1: none)."""
+    """Name of the run on local disks, and the resumed step of each generation (-1: none)."""
 
     run: str
     resumed_from: list[int]
 
     @property
     def generation(self) -> int:
-        """The newest one."""
+        """Number of the newest generation."""
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Return whether a save belongs to the run as it stands."""
-        known = 0 <= generation <= self.generation
-        return known and all(step <= later for later in self.resumed_from[generation + 1 :])
+        """Return whether a save is still valid."""
+        exists = 0 <= generation <= self.generation
+        return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 
 
 def read(directory: Location) -> Lineage:
-    """What a checkpoint directory tells; a new run where it tells nothing."""
+    """Return the lineage of a checkpoint directory; a new one if it has none."""
     try:
-        found = (directory / FILE_NAME).json()
-        return Lineage(str(found["run"]), [int(step) for step in found["resumed_from"]])
+        stored = (directory / FILE_NAME).json()
+        return Lineage(str(stored["run"]), [int(step) for step in stored["resumed_from"]])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return Lineage(uuid.uuid4().hex[:16], [])  # what lies on local disks is a stranger's
+        return Lineage(uuid.uuid4().hex[:16], [])  # existing local saves are unrelated
 
 
 def write(directory: Location, lineage: Lineage) -> None:
-    """Keep it, durably."""
+    """Store the lineage durably."""
     (directory / FILE_NAME).write(json.dumps(dataclasses.asdict(lineage)))
 
 
 def forget(directory: Location) -> None:
-    """A run goes on without local saves: those that it has made do not count any more."""
+    """Delete the lineage, because the run continues without local saves."""
     (directory / FILE_NAME).delete()

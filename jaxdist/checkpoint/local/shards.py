@@ -1,8 +1,7 @@
-"""The shards of a state that this process holds: arrays to pieces of bytes and back.
+"""Convert the shards of a state that this process holds to pieces of bytes and back.
 
-A piece is a part of an array that one of this process's devices holds; of equal ones it counts
-once. The pieces of a process go by the order of the state's leaves, and by their place in the
-array.
+A piece is a part of an array on a device of this process; of replicas one is kept. Pieces are
+ordered by leaf, then by index.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def name_of(leaf: int, piece: int) -> str:
-    """Return the file of a piece."""
+    """Return the file name of a piece."""
     return f"{leaf:05d}.{piece}"
 
 
 def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
-    """Names what this process holds of a state: processes with equal digests hold the same.
+    """Return a digest of the shards that this process holds; equal digests mean equal shards.
 
     Leaves are arrays or `jax.ShapeDtypeStruct`s with sharding.
     """
@@ -43,27 +42,27 @@ def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
 def to_host(
     leaves: Sequence[pytree.Leaf], arrays: Sequence[Array], copies: HostCopies
 ) -> list[tuple[str, np.ndarray]]:
-    """Copies of all pieces, uint8 [bytes] each, with their files' names.
+    """Return name and copy, uint8 [bytes], of each piece.
 
-    `arrays` [...] of any dtype are what `pytree.plain` gives for the leaves.
+    `arrays` [...] of any dtype are the `pytree.plain` arrays of the leaves.
     """
     for array in arrays:
         for shard in array.addressable_shards:
             shard.data.copy_to_host_async()
-    found = []
+    pieces = []
     for number, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
         shards = {_bounds(s.index, array.shape): s for s in reversed(array.addressable_shards)}
         for piece, bounds in enumerate(_pieces(leaf.value.sharding, array.shape)):
             name = name_of(number, piece)
             host = copies.take(name, shards[bounds].data)  # the next step overwrites the shard
-            found.append((name, host.reshape(-1).view(np.uint8)))
-    return found
+            pieces.append((name, host.reshape(-1).view(np.uint8)))
+    return pieces
 
 
 def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> list[Array]:
-    """Return the arrays [...] of `leaves` as they were stored, of pieces that `read` gives by file name.
+    """Return the stored arrays [...] of `leaves`; `read` returns the bytes of a piece by name.
 
-    A leaf is what a restore asks for: shape, dtype, sharding; a PRNG key comes back as its data.
+    A leaf has shape, dtype and sharding; a PRNG key is returned as its data.
     """
     arrays = []
     for number, leaf in enumerate(leaves):
@@ -74,15 +73,10 @@ def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> li
             )
             for piece, bounds in enumerate(_pieces(leaf.value.sharding, shape))
         }
-        arrays.append(_assembled(shape, leaf.value.sharding, held))
+        of = lambda index, held=held, shape=shape: held[_bounds(index, shape)]
+        array: Array = jax.make_array_from_callback(shape, leaf.value.sharding, of)
+        arrays.append(array)
     return arrays
-
-
-def _assembled(shape: Sequence[int], sharding: Any, held: dict[Bounds, np.ndarray]) -> Array:
-    """Return the array of `shape`, made of pieces [...]."""
-    return jax.make_array_from_callback(
-        tuple(shape), sharding, lambda index: held[_bounds(index, shape)]
-    )
 
 
 def _stored(leaf: pytree.Leaf) -> tuple[tuple[int, ...], np.dtype]:
@@ -91,11 +85,11 @@ def _stored(leaf: pytree.Leaf) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _pieces(sharding: Any, shape: Sequence[int]) -> list[Bounds]:
-    places = sharding.addressable_devices_indices_map(tuple(shape)).values()
-    return sorted({_bounds(index, shape) for index in places})
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted({_bounds(index, shape) for index in indices})
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> Bounds:
-    whole = [(0, size) for size in shape]
-    given = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
-    return tuple([*given, *whole[len(given) :]])
+    full = [(0, size) for size in shape]
+    bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
+    return tuple([*bounds, *full[len(bounds) :]])

@@ -1,7 +1,7 @@
-"""The local saves of a run on this host's disk, by the rules of `checkpoint.manifest`.
+"""Local saves of a run on this host's disk, by the rules of `checkpoint.manifest`.
 
-Processes of one host may share the directory. They delete the same things, so what is gone already
-is no error.
+Processes of one host may share the directory and delete the same files, so missing files are no
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 KEPT = 2
-"""Saves kept, newest first: one is whole while the next is written and copied."""
+"""Saves to keep: one is complete while the next is written and copied."""
 
 DOCUMENT = "document.json"
 
@@ -34,39 +34,38 @@ class Save(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Below the run's directory."""
+        """Path below the run's directory."""
         return f"{self.generation}/{self.shards}/{self.step}"
 
 
 class LocalStore:
-    """The saves below `root`, the directory of one run."""
+    """Saves below `root`, the directory of one run."""
 
     def __init__(self, root: Location) -> None:
         self.root = root
 
     def held(self) -> list[Save]:
-        """Saves that have their manifest and every file in its size; contents are not read."""
+        """Return the saves whose manifest and file sizes are right; contents are not read."""
         return [save for save in self._all() if not self._lacks(save)]
 
     def write(self, save: Save, files: Iterable[tuple[str, Any]], document: str) -> int:
-        """Write a save, its manifest last; `files` are names and buffers. Returns its bytes."""
-        place = self._cleared(save)
+        """Write a save from names and buffers, its manifest last; return its bytes."""
+        location = self._cleared(save)
         entries: dict[str, list[int]] = {}
         for name, data in (*files, (DOCUMENT, document.encode())):
-            # The page cache outlives a killed process. After a power cut the CRC-32 tells.
-            (place / name).write(data, durable=False)
+            # The page cache survives a killed process. After a power cut the CRC-32 detects damage.
+            (location / name).write(data, durable=False)
             entries[name] = [len(data), zlib.crc32(data)]
-        manifest.write(place, save.step, entries, {})
+        manifest.write(location, save.step, entries, {})
         return sum(size for size, _ in entries.values())
 
     def take(self, save: Save, fetch: Callable[[str], bytes]) -> None:
-        """Write a copy of a save that `fetch` reads elsewhere, by path below its run's directory.
+        """Copy a save that `fetch` reads from elsewhere, by path below the run's directory.
 
-        Raises:
-            CorruptCheckpoint: it is damaged there, or on its way.
-            OSError: it cannot be read there, or not be written here.
+        Raises `CorruptCheckpoint` if the source or the transfer is damaged, and `OSError` if it
+        cannot be read there or written here.
         """
-        place = self._cleared(save)
+        location = self._cleared(save)
         try:
             files: dict[str, list[int]] = json.loads(fetch(f"{save.path}/{manifest.FILE_NAME}"))[
                 "files"
@@ -77,45 +76,45 @@ class LocalStore:
             data = fetch(f"{save.path}/{name}")
             if [len(data), zlib.crc32(data)] != entry:
                 raise CorruptCheckpoint(f"{name} of {save.path} has other content than was written")
-            (place / name).write(data, durable=False)
-        manifest.write(place, save.step, files, {})
+            (location / name).write(data, durable=False)
+        manifest.write(location, save.step, files, {})
 
     def problem(self, save: Save) -> str:
-        """Return why a save must not be used, or "": every file is read."""
+        """Return why a save must not be used, or "", after reading every file."""
         try:
-            return manifest.damage(self._place(save))
+            return manifest.damage(self._location(save))
         except OSError as error:
             return f"it cannot be read ({error.strerror})"
 
     def read(self, save: Save, name: str) -> bytes:
-        """One file of a save."""
-        return (self._place(save) / name).read()
+        """Return the content of one file of a save."""
+        return (self._location(save) / name).read()
 
     def document(self, save: Save) -> Mapping[str, Any]:
-        """What was written beside the shards."""
-        return dict((self._place(save) / DOCUMENT).json())
+        """Return the document of a save."""
+        return dict((self._location(save) / DOCUMENT).json())
 
     def delete(self, saves: Iterable[Save]) -> None:
-        """Delete these saves; what cannot be deleted now stays."""
+        """Delete these saves; errors are ignored."""
         for save in saves:
             with contextlib.suppress(OSError):
-                manifest.delete(self._place(save))
+                manifest.delete(self._location(save))
 
     def retain(self) -> None:
         """Delete all but the newest `KEPT` saves."""
-        found = self._all()
-        newest = sorted({save[:2] for save in found})[-KEPT:]
-        self.delete(save for save in found if save[:2] not in newest)
+        saves = self._all()
+        newest = sorted({save[:2] for save in saves})[-KEPT:]
+        self.delete(save for save in saves if save[:2] not in newest)
 
     def clean(self, lineage: Lineage) -> None:
-        """Delete what killed saves left, and saves that do not count any more."""
+        """Delete unfinished saves, and saves that are not valid any more."""
         for generation, shards in self._sets():
             with contextlib.suppress(OSError):
                 manifest.delete_partial(self.root / generation / shards)
         self.forget(lineage)
 
     def forget(self, lineage: Lineage) -> None:
-        """Delete saves that do not count any more."""
+        """Delete saves that are not valid any more."""
         self.delete(s for s in self._all() if not lineage.counts(s.generation, s.step))
 
     def close(self) -> None:
@@ -124,23 +123,23 @@ class LocalStore:
             os.rmdir(self.root)
 
     def discard(self) -> None:
-        """Delete everything of the run."""
+        """Delete all saves of the run."""
         with contextlib.suppress(OSError):
             self.root.delete_tree()
 
-    def _place(self, save: Save) -> Location:
+    def _location(self, save: Save) -> Location:
         return self.root / save.path
 
     def _cleared(self, save: Save) -> Location:
-        place = self._place(save)
-        manifest.delete(place)
-        place.make_directory()
-        return place
+        location = self._location(save)
+        manifest.delete(location)
+        location.make_directory()
+        return location
 
     def _lacks(self, save: Save) -> str:
         try:
-            files = manifest.read(self._place(save))["files"]
-            return few(manifest.size_problems(self._place(save), files), 1)
+            files = manifest.read(self._location(save))["files"]
+            return few(manifest.size_problems(self._location(save), files), 1)
         except (ValueError, OSError) as reason:
             return str(reason) or "it is gone"
 

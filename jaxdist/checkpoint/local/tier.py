@@ -1,16 +1,16 @@
-"""Local saves and restores, made by all processes together.
+"""Save to and restore from local disks, all processes together.
 
-A save, after the copy to the host that training waits for:
+A save, after the copy to the host for which training waits:
 
     1. each process writes its shards to its own disk
-    2. when all have, each receiver fetches the shards that it keeps for a neighbour
-    3. when all have, the save counts, and older ones go; else all delete it
+    2. after a barrier, each receiver fetches the shards that it keeps for a neighbour
+    3. after a barrier, the save is valid and older ones are deleted; after a failure it is deleted
 
 A restore:
 
-    1. each process says which shards it needs and what is on its disk; process 0 chooses
-    2. each checks the bytes of its shards, or fetches and checks them
-    3. where one could not, its source no longer counts, and they choose again
+    1. each process reports the shards it needs and the saves on its disk; process 0 chooses
+    2. each verifies its shards, or fetches and verifies them
+    3. if one fails, its source is excluded, and they choose again
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.checkpoint.local import copies, lineage, shards
-from jaxdist.checkpoint.local.copies import Place
+from jaxdist.checkpoint.local.copies import FailureDomain
 from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.store import LocalStore, Save
@@ -47,32 +47,30 @@ from jaxdist.settings import ConfigError
 
 
 class Peer(NamedTuple):
-    """What a process tells the others when it starts."""
+    """Address and failure domain of a process, exchanged at the start."""
 
-    place: Place
+    domain: FailureDomain
     address: str
     port: int
 
 
 class LocalTier:
-    """The local saves of one run; every process makes one and the same calls in the same order.
+    """Local saves of one run; all processes make the same calls in the same order.
 
-    `directory` is that of the run's checkpoints.
-
-    Raises:
-        ConfigError: the local directory of a process cannot be used; on all alike.
+    `directory` is the run's checkpoint directory. All processes raise `ConfigError` if the local
+    directory of one cannot be used.
     """
 
     def __init__(self, directory: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._directory, self._config, self._events = directory, config, events
         self._group = make_group()
-        self._background = make_group()  # the writing thread's exchanges keep their own order
+        self._background = make_group()  # keeps the order of the writing thread's exchanges
         run, resumed_from, self._secret = self._group.decide(self._read_lineage)
         self._lineage = Lineage(run, resumed_from)
         self._resumed_from = -1
-        self._has_begun = False  # whether the lineage tells where this start went on from
+        self._has_begun = False  # whether the lineage has the resumed step of this start
         self._chosen: Save | None = None
-        self._rejected: set[tuple[int, int]] = set()  # generation, step: other bits than were saved
+        self._rejected: set[tuple[int, int]] = set()  # generation, step of damaged saves
         self._thread: threading.Thread | None = None
         self._shards: list[str] = []  # by process
         self._copies = HostCopies()
@@ -86,7 +84,7 @@ class LocalTier:
     # -- saving ------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """The run goes on from that step: saves of later ones do not count any more."""
+        """Invalidate local saves after `step`, from which the run continues."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
         if self._chosen is None or self._chosen.step != step:
@@ -100,32 +98,32 @@ class LocalTier:
             self._start(self._copy_again, lost)
 
     def clean(self) -> None:
-        """Delete what killed saves left, and saves that do not count any more."""
+        """Delete unfinished saves, and saves that are not valid any more."""
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Before the first save of a start, here or in the run directory: write where it began.
+        """Record the resumed step of this start, before its first save of either kind.
 
-        Nothing is saved locally until the run directory holds that.
+        There are no local saves before the run directory holds that record.
         """
         if self._has_begun:
             return
         self.wait()
         resumed_from = [*self._lineage.resumed_from, self._resumed_from]
-        known = Lineage(self._lineage.run, resumed_from)
+        current = Lineage(self._lineage.run, resumed_from)
         try:
-            self._group.decide(lambda: lineage.write(self._directory, known))
-        except Exception as error:  # a save there fails for the same reason, and is counted
+            self._group.decide(lambda: lineage.write(self._directory, current))
+        except Exception as error:  # a save there fails for the same reason and is counted
             self._events.log(f"no local saves yet: {one_line(error)}")
             return
-        self._lineage, self._has_begun = known, True
-        self._store.forget(known)
+        self._lineage, self._has_begun = current, True
+        self._store.forget(current)
 
     def survivable(self, state: Any) -> copies.Survivable:
-        """Which losses of hosts leave a save of such a state."""
+        """Return the losses of hosts that a save of such a state survives."""
         self._share_layout(pytree.leaves_of(state))
-        places, neighbours = [peer.place for peer in self._peers], self._config.neighbours
-        return copies.survivable(copies.holders(places, self._shards, neighbours), places)
+        domains, neighbours = [peer.domain for peer in self._peers], self._config.neighbours
+        return copies.survivable(copies.holders(domains, self._shards, neighbours), domains)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Save the state of `step`; blocks only while this process's shards are copied."""
@@ -135,7 +133,9 @@ class LocalTier:
             return
         if self._group.decide_from(self._is_busy(), any):
             self._events.event("local_save_skipped", step=step)
-            self._events.log(f"local save of step {step} skipped: the one before is being written")
+            self._events.log(
+                f"local save of step {step} skipped: the previous one is still being written"
+            )
             return
         self.wait()
         outcome, pieces = Outcome(step), []
@@ -145,23 +145,23 @@ class LocalTier:
         described = pytree.describe(leaves, arrays)
         try:
             pieces = shards.to_host(leaves, arrays, self._copies) if self._writes() else []
-        except Exception as error:  # too little memory on this host
+        except Exception as error:  # out of memory on this host
             self._copies.clear()
             outcome.error = one_line(error)
-        found = start_checksums(arrays)  # on CPU devices they would delay the copy
-        complete = lambda: pytree.with_checksums(described, found())
+        sums = start_checksums(arrays)  # after the copy, which they would delay on CPU devices
+        complete = lambda: pytree.with_checksums(described, sums())
         document = lambda: json.dumps({"step": step, "meta": meta, "arrays": complete()})
         outcome.blocked_s = time.perf_counter() - begin
         self._start(self._finish, outcome, begin, pieces, document)
 
     def wait(self) -> None:
-        """Wait for the save being written, if there is one."""
+        """Wait for the current save, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Finish what is being written, and serve the others no more."""
+        """Finish the current save and stop the file server."""
         self.wait()
         if self._server is not None:
             self._server.close()
@@ -169,7 +169,7 @@ class LocalTier:
         self._store.close()
 
     def discard(self) -> None:
-        """Delete the run's local saves: the run directory holds its last state."""
+        """Delete the run's local saves, because the run directory has its last state."""
         self.wait()
         self._store.discard()
 
@@ -180,27 +180,29 @@ class LocalTier:
         pieces: list[tuple[str, Any]],
         document: Callable[[], str],
     ) -> None:
-        """In the background, on every process: the answer is the same for all."""
+        """Complete a save in the background; the outcome is the same on every process."""
         generation, step = self._lineage.generation, outcome.step
         own = Save(generation, step, self._shards[self._me])
         senders = self._senders()
         taken = [Save(generation, step, self._shards[sender]) for sender in senders]
         try:
-            with self._told(outcome):
+            with self._capture_error(outcome):
                 if self._writes() and not outcome.error:
                     outcome.num_bytes = self._store.write(own, pieces, document())
-            self._meet(outcome)
-            with self._told(outcome):
+            self._barrier_or_raise(outcome)
+            with self._capture_error(outcome):
                 for sender, save in zip(senders, taken, strict=True):
                     self._fetch(save, sender)
                 if self._group.is_leader:
-                    flush_appended()  # no step before this one may be missing in metrics.jsonl
-            self._meet(outcome)
+                    flush_appended()  # after a kill, metrics.jsonl must have all earlier steps
+            self._barrier_or_raise(outcome)
         except CheckpointError as failure:
             self._store.delete([own, *taken])
             self._events.failed_locally(step, str(failure))
             return
-        except Exception as failure:  # process 0 is gone: the next start sees what is whole
+        except (
+            Exception
+        ) as failure:  # process 0 is gone: the next start checks which saves are complete
             self._events.failed_locally(step, one_line(failure))
             return
         outcome.written_s = time.perf_counter() - begin
@@ -208,7 +210,7 @@ class LocalTier:
         self._events.saved_locally(outcome)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
-        # A daemon: where a process fails, the others do not come to the end of this save.
+        # A daemon: if a process fails, this save never ends on the others.
         self._thread = threading.Thread(
             target=work, args=args, name="checkpoint-local", daemon=True
         )
@@ -222,16 +224,18 @@ class LocalTier:
                 self._events.log(f"a copy of local save {save.step} is missing: {one_line(error)}")
 
     @contextlib.contextmanager
-    def _told(self, outcome: Outcome) -> Iterator[None]:
+    def _capture_error(self, outcome: Outcome) -> Iterator[None]:
+        """Store an exception of the block as the error of a save, for the barrier."""
         try:
             yield
         except Exception as error:
-            who = f"process {self._me} on {self._peers[self._me].place.host}"
+            who = f"process {self._me} on {self._peers[self._me].domain.host}"
             outcome.error = f"{one_line(error)} ({who})"
 
-    def _meet(self, outcome: Outcome) -> None:
+    def _barrier_or_raise(self, outcome: Outcome) -> None:
+        """Wait for all processes; raise the first error of any."""
         if errors := self._background.decide_from(
-            outcome.error, lambda said: [text for text in said if text]
+            outcome.error, lambda replies: [text for text in replies if text]
         ):
             raise CheckpointError(errors[0])
 
@@ -239,29 +243,33 @@ class LocalTier:
         return self._thread is not None and self._thread.is_alive()
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
+        """Exchange the shards of all processes, once: the layout of a run is fixed."""
         if not self._shards:
-            self._shards = self._group.decide_from(shards.digest_of(leaves), lambda said: said)
+            self._shards = self._group.decide_from(
+                shards.digest_of(leaves), lambda replies: replies
+            )
 
     def _writes(self) -> bool:
-        return self._me in copies.writers([peer.place for peer in self._peers], self._shards)
+        return self._me in copies.writers([peer.domain for peer in self._peers], self._shards)
 
     def _senders(self) -> list[int]:
-        places = [peer.place for peer in self._peers]
-        takers = copies.receivers(places, self._shards, self._config.neighbours)
+        """Return the processes whose shards this one keeps a copy of."""
+        domains = [peer.domain for peer in self._peers]
+        takers = copies.receivers(domains, self._shards, self._config.neighbours)
         return [sender for sender, taking in takers.items() if self._me in taking]
 
     # -- restoring ---------------------------------------------------------------------------------
 
     def choose(self, target: Any, at_least: int) -> int | None:
-        """Return the newest step, of `at_least` or later, that can be put together; None without one.
+        """Return the newest step, from `at_least` on, that is complete; None if there is none.
 
-        Every byte of it is then checked and on this process's disk. `target` is a tree of
+        Afterwards its shards are verified and on this process's disk. `target` is a tree of
         `jax.ShapeDtypeStruct`s with sharding.
         """
         self.wait()
         self._chosen = None
         needs = shards.digest_of(pytree.leaves_of(target))
-        broken: set[tuple[int, Save]] = set()  # process, and what is no good on its disk
+        broken: set[tuple[int, Save]] = set()  # process, and a damaged save on its disk
         while True:
             has = [
                 save
@@ -271,20 +279,20 @@ class LocalTier:
                 and save[:2] not in self._rejected
             ]
             (generation, step, sources, reason), first = self._group.decide_from(
-                [needs, has], lambda said: self._found(said, at_least)
+                [needs, has], lambda replies: self._choose_source(replies, at_least)
             )
             if not sources:
                 if reason:
                     self._events.log(f"{reason}: resuming from the run directory")
                 return None
             save = Save(generation, step, needs)
-            # Processes that need the same shards may share a disk: then one of them fetches.
-            problem = self._obtain(save, sources[self._me]) if self._me in first else ""
-            self._group.decide_from(None, lambda said: None)
+            # Of processes that share a disk and need the same shards, one fetches.
+            problem = self._fetch_verified(save, sources[self._me]) if self._me in first else ""
+            self._group.decide_from(None, lambda replies: None)
             if self._me not in first:
                 here = save in self._store.held()
-                problem = self._obtain(save, self._me if here else sources[self._me])
-            problems = self._group.decide_from([problem, needs], lambda said: said)
+                problem = self._fetch_verified(save, self._me if here else sources[self._me])
+            problems = self._group.decide_from([problem, needs], list)
             failed = [each for each in enumerate(problems) if each[1][0]]
             for process, (problem, of) in failed:
                 broken.add((sources[process], Save(generation, step, of)))
@@ -294,27 +302,26 @@ class LocalTier:
                 return int(step)
 
     def load(self, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the state and the meta of the save that `choose` has found, on this target.
+        """Return state and meta of the save that `choose` selected, on this target.
 
-        Raises:
-            CorruptCheckpoint: other bits than were saved; on every process alike.
+        Raises `CorruptCheckpoint` on every process if checksums differ.
         """
         start, save = time.perf_counter(), self._chosen
         assert save is not None
         leaves, arrays, problem = pytree.leaves_of(target), [], ""
-        self._rejected.add(save[:2])  # until it has turned out to be good
+        self._rejected.add(save[:2])  # until it is verified
         try:
             document = self._store.document(save)
             arrays = shards.from_host(leaves, lambda name: self._store.read(save, name))
-        except Exception as error:  # the others wait for an answer all the same
+        except Exception as error:  # do not raise yet: the others wait for an answer
             problem = one_line(error)
-        if problems := self._group.decide_from(problem, lambda said: [x for x in said if x]):
+        if problems := self._group.decide_from(problem, lambda replies: [x for x in replies if x]):
             raise CorruptCheckpoint(f"local save of step {save.step}: {problems[0]}")
         entries = [document["arrays"][leaf.name] for leaf in leaves]
         wrong = [
             leaf.name
-            for leaf, found, entry in zip(leaves, checksums(arrays), entries, strict=True)
-            if found != entry["checksum"]
+            for leaf, checksum, entry in zip(leaves, checksums(arrays), entries, strict=True)
+            if checksum != entry["checksum"]
         ]
         if wrong:
             raise CorruptCheckpoint(
@@ -328,21 +335,22 @@ class LocalTier:
         return jax.tree.unflatten(jax.tree.structure(target), values), document["meta"]
 
     def arrays(self) -> dict[str, Any]:
-        """Name -> description of each array of the save that `choose` has found."""
+        """Return name -> description of each array of the chosen save."""
         assert self._chosen is not None
         return dict(self._store.document(self._chosen)["arrays"])
 
     def _skip(self, step: int, source: int, reason: str) -> None:
-        where = f"process {source} on {self._peers[source].place.host}"
+        where = f"process {source} on {self._peers[source].domain.host}"
         self._events.event("local_save_damaged", step=step, process=source, reason=reason)
         self._events.log(f"local save of step {step}, copy of {where}, skipped: {reason}")
 
-    def _found(self, said: list[Any], at_least: int) -> list[Any]:
-        places, needs = [peer.place for peer in self._peers], [needed for needed, _ in said]
-        return [newest(said, at_least), sorted(copies.writers(places, needs))]
+    def _choose_source(self, replies: list[Any], at_least: int) -> list[Any]:
+        """On process 0: choose a save, and the processes that fetch first."""
+        domains, needs = [peer.domain for peer in self._peers], [needed for needed, _ in replies]
+        return [newest(replies, at_least), sorted(copies.writers(domains, needs))]
 
-    def _obtain(self, save: Save, source: int) -> str:
-        """Have this process's shards on its own disk, checked; why not, or ""."""
+    def _fetch_verified(self, save: Save, source: int) -> str:
+        """Verify or fetch this process's shards on its own disk; return "" or the reason."""
         problem = ""
         if source == self._me:
             problem = self._store.problem(save)
@@ -363,12 +371,12 @@ class LocalTier:
     # -- starting ----------------------------------------------------------------------------------
 
     def _read_lineage(self) -> tuple[str, list[int], str]:
-        known = lineage.read(self._directory)
-        return known.run, known.resumed_from, secrets.token_hex(32)
+        stored = lineage.read(self._directory)
+        return stored.run, stored.resumed_from, secrets.token_hex(32)
 
     def _open(self) -> list[Peer]:
-        """Make the local directory, and tell the others where this process is."""
-        place = copies.place_of(os.environ, socket.gethostname())
+        """Create the local directory and exchange addresses."""
+        domain = copies.failure_domain_of(os.environ, socket.gethostname())
         path = os.path.expandvars(self._config.local_dir)
         self._store = LocalStore(locate(path).absolute() / self._lineage.run)
         problem, address, port = "", "", 0
@@ -382,14 +390,20 @@ class LocalTier:
                 port = self._server.port
         except OSError as error:
             problem = (
-                f"checkpoint.local_dir={path} cannot be used on {place.host} "
+                f"checkpoint.local_dir={path} cannot be used on {domain.host} "
                 f"({error.strerror or error}). Name a directory on a disk that each host has."
             )
-        said = self._group.decide_from([place.rack, place.host, address, port, problem], _accepted)
-        return [Peer(Place(rack, host), address, port) for rack, host, address, port, _ in said]
+        replies = self._group.decide_from(
+            [domain.rack, domain.host, address, port, problem], _checked
+        )
+        return [
+            Peer(FailureDomain(rack, host), address, port)
+            for rack, host, address, port, _ in replies
+        ]
 
 
-def _accepted(said: list[list[Any]]) -> list[list[Any]]:
-    if problems := list(dict.fromkeys(text for *_, text in said if text)):
+def _checked(replies: list[list[Any]]) -> list[list[Any]]:
+    """Return the replies; raise if a process cannot take part."""
+    if problems := list(dict.fromkeys(text for *_, text in replies if text)):
         raise ConfigError(problems)
-    return said
+    return replies
