@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig
 
@@ -82,18 +83,6 @@ VARIANTS = {
 """Models of these families that are seldom met."""
 
 
-def scan_layers(block, layers, x, aux, context):
-    """Layers one after the other: the plainest `run_layers`."""
-
-    def run(x, layer):
-        weights, index = layer
-        return block(weights, x, aux, dataclasses.replace(context, layer=index))
-
-    count = jax.tree.leaves(layers)[0].shape[0]
-    x, sums = jax.lax.scan(run, x, (layers, jnp.arange(count)))
-    return x, jax.tree.map(lambda s: s.sum(0), sums)
-
-
 def capture_logits(head, targets, weights):
     del targets, weights
     x, kernel, vocab_size, softcap = head
@@ -108,8 +97,8 @@ def logits_of(model, params, batch, **context):
     batch = {"targets": batch["tokens"], "weights": np.ones(shape, np.float32), **batch}
     capability = context.pop("compute_capability", "")
     attend = make_attend(AttentionPlan(context.get("platform", "cpu"), capability))
-    context = Context(run_layers=scan_layers, token_loss=capture_logits, attend=attend, **context)
-    return jax.jit(lambda *args: model.loss(*args, context)["logits"])(params, batch)
+    context = Context(token_loss=capture_logits, attend=attend, **context)
+    return jax.jit(lambda *args: ForwardPass(model).loss(*args, context)["logits"])(params, batch)
 
 
 def random_params(model, seed=0):

@@ -91,7 +91,7 @@ def a_loop_that_starts_at_zeros(params, _, batch, context):
         (a_loop_without_its_sum, "tensor", "lax.scan(body", "Context.leave"),
         (a_branch_without_its_sum, "tensor", "lax.cond(", "Context.leave"),
         (a_backward_pass_without_its_sum, "tensor", "", "Context.enter"),
-        (a_head_without_its_sum, "tensor", "", "Context.tensor_sum"),
+        (a_head_without_its_sum, "tensor", "", "Context.sum"),
         (a_loop_that_starts_at_zeros, "data", "lax.scan(lambda total", "collectives.zeros_like"),
     ],
 )

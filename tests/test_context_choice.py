@@ -16,7 +16,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import describe_exchange
-from jaxdist.core.step.model_context import settle
+from jaxdist.core.step.model_context import gradient_barrier
 from jaxdist.core.step_plan import _per_node, exchange_of
 from jaxdist.settings import ConfigError
 
@@ -143,18 +143,18 @@ def test_uneven_work_names_the_exchanges_that_are_more_even(exchange, heads, nam
     assert all(name in line for name in named)
 
 
-def test_settled_gradients_wait_for_each_other():
+def test_gradients_behind_a_barrier_wait_for_each_other():
     """And are what they were."""
 
-    def loss(x, w, settle=settle):
-        x, w = settle((x, w))
+    def loss(x, w, barrier=gradient_barrier):
+        x, w = barrier((x, w))
         return jnp.sum(jnp.tanh(x @ w))
 
     inputs = jnp.ones((2, 3)), jnp.arange(12.0).reshape(3, 4) / 12
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*inputs)
     (barrier,) = [e for e in traced.eqns if e.primitive.name == "optimization_barrier"]
     assert barrier.outvars == traced.jaxpr.outvars
-    plain = jax.grad(partial(loss, settle=lambda tree: tree), (0, 1))(*inputs)
+    plain = jax.grad(partial(loss, barrier=lambda tree: tree), (0, 1))(*inputs)
     for ours, theirs in zip(jax.grad(loss, (0, 1))(*inputs), plain, strict=True):
         assert np.array_equal(ours, theirs)
 

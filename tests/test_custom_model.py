@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
-from jaxdist.core.types import AttentionCall, Dims, Model
+from jaxdist.core.types import _RENAMED, AttentionCall, Context, Dims, Model
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
 from jaxdist.settings import ConfigError
@@ -165,6 +166,20 @@ def test_a_model_without_head_or_objective_is_rejected():
     for given in ({"head_loss": print}, {"head": print}, {"objective": print}):
         with refused("model 'm'", "head=", "objective=", "TokenHead", *(given.keys() - {"head"})):
             Model(**rest, **given)
+
+
+@pytest.mark.parametrize("name, replacement", _RENAMED.items())
+def test_a_removed_member_of_the_context_is_rejected_by_name(name, replacement):
+    with refused(f"Context.{name}", replacement):
+        getattr(Context(), name)
+    assert not hasattr(Context(), "other")
+
+
+def test_replacements_of_removed_members_exist():
+    """And the record that models see stays small."""
+    named = re.findall(r"Context\.(\w+)", " ".join(_RENAMED.values()))
+    assert named and all(hasattr(Context(), name) for name in named)
+    assert len(dataclasses.fields(Context)) <= 15
 
 
 def test_the_example_is_short():

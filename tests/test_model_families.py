@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import FAMILIES, VARIANTS, logits_of, random_tokens, scan_layers
+from decoders import FAMILIES, VARIANTS, logits_of, random_tokens
 
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.losses import Vocabulary, token_cross_entropy
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig, build, layers
@@ -240,12 +241,11 @@ def test_summed_loss_equals_torch(family):
     )
     vocabulary = Vocabulary(FAMILIES[name].vocab_size, chunk=7)
     context = Context(
-        run_layers=scan_layers,
         attend=make_attend(AttentionPlan("cpu")),
         token_loss=lambda head, *args: token_cross_entropy(head.x, head.kernel, *args, vocabulary),
     )
     batch = {"tokens": tokens, "targets": targets, "weights": weights}
-    sums = jax.jit(lambda *args: model.loss(*args, context))(params, batch)
+    sums = jax.jit(lambda *args: ForwardPass(model).loss(*args, context))(params, batch)
     assert sums["weight"] == weights.sum()
     # Relative: a sum over some twenty tokens, each with the error of its logits.
     np.testing.assert_allclose(

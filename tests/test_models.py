@@ -118,7 +118,7 @@ def test_the_scale_of_gemma_s_queries_is_not_rounded_to_bfloat16():
     plain = DecoderConfig(**SIZES, positions="learned")
     scaled = dataclasses.replace(plain, query_pre_attn_scalar=9)
     x = jax.random.normal(jax.random.key(1), (2, 16, 32), jnp.bfloat16)
-    context = Context(run_layers=None, attend=None, dtype=jnp.bfloat16)
+    context = Context(attend=None, dtype=jnp.bfloat16)
     before, query = (
         Attention(config, nnx.Rngs(0)).project(x, {}, context)[0] for config in (plain, scaled)
     )

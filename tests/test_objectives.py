@@ -37,10 +37,11 @@ class Preferences:
 
     def __call__(self, output, batch, context):
         found = context.token_logps(output, batch["targets"])
-        sum_row = (lambda x: x.sum(1)) if self.forgets else context.row_sum
-        ratio = sum_row(found.logps * batch["weights"]) - batch["reference"]
+        sum_row = lambda x: context.sum(x.sum(1), "seq")
+        picked = found.logps * batch["weights"]
+        ratio = (picked.sum(1) if self.forgets else sum_row(picked)) - batch["reference"]
         losses = -jax.nn.log_sigmoid(BETA * (ratio[::2] - ratio[1::2]))
-        uncertain = context.row_sum(found.entropy * batch["weights"])
+        uncertain = sum_row(found.entropy * batch["weights"])
         return {
             "loss": losses.sum() - ENTROPY * uncertain.sum(),
             "weight": jnp.float32(len(losses)),

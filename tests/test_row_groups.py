@@ -10,14 +10,25 @@ import numpy as np
 import pytest
 from test_audit import parts_of
 from test_parity import check
-from tiny import Case, layout_of, model_of, reference, run, step_of, text_batch
+from tiny import (
+    Case,
+    layout_of,
+    model_of,
+    plan_of,
+    reference,
+    run,
+    step_of,
+    text_batch,
+    train_config,
+)
 
 from jaxdist.core import step_plan
+from jaxdist.core.forward import row_chunks
 from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.step import TrainConfig
-from jaxdist.core.types import dot, groups_of_rows
+from jaxdist.core.types import dot
 from jaxdist.models import DecoderConfig
 from jaxdist.run.audit import audit_parts
 
@@ -42,8 +53,8 @@ def two_groups(monkeypatch):
 )
 def test_two_groups_compute_what_one_device_computes(case, two_groups):
     """Each of the batch's rows has documents of its own."""
-    step, _ = step_of(case)
-    assert step.context.row_groups == 2
+    layout, model = layout_of(case), model_of(case.model)
+    assert plan_of(model, layout, train_config(case), pipeline=case.pipeline).max_row_chunks == 2
     check(run(case), reference(case.model))
 
 
@@ -55,7 +66,7 @@ def test_rows_that_do_not_divide_stay_together(two_groups):
 
 @pytest.mark.parametrize("rows, groups", [(1, 1), (2, 2), (3, 3), (6, 3), (7, 1), (16, 4)])
 def test_groups_are_as_many_as_the_rows_allow(rows, groups):
-    assert groups_of_rows(rows, 4) == groups
+    assert row_chunks(rows, 4) == groups
 
 
 def test_dropout_of_a_row_is_the_same_in_a_group(monkeypatch):

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -182,10 +183,11 @@ def train_by_hand(
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
     model = dataclasses.replace(model, objective=objective or mean_cross_entropy)
-    context = Context(run_layers=run_layers, attend=make_attend(AttentionPlan("cpu")))
+    context = Context(attend=make_attend(AttentionPlan("cpu")))
+    forward = ForwardPass(model, run_layers=run_layers)
 
     def mean_loss(params: Params) -> Any:
-        sums = model.loss(params, batch, context)
+        sums = forward.loss(params, batch, context)
         return sums["loss"] / sums["weight"]
 
     @jax.jit

@@ -110,7 +110,7 @@ class StepPlan:
         num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
         pipeline: schedule of the stages.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
-        settles_gradients: no gradient of a block's inputs is used before all are known.
+        gradient_barrier: no gradient of an MLP's inputs is used before all are computed.
         updates_in_turn: averages, parameters and moments are written one after the other.
         orders_collectives: collectives run in one order on all devices.
         offload_optimizer: moments are in host memory.
@@ -135,7 +135,7 @@ class StepPlan:
     num_microbatches: int
     pipeline: PipelineConfig
     dot: str
-    settles_gradients: bool
+    gradient_barrier: bool
     updates_in_turn: bool
     orders_collectives: bool
     offload_optimizer: bool
@@ -254,7 +254,7 @@ def plan_step(
         num_microbatches=train.num_microbatches,
         pipeline=pipeline,
         dot=dot,
-        settles_gradients=on_gpu and in_steps and not has_stages,
+        gradient_barrier=on_gpu and in_steps and not has_stages,
         # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
         # copies, on one core, memory that it might write before its last reader is done. A GPU
         # writes all at once. Several devices would need another collective to wait.

@@ -13,9 +13,8 @@ of the package:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ stay out of the loss that is reported and compared. Every other name is a metric
 Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
 (its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
 same on every tensor device and counts once. Over the `context` axis the type decides likewise: what
-comes from `Context.row_sum` alone counts once. So take sums of the residual stream, of what
+comes from `Context.sum` over "seq" alone counts once. So take sums of the residual stream, of what
 precedes `Context.enter` or of a split product: what `enter` returns varies, though all devices hold
 the same, and would count once for each."""
 
@@ -220,30 +219,37 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _row_sum(x: Array) -> Array:
-    """Sum of each row of x [batch, seq], float32 [batch]."""
-    return jnp.sum(x.astype(jnp.float32), axis=1)
-
-
-def _from_the_start(length: int) -> Array:
-    """Positions of a whole row, int32 [length]."""
-    return jnp.arange(length)
+def _same_sum(x: Any, over: str) -> Any:
+    """Return x [...]: one device holds all terms of a sum."""
+    del over
+    return x
 
 
 def _missing(*_: Any, **__: Any) -> Any:
-    raise ValueError(
-        "this Context lacks attend, run_layers or a loss: build it with step.make_context"
-    )
+    raise ValueError("this Context lacks attend or a loss: build it with step.make_context")
+
+
+_RENAMED = {
+    "places": "Context.position_ids",
+    "settle": "Context.gradient_barrier",
+    "sum_rows": 'Context.sum(x, "batch"), and Context.training to detect evaluation',
+    "tensor_sum": 'Context.sum(x, "tensor")',
+    "row_sum": 'Context.sum(jnp.sum(x, axis=1), "seq")',
+    "run_layers": "Model.block, which the step runs for every layer",
+    "gather": "the parameters that the model receives, which are complete",
+    "row_groups": "the rows of the batch, which a model never splits itself",
+}
+"""Removed members of `Context` -> their replacements, for models and objectives of users."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a model is told of where it runs. The defaults are one device.
+    """Execution context of a model: dtypes, collectives, kernels. The defaults are one device.
 
-    Tensor and sequence parallelism ask three hooks of a model: `enter`, `leave` and `split`. Inside
-    the step they are collectives over the `tensor` mesh axis; on one device they are identities.
-    Models call `dot` for every matrix product with a weight and `attend` for attention, so that
-    number formats, kernels and other ways to split either are chosen outside of them.
+    Tensor and sequence parallelism need three hooks of a model: `enter`, `leave` and `split`.
+    Inside the step they are collectives over the `tensor` mesh axis; on one device they are
+    identities. Models call `dot` for every matrix product with a weight and `attend` for attention,
+    so that the step chooses number formats and kernels.
 
     Attributes:
         dtype: compute dtype of matrix products and of activations between blocks.
@@ -254,29 +260,23 @@ class Context:
             `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
-        split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
-        settle: tree of arrays -> the same; no gradient of them is used before all are known.
-        sum_rows: float32 array [...] -> its sum over the devices that split rows, differentiable
-            (of 1: their number, an int); None in evaluation, which uses running averages instead.
+        split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
+        sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
+            rows), "seq" (the positions of a row) or "tensor" (the products of a layer). It is
+            differentiable. The sum of 1 is the number of devices, an int.
+        gradient_barrier: tree of arrays -> the same; no gradient of them is used before all are
+            computed.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
-        tensor_sum: this device's partial sums -> their totals over the `tensor` axis, any shape.
-        places: number of this device's positions -> int32 [that many], index in its row of each;
-            0, 1, ... unless devices share rows.
-        run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
-            stage of a pipeline.
+        position_ids: number of this device's positions -> int32 [that many], index in its row of
+            each; 0, 1, ... unless devices share rows.
         token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
             head's product, over a vocabulary that may be split.
         token_logps: (TokenHead, targets, temperature=1.0, top_k=0, top_p=1.0) -> `TokenLogps`,
-            differentiable; logits never exist whole. An objective of plain cross-entropy calls
-            `token_loss`, which is faster.
-        row_sum: [batch, seq] -> its sum over the positions of each row, float32 [batch], equal on
-            devices that share rows.
-        gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
-        dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
+            differentiable, without materializing full logits. An objective of plain cross-entropy
+            calls `token_loss`, which is faster.
+        dropout_key: PRNG key for this step and layer; None in evaluation.
         layer: index in the model of the block that runs, int32 scalar.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
-        row_groups: the most equal parts of the rows that go through the layers side by side, so
-            that the collectives of one run beside the products of another.
     """
 
     dtype: Any = jnp.float32
@@ -285,25 +285,28 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
-    settle: Callable[[Any], Any] = _identity
-    sum_rows: Callable[[Any], Any] | None = None
+    sum: Callable[[Any, Literal["batch", "seq", "tensor"]], Any] = _same_sum
+    gradient_barrier: Callable[[Any], Any] = _identity
     tensor_index: Callable[[], Any] = int
-    tensor_sum: Callable[[Array], Array] = _identity
-    places: Callable[[int], Array] = _from_the_start
-    run_layers: Callable[..., tuple[Array, Sums]] = _missing
+    position_ids: Callable[[int], Array] = jnp.arange
     token_loss: Callable[..., Sums] = _missing
     token_logps: Callable[..., TokenLogps] = _missing
-    row_sum: Callable[[Array], Array] = _row_sum
-    gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     layer: Any = 0
     platform: str = "cpu"
-    row_groups: int = 1
 
+    @property
+    def training(self) -> bool:
+        """Return True if gradients are computed: batch norm uses the statistics of the batch."""
+        return self.dropout_key is not None
 
-def groups_of_rows(rows: int, most: int) -> int:
-    """Equal parts into which so many rows can be cut, as many as `most` allows."""
-    return max(groups for groups in range(1, most + 1) if rows % groups == 0)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Reject a removed member by name."""
+            if name in _RENAMED:
+                raise ConfigError(f"Context.{name} was removed. Use {_RENAMED[name]}.")
+            raise AttributeError(f"Context has no attribute {name!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,7 +343,7 @@ def rows_per_example(objective: Objective | None) -> int:
 class Model:
     """A model as pure functions over plain parameter dicts, plus the names of its dims.
 
-    With stacked layers: `embed`, then `block` for each layer (`Context.run_layers`), then `head`.
+    With stacked layers: `embed`, then `block` for each layer, then `head` (`core/forward.py`).
     Without (`block` is None): `head(params, None, batch, context)` does all of it.
 
     Attributes:
@@ -364,9 +367,8 @@ class Model:
             partitioner, guided by `axes`.
         sequence: whether `enter`/`leave`/`split` act on a sequence in dim 1 that sequence
             parallelism may split.
-        context_parallel: whether the context axis may split rows: the model takes positions from
-            the batch or from `Context.places`, and looks at other positions by `Context.attend`
-            alone.
+        context_parallel: the context axis may split rows. The model takes positions from the batch
+            or from `Context.position_ids`, and reads other positions through `Context.attend` only.
         rules: extra logical dim -> mesh axis entries for dims of this model's own.
         decoding: how to generate text, or None.
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
@@ -407,63 +409,3 @@ class Model:
                 "TokenHead(x, kernel, vocab_size). objective(output, batch, context) returns the "
                 "sums, e.g. jaxdist.objectives.cross_entropy."
             )
-
-    def head_sums(self, params: Params, x: Array | None, batch: Batch, context: Context) -> Sums:
-        """Return the sums of head and objective, from x [batch, seq_shard, d_model]."""
-        output, sums = self.head(params, x, batch, context)
-        return add_sums(self.objective(output, batch, context), sums)
-
-    def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Return the sums of the local batch; training differentiates `trained_loss` of them.
-
-        Args:
-            params: this device's parameters; stacked leaves `[num_layers, ...]`.
-            batch: this device's rows of one microbatch.
-            context: what the model is told.
-        """
-        if self.block is None or self.embed is None:
-            return self.head_sums(params, None, batch, context)
-        x = self.embed(params, batch, context)
-        auxs = self.prepare_groups(batch, context)
-        if len(auxs) == 1:
-            x, sums = context.run_layers(self.block, params["layers"], x, auxs[0], context)
-            return add_sums(self.head_sums(params, x, batch, context), sums)
-        xs, sums = context.run_layers(
-            self._block_of_groups, params["layers"], tuple(jnp.split(x, len(auxs))), auxs, context
-        )
-        return add_sums(self.head_sums(params, jnp.concatenate(xs), batch, context), sums)
-
-    def prepare_groups(self, batch: Batch, context: Context) -> tuple[Any, ...]:
-        """What every block needs beside its input, for each group of the batch's rows [rows, ...].
-
-        The groups are equal parts of the rows, as many as `Context.row_groups` allows.
-        """
-        groups = groups_of_rows(jax.tree.leaves(batch)[0].shape[0], context.row_groups)
-        prepare = self.prepare or (lambda rows, _: rows)
-        if groups == 1:
-            return (prepare(batch, context),)
-        rows = [jax.tree.map(lambda a, i=i: jnp.split(a, groups)[i], batch) for i in range(groups)]
-        return tuple(prepare(part, context) for part in rows)
-
-    def block_in_groups(
-        self, params: Params, x: Array, auxs: tuple[Any, ...], context: Context
-    ) -> tuple[Array, Sums]:
-        """(x [rows, seq_shard, d_model], Sums) behind one layer.
-
-        Rows go through it in the groups of which `auxs` come from `prepare_groups`.
-        """
-        assert self.block is not None
-        if len(auxs) == 1:
-            return self.block(params, x, auxs[0], context)
-        xs, sums = self._block_of_groups(params, tuple(jnp.split(x, len(auxs))), auxs, context)
-        return jnp.concatenate(xs), sums
-
-    def _block_of_groups(
-        self, params: Params, xs: tuple[Array, ...], auxs: tuple[Any, ...], context: Context
-    ) -> tuple[tuple[Array, ...], Sums]:
-        """(x of each group [rows / groups, seq_shard, d_model], Sums) behind one layer."""
-        assert self.block is not None
-        pairs = zip(xs, auxs, strict=True)
-        done = [self.block(params, x, aux, context) for x, aux in pairs]
-        total = functools.reduce(add_sums, (sums for _, sums in done))
-        return tuple(x for x, _ in done), total

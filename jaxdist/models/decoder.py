@@ -192,7 +192,7 @@ class Embedding(nnx.Module):
             return x
         # Past the last layer's index, so that no layer shares this key.
         key = jax.random.fold_in(context.dropout_key, self.config.num_layers)
-        index = context.split(context.places(batch["tokens"].shape[1])[None])[0]
+        index = context.split(context.position_ids(batch["tokens"].shape[1])[None])[0]
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
@@ -319,7 +319,7 @@ class Attention(nnx.Module):
         qkv = checkpoint_name(qkv, "qkv")
         query, key, value = _split_heads(qkv)
         if self.config.qk_norm != "none":
-            over = (context.tensor_sum,) if self.config.qk_norm == "all" else ()
+            over = (context,) if self.config.qk_norm == "all" else ()
             query, key = self.query_norm(query, *over), self.key_norm(key, *over)
         if self.config.positions == "rotary":
             angles = angles_of_layer(self.config, aux, context)
@@ -375,7 +375,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: Array, context: Context) -> Array:
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
         # Then what gradients of weights read is not kept while attention goes back.
-        x, up_kernel, down_kernel = context.settle((x, self.up[...], self.down[...]))
+        x, up_kernel, down_kernel = context.gradient_barrier((x, self.up[...], self.down[...]))
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
         up = context.dot(dims, x, up_kernel)
         if "mlp" in self.config.bias:

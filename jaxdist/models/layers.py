@@ -114,11 +114,11 @@ class BatchNorm(nnx.Module):
         """[batch, ..., size] -> the same in the dtype of x."""
         wide = x.astype(jnp.float32)
         mean, variance = self.mean[...], self.variance[...]
-        if context.sum_rows is not None:
+        if context.training:
             dims = tuple(range(x.ndim - 1))
             sums = jnp.stack([jnp.sum(wide, dims), jnp.sum(jnp.square(wide), dims)])
-            count = x.size // x.shape[-1] * context.sum_rows(1)
-            mean, square = context.sum_rows(sums) / count
+            count = x.size // x.shape[-1] * context.sum(1, "batch")
+            mean, square = context.sum(sums, "batch") / count
             variance = jnp.maximum(square - jnp.square(mean), 0.0)
             self.mean[...] = lax.stop_gradient(mean)
             unbiased = variance * (count / max(count - 1, 1))
@@ -129,7 +129,7 @@ class BatchNorm(nnx.Module):
 
 def batch_statistics(module: nnx.Module, context: Context) -> Sums:
     """What the batch showed of a module's running averages, for a head's sums; {} in evaluation."""
-    if context.sum_rows is None:
+    if not context.training:
         return {}
     shown: Any = nnx.to_pure_dict(nnx.state(module, RunningAverage))
     return {BATCH_STATISTICS: shown}
@@ -162,13 +162,10 @@ class HeadsRMSNorm(nnx.Module):
         self.size = heads * head_dim
         self.eps = eps
 
-    def __call__(self, x: Array, tensor_sum: Callable[[Array], Array]) -> Array:
-        """[batch, seq, heads, head_dim] of this device -> the same shape and dtype.
-
-        `tensor_sum` adds float32 [batch, seq, 1, 1] up over the tensor axis.
-        """
+    def __call__(self, x: Array, context: Context) -> Array:
+        """[batch, seq, heads, head_dim] of this device -> the same shape and dtype."""
         wide = x.astype(jnp.float32)
-        squares = tensor_sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True))
+        squares = context.sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True), "tensor")
         wide = wide * jax.lax.rsqrt(squares / self.size + self.eps)
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 

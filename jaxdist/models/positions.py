@@ -23,7 +23,7 @@ def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, 
     aux: dict[str, Any] = {
         "segments": batch.get("segments"),
         "rows": batch.get("rows"),
-        "index": context.split(context.places(seq)[None])[0],
+        "index": context.split(context.position_ids(seq)[None])[0],
     }
     if config.positions == "rotary":
         angles = _angles(config, positions_of(batch, context))
@@ -35,7 +35,7 @@ def positions_of(batch: Batch, context: Context) -> Array:
     """Positions [batch or 1, seq]; counted from the row's start where none are given."""
     if "positions" in batch:
         return batch["positions"]
-    return context.places(batch["tokens"].shape[1])[None]
+    return context.position_ids(batch["tokens"].shape[1])[None]
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, Array]:

@@ -162,7 +162,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
             + [
                 f"the deep audit rejects model {parts.model.name!r} on mesh {parts.spec}: "
                 f"{len(found)} values of one step differ from one device's. Look for a mean or max "
-                "instead of a sum (Context.leave, Context.tensor_sum), and for loss terms that are "
+                "instead of a sum (Context.leave, Context.sum), and for loss terms that are "
                 "a mean over the rows of one device. --skip-audit trains without the audit."
             ]
         )

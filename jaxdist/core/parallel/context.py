@@ -175,10 +175,9 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """Return `places` and `row_sum` of a `Context`; x of the latter is [batch, seq]."""
+    """Return `position_ids` of a `Context`."""
     del sequence_parallel
-    row_sum = lambda x: collectives.all_reduce(jnp.sum(x.astype(jnp.float32), 1), CONTEXT.name)
-    return {"places": places, "row_sum": row_sum}
+    return {"position_ids": places}
 
 
 CONTEXT = Axis(

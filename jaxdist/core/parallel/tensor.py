@@ -57,29 +57,26 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """`enter`, `leave`, `split`, `tensor_index` and `tensor_sum` of a `Context`.
+    """Return `enter`, `leave`, `split` and `tensor_index` of a `Context`.
 
     `seq_shard` = seq / tp.
 
     With sequence parallelism `enter` is [batch, seq_shard, ...] -> [batch, seq, ...], `leave` the
     way back with a sum, `split` the same without one. Without it they keep the shape.
     """
-    common = {
-        "tensor_index": lambda: collectives.group_index(TENSOR.name),
-        "tensor_sum": lambda x: collectives.all_reduce(x, TENSOR.name),
-    }
+    index = {"tensor_index": lambda: collectives.group_index(TENSOR.name)}
     if not sequence_parallel:
         return {
             # Forward moves nothing; backward sums the gradients of the column-parallel parts.
             "enter": lambda x: collectives.vary(x, TENSOR.name),
             "leave": lambda x: collectives.all_reduce(x, TENSOR.name),
-            **common,
+            **index,
         }
     return {
         "enter": lambda x: collectives.all_gather(x, TENSOR.name, dim=_SEQUENCE_DIM),
         "leave": lambda x: collectives.reduce_scatter(x, TENSOR.name, dim=_SEQUENCE_DIM),
         "split": lambda x: _split_sequence(x),
-        **common,
+        **index,
     }
 
 

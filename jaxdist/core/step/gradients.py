@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel import data, reduction
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
@@ -22,6 +23,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
+from jaxdist.core.step.model_context import make_forward
 from jaxdist.core.step.omitted_sums import check_equal, definition_of, explain_types
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
@@ -61,16 +63,14 @@ def make_value_and_grad(
     if layout.size(PIPELINE) > 1:
         value_and_grad = _make_pipeline(model, layout, plan)
     else:
-        value_and_grad = _make_accumulation(model, layout, plan.accumulation)
-
-    def sum_rows(x: Any) -> Any:
-        return collectives.all_reduce(x, layout.batch_axes) if layout.batch_axes else x
+        forward = make_forward(model, layout, plan)
+        value_and_grad = _make_accumulation(forward, layout, plan.accumulation)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         """(global sums, this device's gradients, their norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
-        step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
+        step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
         sums, shown = statistics.take(sums, plan.accumulation)
         sums = _sum_over_devices(sums, model, layout)
@@ -97,7 +97,7 @@ def _make_pipeline(
     """
     num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
-        model,
+        make_forward(model, layout, plan),
         layout,
         lambda rows: stages.make_schedule(
             num_stages=num_stages,
@@ -113,7 +113,7 @@ def _make_pipeline(
 
 
 def _make_accumulation(
-    model: Model, layout: Layout, num_microbatches: int
+    forward: ForwardPass, layout: Layout, num_microbatches: int
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
 
@@ -121,8 +121,8 @@ def _make_accumulation(
         (local params, rows, context, loss scale) -> (sums of this device, gradients of the scaled
         objective, float32, still local sums, laid out as `Layout.gradient_specs`).
     """
-    param_specs = layout.param_specs(model.axes)
-    micro_specs = layout.gradient_specs(model.axes)
+    param_specs = layout.param_specs(forward.model.axes)
+    micro_specs = layout.gradient_specs(forward.model.axes)
     axes = layout.summed_axes
 
     def value_and_grad(
@@ -131,7 +131,7 @@ def _make_accumulation(
         """(sums, local gradients) of this device's batch [rows, ...]; scale is float32 []."""
 
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
-            sums = model.loss(context.gather(params), micro, context)
+            sums = forward.loss(params, micro, context)
             return trained_loss(sums) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
@@ -171,9 +171,10 @@ def make_evaluate(
         (params, batch [rows, ...]) -> sums over the global batch, float32 [] each. No dropout.
     """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
+    forward = make_forward(model, layout, plan)
     if num_stages > 1:
         evaluate = pipeline_evaluate.make_pipeline_evaluate(
-            model,
+            forward,
             layout,
             lambda rows: stages.make_evaluation_schedule(
                 num_stages=num_stages, rows=rows, rows_per_example=rows_per_example(model.objective)
@@ -181,7 +182,7 @@ def make_evaluate(
             gather=stages.gather,
         )
     else:
-        evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
+        evaluate = forward.loss
 
     def local(params: Params, batch: Batch) -> Sums:
         batch = data.number_rows(batch, layout.batch_axes)

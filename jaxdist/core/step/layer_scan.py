@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives, matmul
 from jaxdist.core.attention import keeps_attention
 from jaxdist.core.axis import spec_over
+from jaxdist.core.forward import ForwardPass, scan_layers
 from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
 from jaxdist.core.matrices import sides_of
 from jaxdist.core.parallel import fsdp, tensor
@@ -36,7 +37,7 @@ def make_run_layers(
         depend on it.
     """
     if not model.num_layers:
-        return Context().run_layers
+        return scan_layers
     layer = make_layer(model, layout, plan)
     recomputes = plan.remat != "none" or plan.gathers_layers
     unroll = plan.layers_per_body
@@ -181,7 +182,7 @@ def _run(
     out = block(weights, x, aux, told)
     y, sums = _checked(out, x)
     owner = getattr(block, "__self__", None)
-    block = owner.block if isinstance(owner, Model) else block  # pipelines wrap it in a method
+    block = owner.model.block if isinstance(owner, ForwardPass) else block
     check_equal(y, varying_axes(x), f"x leaves Model.block{definition(block)}")
     return y, sums
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.core import attention, losses, token_logps, types
+from jaxdist.core import attention, collectives, losses, token_logps, types
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.matmul import cpu
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
@@ -33,18 +34,16 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
-    settles: dict[str, Any] = {"settle": settle} if plan.settles_gradients else {}
+    barrier: dict[str, Any] = {"gradient_barrier": gradient_barrier}
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
         dot=_DOTS[plan.dot],
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
         token_logps=token_logps.make_token_logps(vocabulary_axis, plan.loss_chunk, **own),
-        run_layers=make_run_layers(model, layout, plan),
         platform=plan.platform,
-        row_groups=plan.max_row_chunks,
-        gather=make_gather(layout, model, plan),
-        **settles,
+        sum=_make_sum(layout),
+        **(barrier if plan.gradient_barrier else {}),
         **hooks,
     )
 
@@ -54,24 +53,24 @@ _DOTS = {"plain": types.dot, "cpu": cpu.dot, "by_position": tensor.dot_by_positi
 
 
 @jax.custom_vjp
-def settle(tree: Any) -> Any:
-    """The same tree of arrays; no gradient of them is used before all are known.
+def gradient_barrier(tree: Any) -> Any:
+    """Return the same tree of arrays; no gradient of them is used before all are computed.
 
-    XLA:GPU would put off gradients of weights until a ring has gone back, to have work beside its
-    last permutes, and keep what they read: two arrays of the MLP's hidden width.
+    XLA:GPU would postpone gradients of weights until the backward ring has ended, to overlap them
+    with its last permutes, and keep their inputs: two arrays of the MLP's hidden width.
     """
     return tree
 
 
-def _settle_forward(tree: Any) -> tuple[Any, None]:
+def _barrier_forward(tree: Any) -> tuple[Any, None]:
     return tree, None
 
 
-def _settle_backward(_: None, cotangent: Any) -> tuple[Any]:
+def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
     return (jax.lax.optimization_barrier(cotangent),)
 
 
-settle.defvjp(_settle_forward, _settle_backward)
+gradient_barrier.defvjp(_barrier_forward, _barrier_backward)
 
 
 def describe_exchange(
@@ -143,11 +142,33 @@ def _hooks(layout: Layout) -> dict[str, Any]:
     }
 
 
-def make_gather(layout: Layout, model: Model, plan: StepPlan) -> Any:
-    """A function that makes all but the stacked layers whole, in the compute dtype.
+def _make_sum(layout: Layout) -> Callable[[Any, str], Any]:
+    """Make `Context.sum`."""
+    axes = {
+        "batch": layout.batch_axes,
+        "seq": tuple(axis.name for axis in layout.used if axis.splits_positions),
+        "tensor": (TENSOR.name,) if TENSOR in layout.used else (),
+    }
 
-    Running averages are whole and stay float32.
-    """
+    def total(x: Any, over: str) -> Any:
+        """Return the sum of x [...] over the devices that split `over`."""
+        return collectives.all_reduce(x, axes[over]) if axes[over] else x
+
+    return total
+
+
+def make_forward(model: Model, layout: Layout, plan: StepPlan) -> ForwardPass:
+    """Build the forward pass of a model on this layout."""
+    return ForwardPass(
+        model,
+        gather=_make_gather(layout, model, plan),
+        run_layers=make_run_layers(model, layout, plan),
+        max_row_chunks=plan.max_row_chunks,
+    )
+
+
+def _make_gather(layout: Layout, model: Model, plan: StepPlan) -> Any:
+    """Make `ForwardPass.gather`. Running averages are not sharded and stay float32."""
     specs = layout.gather_specs(model.axes)
     kept = lambda dims, stored, cast: stored if isinstance(dims, RunningDims) else cast
 

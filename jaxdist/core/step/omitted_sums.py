@@ -88,13 +88,13 @@ def _place(error: BaseException | None, model: Model) -> str:
 def _fix(axes: Sequence[str]) -> str:
     if TENSOR.name in axes:
         return (
-            "Sum each product of split weights over the axis (Context.leave, Context.tensor_sum). "
+            "Sum each product of split weights over the axis (Context.leave, Context.sum). "
             "Use Context.enter before such a product."
         )
     return (
         "Each device has its own rows. Start a loop from a value that varies as they do "
         "(collectives.zeros_like(x), collectives.vary), or sum over the rows of all devices "
-        "(Context.sum_rows)."
+        '(Context.sum(x, "batch")).'
     )
 
 

@@ -19,6 +19,7 @@ from jaxdist.core.attention import choose_kernel
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.axis import axes_of
+from jaxdist.core.forward import row_chunks
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -26,7 +27,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
-from jaxdist.core.types import AttentionCall, Dims, Model, groups_of_rows
+from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
@@ -172,9 +173,9 @@ class Job:
         return max(1, self.rows // self.num_microbatches)
 
     @property
-    def row_groups(self) -> int:
-        """Groups of a microbatch's rows that go through the layers side by side."""
-        return groups_of_rows(self.micro_rows, self.plan.max_row_chunks)
+    def num_row_chunks(self) -> int:
+        """Chunks of a microbatch's rows that go through the layers concurrently."""
+        return row_chunks(self.micro_rows, self.plan.max_row_chunks)
 
     @property
     def tokens(self) -> int:

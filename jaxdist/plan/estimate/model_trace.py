@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.core import attention, losses
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.step.layer_scan import remat_policy
 from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import (
@@ -127,10 +128,10 @@ def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
     """The whole loss, its layers left out."""
     reduced: list[int] = []
     skip: Any = lambda block, layers, x, aux, context: (x, {})
-    context = dataclasses.replace(_context(dtype, reduced), run_layers=skip)
+    context, forward = _context(dtype, reduced), ForwardPass(model, run_layers=skip)
 
     def loss(params: Params, batch: Batch) -> Array:
-        return model.loss(params, batch, context)["loss"]
+        return forward.loss(params, batch, context)["loss"]
 
     batch = _batch(model, seq_len, rows)
     return _cost(loss, reduced, (_params(model, dtype),), (batch,))

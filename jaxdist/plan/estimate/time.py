@@ -256,7 +256,7 @@ def _exposed(
 def _beside_rows(job: Job) -> float:
     """Share of the activations over `tensor` that costs nothing."""
     software = job.engine.software
-    return software.hidden_in_groups if job.row_groups > 1 else software.hidden_in_tensor
+    return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
 
 
 def _beside_ring(job: Job, attention: float) -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.executor import (
     Handler,
@@ -21,11 +22,11 @@ from jaxdist.core.parallel.pipeline.executor import (
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, zeros
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Batch, Context, Model, Params, Sums, add_sums
+from jaxdist.core.types import Batch, Context, Params, Sums, add_sums
 
 
 def make_pipeline_evaluate(
-    model: Model,
+    forward: ForwardPass,
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
@@ -34,19 +35,19 @@ def make_pipeline_evaluate(
     """Sums by a forward pipeline, for use inside the manual step.
 
     `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
-    `gather` = "step", `Context.run_layers` must not gather.
+    `gather` = "step", `ForwardPass.run_layers` must not gather.
 
     Returns:
         (local parameters, this replica's batch [rows, ...], context) -> this replica's sums,
         float32 [] each: those of the head on the last stage, those of the layers on the stage that
         runs them.
     """
-    gathered = layout.gather_specs(model.axes)["layers"]
+    gathered = layout.gather_specs(forward.model.axes)["layers"]
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = make_stage(
-            model,
+            forward,
             schedule,
             params,
             batch,

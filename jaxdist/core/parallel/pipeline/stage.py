@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel import data, fsdp
 from jaxdist.core.parallel.pipeline import virtual_stages
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -20,7 +21,7 @@ from jaxdist.core.parallel.pipeline.buffers import Instruction
 from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Batch, Context, Params, Sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Stage:
         index: int32 scalar, this stage's place on the ring.
     """
 
-    model: Model
+    forward: ForwardPass
     schedule: Schedule
     context: Context
     layers: Params
@@ -65,11 +66,11 @@ class Stage:
 
     def embed(self, outer: Params, now: Instruction) -> Array:
         """Input of the first virtual stage, [rows, seq_shard, d_model]."""
-        return self.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
+        return self.forward.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
 
     def aux(self, now: Instruction) -> tuple[Any, ...]:
-        """What every block needs beside its input, [rows, ...] of each group of a microbatch."""
-        return self.model.prepare_groups(self.microbatch(now), self.context)
+        """What every block needs beside its input, [rows, ...] of each chunk of a microbatch."""
+        return self.forward.prepare(self.microbatch(now), self.context)
 
     def layer_indices(self, now: Instruction) -> Array:
         """Index in the model of each layer, int32 [layers]; random bits depend on it."""
@@ -82,8 +83,8 @@ class Stage:
 
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
         """The virtual stage applied to x [rows, seq_shard, d_model], and the sums of its layers."""
-        return self.context.run_layers(
-            self.model.block_in_groups,
+        return self.forward.run_layers(
+            self.forward.block,
             self.weights(now),
             x,
             self.aux(now),
@@ -93,12 +94,12 @@ class Stage:
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
         """Sums of head and objective, from the last layer's output x [rows, seq_shard, d_model]."""
-        sums = self.model.head_sums(outer, x, self.microbatch(now), self.context)
+        sums = self.forward.head(outer, x, self.microbatch(now), self.context)
         return collectives.vary(sums, PIPELINE.name)  # a constant too: other stages have none
 
 
 def make_stage(
-    model: Model,
+    forward: ForwardPass,
     schedule: Schedule,
     params: Params,
     batch: Batch,
@@ -121,11 +122,11 @@ def make_stage(
         )
     outer = {name: tree for name, tree in params.items() if name != "layers"}
     return Stage(
-        model=model,
+        forward=forward,
         schedule=schedule,
         context=context,
         layers=layers,
-        outer=context.gather(outer),
+        outer=forward.gather(outer),
         microbatches=data.split_microbatches(batch, schedule.num_microbatches),
         index=collectives.group_index(PIPELINE.name),
     )

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel import fsdp, reduction
 from jaxdist.core.parallel.pipeline import virtual_stages
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
@@ -44,7 +45,6 @@ from jaxdist.core.types import (
     Array,
     Batch,
     Context,
-    Model,
     Params,
     Sums,
     add_sums,
@@ -53,7 +53,7 @@ from jaxdist.core.types import (
 
 
 def make_pipeline_value_and_grad(
-    model: Model,
+    forward: ForwardPass,
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
@@ -68,7 +68,7 @@ def make_pipeline_value_and_grad(
     (block, shards, x, index in the model, aux, context) -> (x, Sums). `policy` says what
     `jax.checkpoint` may keep of a layer between the forward that its backward repeats and that
     backward; None = everything that does not follow from its weights. With `gather` = "step",
-    `Context.run_layers` must not gather. Gradients of gathered weights are summed in
+    `ForwardPass.run_layers` must not gather. Gradients of gathered weights are summed in
     `reduce_dtype`.
 
     Returns:
@@ -78,9 +78,9 @@ def make_pipeline_value_and_grad(
         objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
         `Layout.summed_axes`.
     """
-    specs = layout.param_specs(model.axes)
-    micro_specs = layout.gradient_specs(model.axes)
-    gathered = layout.gather_specs(model.axes)
+    specs = layout.param_specs(forward.model.axes)
+    micro_specs = layout.gradient_specs(forward.model.axes)
+    gathered = layout.gather_specs(forward.model.axes)
     outer_specs = {name: gathered[name] for name in specs if name != "layers"}
     layer_specs = fsdp.layer_specs(specs["layers"])
     layer_micro_specs = fsdp.layer_specs(micro_specs["layers"])
@@ -97,7 +97,7 @@ def make_pipeline_value_and_grad(
         """(sums, local gradients) of this replica's batch [rows, ...]; scale is float32 []."""
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = make_stage(
-            model,
+            forward,
             schedule,
             params,
             batch,
@@ -243,7 +243,7 @@ class _Training:
             shards: Params, x: Array, constants: tuple[Array, Any]
         ) -> tuple[Array, Array | None, Sums]:
             """A layer on x [rows, seq_shard, d_model], and its own scaled term of the loss."""
-            y, sums = layer(stage.model.block_in_groups, shards, x, *constants, stage.context)
+            y, sums = layer(stage.forward.block, shards, x, *constants, stage.context)
             loss = trained_loss(sums) * self.scale if sums.keys() & set(TRAINED) else None
             return y, loss, sums
 
