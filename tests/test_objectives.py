@@ -1,6 +1,7 @@
 """Objectives of one's own: log-probabilities of tokens on every mesh, and pairs of rows."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,19 @@ from refusals import missing, refused
 from tiny import ROWS, Case, distance, largest, text_batch, train_by_hand
 
 import jaxdist
-from jaxdist.config import read_run
+from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.softcap import soft_cap
+from jaxdist.core.step import TrainConfig
 from jaxdist.core.token_logps import make_token_logps
-from jaxdist.core.types import TokenHead
+from jaxdist.core.types import TokenHead, rows_per_example
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.batches import EvalBatches, Held
 from jaxdist.data.order import Order
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.plan.audit import audit_program
+from jaxdist.plan.estimate.search import search
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError
 
@@ -149,13 +153,13 @@ def test_evaluation_spreads_complete_examples_over_the_data():
     [
         (
             ["--mesh=dp=8", "--train.global_batch_size=24"],
-            ["train.global_batch_size=24", "e.g. 32"],
+            ["train.global_batch_size=24", "16 or 32"],
         ),
         (
             ["--mesh=dp=2", "--train.global_batch_size=12", "--train.num_microbatches=2"],
             ["multiple of 8"],
         ),
-        (["--mesh=pp=2", "--train.global_batch_size=4", "--train.num_microbatches=4"], ["e.g. 8"]),
+        (["--mesh=pp=2", "--train.global_batch_size=4", "--train.num_microbatches=4"], ["Use 8"]),
         (
             ["--mesh=dp=2", "--train.global_batch_size=8", "--eval.global_batch_size=6"],
             ["eval.global_batch"],
@@ -167,6 +171,36 @@ def test_a_batch_that_cuts_examples_is_rejected(settings, fixes):
     with pytest.raises(ConfigError) as error:
         assemble(config, jax.devices()[: config.mesh.spec.num_devices], objective=Preferences())
     assert any(missing(problem, *fixes) == [] for problem in error.value.problems)
+
+
+def test_fewer_devices_take_complete_examples():
+    """4 replicas of a pair each: of 2 devices each takes 2 microbatches, of 3 one stays idle."""
+    flags = ["--mesh=dp=4", "--mesh.elastic=true", "--train.global_batch_size=8"]
+    config = read_run(flags, command="")
+    model = dataclasses.replace(config.build_model(), objective=Preferences())
+    assert legal_sizes(config, model) == [1, 2, 4]
+    for num_devices, spec, count in ((3, "dp=2", 2), (1, "dp=1", 4)):
+        fitted = fit_devices(config, num_devices, model)
+        assert (str(fitted.mesh.spec), fitted.train.num_microbatches) == (spec, count)
+    quads = dataclasses.replace(model, objective=SimpleNamespace(rows_per_example=4))
+    with refused("train.global_batch_size=8", "rows_per_example=4"):
+        fit_devices(config, 2, quads)
+
+
+def test_the_planner_cuts_no_example():
+    model = dataclasses.replace(tiny.model_of("rotary"), objective=Preferences())
+    config = RunConfig(train=TrainConfig(global_batch_size=8, seq_len=tiny.SEQ))
+    result = search(config, Cluster.of(GPUS["h100"], 4), model)
+    assert result.choices
+    for choice in result.choices:
+        parts = choice.job.spec.num_replicas * choice.job.num_microbatches
+        assert 8 % (2 * parts) == 0, choice.job.spec
+
+
+@pytest.mark.parametrize("size", [0, "2", 1.5])
+def test_an_example_has_a_number_of_rows(size):
+    with refused(f"rows_per_example={size!r}"):
+        rows_per_example(SimpleNamespace(rows_per_example=size))
 
 
 # --- log-probabilities of tokens ---
@@ -238,6 +272,49 @@ def test_gradients_equal_those_of_full_logits(sampling):
     found = jax.jit(jax.grad(chunked, (0, 1)))(head.x, head.kernel)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+DRAWN = SAMPLING | {"top_k": 9}
+
+
+def sampled(output, batch, context):
+    """Log-probabilities of the targets that sampling keeps, and the entropy of each token."""
+    logps, entropy = context.token_logps(output, batch["targets"], **DRAWN)
+    return sums_of(logps, entropy, batch["weights"])
+
+
+def sampled_by_hand(output, batch, _):
+    """The same from full logits on one device; numpy chooses which tokens are kept."""
+    logits = (output.x @ output.kernel)[..., : output.vocab_size]
+    chosen = lambda logits: np.isfinite(filtered(logits, **DRAWN))
+    keep = jax.pure_callback(
+        chosen, jax.ShapeDtypeStruct(logits.shape, bool), jax.lax.stop_gradient(logits)
+    )
+    logps = jax.nn.log_softmax(jnp.where(keep, logits / DRAWN["temperature"], -1e30))
+    entropy = -(jnp.exp(logps) * jnp.where(keep, logps, 0.0)).sum(-1)
+    at_targets = lambda x: jnp.take_along_axis(x, batch["targets"][..., None], -1)[..., 0]
+    logps = jnp.where(at_targets(keep), at_targets(logps), -jnp.inf)
+    return sums_of(logps, entropy, batch["weights"])
+
+
+def sums_of(logps, entropy, weights):
+    kept = jnp.isfinite(logps)
+    loss = -jnp.sum(jnp.where(kept, logps, 0.0) * weights) - ENTROPY * jnp.sum(entropy * weights)
+    return {"loss": loss, "weight": jnp.sum(weights), "kept": jnp.sum(kept.astype(jnp.float32))}
+
+
+@pytest.mark.parametrize(
+    "case", [Case("rotary", "tp=2"), Case("learned", "pp=2,tp=2", microbatches=2)], ids=str
+)
+def test_sampling_from_a_split_vocabulary_equals_one_device(case):
+    batch = text_batch()
+    expected = train_by_hand(case.model, batch, 1, sampled_by_hand)
+    ours = tiny.run(case, 1, batch, objective=sampled, loss_chunk_tokens=5)
+    np.testing.assert_allclose(ours.losses, expected.losses, rtol=1e-6)
+    assert distance(ours.grads, expected.grads) <= 1e-5 * largest(expected.grads)
+    step, state = tiny.step_of(case, objective=sampled, loss_chunk_tokens=5)
+    sums = step.evaluate(state.params, place_batch(batch, step.batch_sharding))
+    assert 0 < sums["kept"] < batch["targets"].size
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}], ids=str)
