@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, rows_per_example
 from jaxdist.settings import ConfigError
 
 RunConfig: TypeAlias = Any
@@ -46,8 +46,8 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
             f"{least}{smaller if fixed else ''}.",
             asked="mesh",
         )
-    adapted = _with_batches(config, asked, spec)
-    reason = _reason(config, adapted, asked, spec, num_devices)
+    adapted = _with_batches(config, asked, spec, model)
+    reason = _reason(config, adapted, asked, spec, num_devices, _example_rows(model))
     mesh = dataclasses.replace(config.mesh, shape=str(spec), reason=reason)
     return dataclasses.replace(adapted, mesh=mesh)
 
@@ -63,20 +63,25 @@ def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
 
 def _is_legal(config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model | None) -> bool:
     rows = (config.train.global_batch_size, _eval_rows(config))
-    if any(count % spec.num_replicas for count in rows):
+    if any(count % (spec.num_replicas * _example_rows(model)) for count in rows):
         return False
-    return not _with_batches(config, asked, spec).mesh_problems(spec, model)
+    return not _with_batches(config, asked, spec, model).mesh_problems(spec, model)
 
 
-def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConfig:
-    """The batches of training and evaluation, cut so that no device takes more rows at once."""
-    batch = config.train.global_batch_size
-    microbatch = batch // asked.num_replicas // _num_microbatches(config, asked)
-    count = _count(batch // spec.num_replicas, microbatch)
+def _with_batches(
+    config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model | None
+) -> RunConfig:
+    """The batches of training and evaluation, cut so that no device takes more rows at once.
+
+    They are cut between examples of the objective.
+    """
+    batch, size = config.train.global_batch_size, _example_rows(model)
+    microbatch = batch // asked.num_replicas // _num_microbatches(config, asked, size)
+    count = _count(batch // spec.num_replicas // size, microbatch // size)
     train = dataclasses.replace(config.train, num_microbatches=count)
     # Smaller evaluation batches, and as many more: the same rows are evaluated.
     rows = _eval_rows(config)
-    times = _count(rows // spec.num_replicas, -(-rows // asked.num_replicas))
+    times = _count(rows // spec.num_replicas // size, -(-rows // (asked.num_replicas * size)))
     evaluation = dataclasses.replace(
         config.eval,
         global_batch_size=rows // times,
@@ -86,17 +91,23 @@ def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConf
     return dataclasses.replace(config, train=train, eval=evaluation)
 
 
-def _num_microbatches(config: RunConfig, spec: MeshSpec) -> int:
+def _example_rows(model: Model | None) -> int:
+    return rows_per_example(None if model is None else model.objective)
+
+
+def _num_microbatches(config: RunConfig, spec: MeshSpec, size: int) -> int:
     train = config.train
     if spec[PIPELINE] == 1:
         return train.accumulation
     rows = train.global_batch_size // spec.num_replicas
-    return train.num_microbatches or config.pipeline.choose_microbatches(spec[PIPELINE], rows)
+    choose = config.pipeline.choose_microbatches
+    return train.num_microbatches or choose(spec[PIPELINE], rows, size)
 
 
-def _count(rows: int, most: int) -> int:
-    """The fewest equal parts of `rows` rows of which none has more than `most`."""
-    return next(n for n in range(-(-rows // max(1, most)), rows + 1) if rows % n == 0)
+def _count(examples: int, most: int) -> int:
+    """Return the smallest number of equal parts of `examples` of which none exceeds `most`."""
+    first = -(-examples // max(1, most))
+    return next(n for n in range(first, examples + 1) if examples % n == 0)
 
 
 def _eval_rows(config: RunConfig) -> int:
@@ -104,10 +115,15 @@ def _eval_rows(config: RunConfig) -> int:
 
 
 def _reason(
-    config: RunConfig, adapted: RunConfig, asked: MeshSpec, spec: MeshSpec, num_devices: int
+    config: RunConfig,
+    adapted: RunConfig,
+    asked: MeshSpec,
+    spec: MeshSpec,
+    num_devices: int,
+    size: int,
 ) -> str:
     batch, zero = config.train.global_batch_size, config.mesh.zero
-    before, now = _num_microbatches(config, asked), _num_microbatches(adapted, spec)
+    before, now = _num_microbatches(config, asked, size), _num_microbatches(adapted, spec, size)
     text = (
         f"elastic: {num_devices} of the {asked.num_devices} devices of {asked} are there; "
         f"{now} microbatches of {batch // spec.num_replicas // now} rows per replica instead of "

@@ -23,7 +23,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, rows_per_example
 from jaxdist.data.config import DataConfig, source_exists
 from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
@@ -188,6 +188,7 @@ class RunConfig:
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.accumulation,
+            rows_per_example=rows_per_example(None if model is None else model.objective),
             num_virtual_stages=self.pipeline.num_virtual_stages,
             fsdp_over_context=self.mesh.fsdp_over_context,
             context_attention=self.mesh.context_attention,
@@ -197,7 +198,19 @@ class RunConfig:
             context_len=self.train.seq_len if known.context_parallel else None,
             attention_dropout=known.attention_call.dropout,
         )
-        return mesh_problems(spec, workload)
+        return [*mesh_problems(spec, workload), *self._eval_problems(spec, workload)]
+
+    def _eval_problems(self, spec: MeshSpec, workload: Workload) -> list[str]:
+        """Report a batch of evaluation from which some replica would get a part of an example."""
+        rows, size = self.eval.global_batch_size, workload.rows_per_example
+        each = spec.num_replicas * size
+        if size == 1 or rows % each == 0:
+            return []
+        return [
+            f"eval.global_batch_size={rows} over {spec.num_replicas} replicas: the objective takes "
+            f"{size} adjacent rows as an example, and no replica may hold less. Use a multiple of "
+            f"{each}, e.g. {-(-rows // each) * each}."
+        ]
 
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None

@@ -28,6 +28,7 @@ class Workload:
         zero: ZeRO stage (`mesh.zero`).
         global_batch_size: rows of one step, or None to leave the batch out.
         num_microbatches: microbatches that a device's rows are cut into.
+        rows_per_example: adjacent rows that no replica and no microbatch may separate.
         num_virtual_stages: groups of consecutive layers on each pipeline stage.
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how devices that share rows see all keys (`mesh.context_attention`).
@@ -43,6 +44,7 @@ class Workload:
     zero: int = 0
     global_batch_size: int | None = None
     num_microbatches: int = 1
+    rows_per_example: int = 1
     num_virtual_stages: int = 1
     fsdp_over_context: bool = True
     context_attention: str = "auto"

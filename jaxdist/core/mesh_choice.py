@@ -88,15 +88,18 @@ def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
 def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
     """A global batch whose rows the devices cannot share equally."""
     batch = workload.global_batch_size
-    rows = spec.num_replicas * workload.num_microbatches
+    rows = spec.num_replicas * workload.num_microbatches * workload.rows_per_example
     if batch is None or batch % rows == 0:
         return
     down, up = batch // rows * rows, -(-batch // rows) * rows
     replicas = [axis for axis in axes.AXES if axis.splits_rows]
     sizes = " × ".join(f"{axis.short}={spec[axis]}" for axis in replicas)
+    size, unit = workload.rows_per_example, "rows"
+    if size > 1:
+        sizes, unit = f"{sizes} × rows_per_example={size} of the objective", "complete examples"
     yield (
         f"train.global_batch_size={batch} is not a multiple of {rows} ({sizes} × "
-        f"microbatches={workload.num_microbatches}): every device takes the same number of rows. "
+        f"microbatches={workload.num_microbatches}): every device takes the same number of {unit}. "
         f"Use {f'{down} or ' if down else ''}{up}, or a smaller "
         f"{' × '.join(axis.short for axis in replicas)}."
     )

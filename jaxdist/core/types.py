@@ -335,8 +335,17 @@ Its attribute `rows_per_example` is the number of adjacent rows that form an exa
 
 
 def rows_per_example(objective: Objective | None) -> int:
-    """Return how many adjacent rows form an example of the objective; 1 unless it has more."""
-    return getattr(objective, "rows_per_example", 1)
+    """Return how many adjacent rows form an example of the objective; 1 unless it has more.
+
+    Raises:
+        ConfigError: its `rows_per_example` is not a number of rows.
+    """
+    size = getattr(objective, "rows_per_example", 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            f"rows_per_example={size!r} of the objective. Use a whole number of 1 or more."
+        )
+    return size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -298,8 +298,7 @@ def assemble(
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
-    problems = _example_problems(config, model, spec.num_replicas)
-    problems += optim.frozen_problems(config.optim, model.axes)
+    problems = optim.frozen_problems(config.optim, model.axes)
     problems += matmul.problems(
         config.precision.matmul_dtype,
         model.num_layers,
@@ -328,25 +327,6 @@ def assemble(
         num_params=num_params(model),
         packed=config.data.packs_documents,
     )
-
-
-def _example_problems(config: RunConfig, model: Model, num_replicas: int) -> list[str]:
-    """Return what is wrong if a replica or a microbatch would hold a part of an example."""
-    size, batch = rows_per_example(model.objective), config.train.global_batch_size
-    if not isinstance(size, int) or size < 1:
-        return [f"rows_per_example={size!r} of the objective. Use a whole number of 1 or more."]
-    found = []
-    for name, rows, parts in (
-        ("train.global_batch_size", batch, num_replicas * config.train.accumulation),
-        ("eval.global_batch_size", config.eval.global_batch_size or batch, num_replicas),
-    ):
-        if size > 1 and rows % (size * parts):
-            found.append(
-                f"{name}={rows} over {parts} replicas and microbatches: the objective takes {size} "
-                f"adjacent rows as an example, and no part may hold less. Use a multiple of "
-                f"{size * parts}, e.g. {-(-rows // (size * parts)) * size * parts}."
-            )
-    return found
 
 
 def _fit_devices(

@@ -27,7 +27,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
-from jaxdist.core.types import AttentionCall, Dims, Model
+from jaxdist.core.types import AttentionCall, Dims, Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
@@ -153,6 +153,7 @@ class Job:
             self.spec[PIPELINE],
             self.rows,
             self.config.train.num_microbatches,
+            rows_per_example(self.model.objective),
         )
 
     @property

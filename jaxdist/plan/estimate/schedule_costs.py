@@ -32,10 +32,15 @@ class Stages:
 
 
 @functools.lru_cache(maxsize=1024)
-def stages_of(config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int) -> Stages:
-    """The schedule that training would run; arguments as of `PipelineConfig.make_schedule`."""
+def stages_of(
+    config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int, rows_per_example: int
+) -> Stages:
+    """Return the schedule that training would run; arguments as of `make_schedule`."""
     schedule = config.make_schedule(
-        num_stages=num_stages, rows=rows, num_microbatches=num_microbatches
+        num_stages=num_stages,
+        rows=rows,
+        num_microbatches=num_microbatches,
+        rows_per_example=rows_per_example,
     )
     kinds = [{action.kind for action in tick if action} for tick in schedule.ticks]
     longest = Counter(max(found, key=_LENGTH.__getitem__) for found in kinds if found)

@@ -23,7 +23,7 @@ from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.types import Model
+from jaxdist.core.types import Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
@@ -311,7 +311,8 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
 
 def _by_microbatches(job: Job) -> list[Job]:
     """The job with more and more microbatches, from the fastest on."""
-    counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
+    examples = job.rows // rows_per_example(job.model.objective)
+    counts = [n for n in range(1, examples + 1) if examples % n == 0]
     if job.spec[PIPELINE] > 1:
         # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
         counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
