@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.smoke
-
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 SIZE = runpy.run_path(str(PACKAGE.parent / "scripts" / "size.py"))
 ENGLISH = runpy.run_path(str(PACKAGE.parent / "scripts" / "english.py"))

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.smoke
-
 ROOT = Path(__file__).parent.parent
 FAULTS = tomllib.loads((ROOT / "scripts/bench/mutants.toml").read_text())["fault"]
 
