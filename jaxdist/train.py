@@ -140,7 +140,7 @@ def start_devices(
     from jaxdist.settings import to_table
 
     if config.debug:
-        runtime.be_careful()
+        runtime.enable_debug_checks()
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()

@@ -58,7 +58,7 @@ def processes(monkeypatch):
 @pytest.fixture
 def barriers(processes, monkeypatch):
     """The barriers of three processes."""
-    monkeypatch.setattr(barrier, "_LOOK_S", 0.02)
+    monkeypatch.setattr(barrier, "_POLL_S", 0.02)
     make, _ = processes
     made = make(lambda: Barrier("test"))
     for one in made:

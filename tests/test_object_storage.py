@@ -345,7 +345,7 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
     with refused("az://bucket", "s3://BUCKET/PATH"):
         locate("az://bucket/run")
     for nameless in ("s3://", "s3:/"):  # Path makes one of the other
-        with refused("names no bucket", "s3://BUCKET/PATH"):
+        with refused("no bucket", "s3://BUCKET/PATH"):
             locate(nameless)
     objects._reach.cache_clear()
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")

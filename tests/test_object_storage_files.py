@@ -262,7 +262,7 @@ from jaxdist.checkpoint import lock
 from jaxdist.runtime import entry_point, run_command
 from jaxdist.runtime.storage import locate, parts
 
-parts._END_S = lock.RELEASE_S = entry_point._WAY_OUT_S = 1.5
+parts._END_S = lock.RELEASE_S = entry_point._EXIT_S = 1.5
 
 def main():
     folder = locate("s3://bucket/ends")
@@ -307,7 +307,7 @@ def test_a_store_that_hangs_keeps_no_process_from_its_end(server, monkeypatch, t
     assert done.returncode == 75, done.stderr
     assert time.monotonic() - begun < 30
     assert missing(done.stdout, "late s3://bucket/ends/a b'lost'") == []
-    waits = ["giving up the lock of s3://bucket/ends", "are lost", "reader_0"]
+    waits = ["releasing the lock of s3://bucket/ends", "are lost", "reader_0"]
     assert missing(done.stderr, *waits) == []
 
 

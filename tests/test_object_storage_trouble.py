@@ -56,7 +56,7 @@ def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limi
         return ask(request)
 
     with object_servers.passing_on(server, answer) as address:
-        limits(address, _SILENCE_S=1, _SILENT_TRIES_S=2)
+        limits(address, _TIMEOUT_S=1, _RETRY_S=2)
         begun = time.monotonic()
         with pytest.raises(OSError) as away:
             getattr(place, name)(*arguments.get(name, ()))
@@ -71,16 +71,16 @@ def test_an_upload_is_given_time_for_its_size(server, limits):
     """A server that answers when it has all of it is silent until then."""
     content, place = bytes(4 << 20), locate("s3://bucket/uploads")
     with object_servers.slow(server, seconds=3.0) as address:
-        limits(address, _SILENCE_S=1, _SILENT_TRIES_S=1, _SLOWEST_BYTES_PER_S=1 << 20)
+        limits(address, _TIMEOUT_S=1, _RETRY_S=1, MIN_BYTES_PER_S=1 << 20)
         with pytest.raises(OSError):
             (place / "small").write(content[: 1 << 20])
         (place / "large").write(content)
-    limits(server, _SILENCE_S=30)
+    limits(server, _TIMEOUT_S=30)
     assert (place / "large").size() == len(content)
 
 
 def test_large_uploads_of_like_sizes_share_a_client():
-    seconds = [objects._silence_of_upload(size) for size in (0, 1 << 20, 9 << 20, 16 << 20)]
+    seconds = [objects._upload_timeout_s(size) for size in (0, 1 << 20, 9 << 20, 16 << 20)]
     assert seconds == [30, 30, 158, 158]  # 16 MiB at 128 KiB/s take 128 s
 
 

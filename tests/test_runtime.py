@@ -89,10 +89,10 @@ def test_failure_is_left_for_the_launcher(tmp_path):
 @pytest.mark.parametrize(
     ("message", "advice"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "too little memory"),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "out of memory"),
         ("Gloo AllGather failed: Connection reset by peer", "another process died"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
-        ("ModuleNotFoundError: No module named 'torch'", "library is missing"),
+        ("ModuleNotFoundError: No module named 'torch'", "library is not installed"),
         ("ValueError: boom", "resumes from the newest valid checkpoint"),
     ],
 )
@@ -256,8 +256,8 @@ def test_the_first_ctrl_c_asks_for_a_save_and_the_second_ends_at_once():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"coordinator_address": "n1:29400"}, "describe a job only together"),
-        ({"cluster": "flags"}, "describe a job only together"),
+        ({"coordinator_address": "n1:29400"}, "must be set together"),
+        ({"cluster": "flags"}, "must be set together"),
         (
             {"coordinator_address": "n1:29400", "num_processes": 2, "process_id": 2},
             "process_id=2 is not in a job of 2",

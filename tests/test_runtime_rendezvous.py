@@ -104,7 +104,7 @@ def few_files():
 
 
 def test_a_command_raises_its_soft_limits_and_a_larger_job_joins(few_files, monkeypatch):
-    monkeypatch.setattr(entry_point, "_leave", lambda code, line: None)
+    monkeypatch.setattr(entry_point, "_exit", lambda code, line: None)
     runtime.run_command(lambda: 0)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK):
         soft, hard = resource.getrlimit(limit)
@@ -216,10 +216,10 @@ def test_silent_connections_delay_nobody():
 def test_a_connection_that_is_overdue_and_one_too_many_is_closed_once():
     job = Job(2)
     with socket.create_server(job.address) as server:
-        check_in = rendezvous._CheckIn(server, job.plan)
+        check_in = rendezvous._CheckInServer(server, job.plan)
         silent = [socket.create_connection(job.address) for _ in range(rendezvous._SILENT + 2)]
         while len(check_in._silent) < len(silent):
-            check_in._welcome()
+            check_in._accept()
         # The oldest are overdue, and more wait than may.
         for connection in list(check_in._silent)[:3]:
             check_in._silent[connection] = (0.0, b"")
@@ -239,7 +239,7 @@ def test_two_jobs_on_one_port_do_not_mix():
     time.sleep(0.1)
     theirs.start(1)
     assert missing(theirs.end()[1], "not process 0", "token") == []
-    assert missing(ours.end()[0], "turned away", "127.0.0.1", "token") == []
+    assert missing(ours.end()[0], "rejected", "127.0.0.1", "token") == []
 
 
 def test_an_answer_without_the_token_is_not_believed():

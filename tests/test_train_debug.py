@@ -62,7 +62,7 @@ def test_a_mesh_is_laid_over_the_machines_own_devices(tmp_path, way):
 )
 def test_jax_starts_with_its_checks_on_and_deterministic_kernels(given, expected):
     code = (
-        "import os; from jaxdist import runtime; runtime.simulate(2); runtime.be_careful()\n"
+        "import os; from jaxdist import runtime as r; r.simulate(2); r.enable_debug_checks()\n"
         "import jax; print(os.environ['XLA_FLAGS']); print(jax.config.jax_enable_checks)\n"
         "print(len(jax.devices()))"  # ends the process where a flag is not known
     )

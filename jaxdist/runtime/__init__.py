@@ -1,15 +1,13 @@
-"""What a program needs before its first array: its place in the job, its log, its way to stop.
+"""Prepare a process before its first array: join the job, open the log, handle stop requests.
 
-A command is run by `run_command` and makes a `Preemption` first; then it chooses its devices
-(`simulate`, `tune_malloc`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`)
-and its log (`setup_logging`).
-
-Importing the room imports neither jax nor any device library, so that a launcher, which never
-computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.config`.
+A command is run by `run_command` and creates a `Preemption` first. Then it configures its devices
+(`simulate`, `tune_malloc`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`) and
+opens its log (`setup_logging`). Importing this package imports no jax, so that the launcher starts
+in milliseconds. The settings are in `jaxdist.runtime.config`.
 """
 
 from jaxdist.runtime.backend import (
-    be_careful,
+    enable_debug_checks,
     reserve_memory,
     setup_compilation_cache,
     simulate,

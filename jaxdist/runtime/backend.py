@@ -1,4 +1,4 @@
-"""Decided before jax starts a device: simulated devices, memory, the cache of compiled programs."""
+"""Configure jax before it starts a device: simulated devices, memory, compilation cache."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Make this process see `num_devices` CPU devices and nothing else.
+    """Make this process use `num_devices` CPU devices only.
 
-    A backend that already runs with exactly these devices is left as it is.
-
-    Raises:
-        ConfigError: `num_devices` is below 1, or another backend already runs.
+    A running backend with exactly these devices stays. Raises `ConfigError` if `num_devices` is
+    below 1 or another backend already runs.
     """
     import jax
 
     if num_devices < 1:
-        raise ConfigError(f"--simulate {num_devices} makes no device. Use a whole number ≥ 1.")
+        raise ConfigError(f"--simulate {num_devices} is no device count. Use a whole number ≥ 1.")
     try:
-        # 1. The device count first: jax refuses it once a backend runs, while it would accept
-        #    the platform and silently ignore it.
+        # Set the device count first: jax rejects it once a backend runs, but would silently
+        # ignore the platform.
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         running = jax.local_devices()
@@ -50,59 +48,53 @@ def simulate(num_devices: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def be_careful() -> None:
-    """Let jax check itself, and GPUs give the same bits each time, at the price of speed.
+def enable_debug_checks() -> None:
+    """Enable jax's internal checks and bit-reproducible GPU kernels, at the cost of speed.
 
-    Must be called before a device is started. What `XLA_FLAGS` says comes first.
+    Call it before a device is started. Flags in `XLA_FLAGS` take precedence.
     """
     import jax
 
-    given = os.environ.get("XLA_FLAGS", "")
-    # A kernel that timing chooses may be another one the next time.
-    careful = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
-    missing = [flag for flag in careful if flag.partition("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    # Autotuning could choose another kernel next time.
+    deterministic = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
+    missing = [flag for flag in deterministic if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
     jax.config.update("jax_enable_checks", True)
 
 
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""JAX's variable for the share of a GPU's memory that a process takes."""
+"""JAX's variable for the fraction of GPU memory that a process allocates."""
 
 DEFAULT_MEMORY_FRACTION = 0.92
-"""JAX itself would take three quarters. The rest is for the CUDA context and NCCL."""
+"""JAX's default is 0.75. The rest is for the CUDA context and NCCL."""
 
 
 def reserve_memory() -> None:
-    """Take `DEFAULT_MEMORY_FRACTION` of each GPU's memory, where the environment says nothing.
-
-    Must be called before a device is started. CPU runs ignore it.
-    """
+    """Set `DEFAULT_MEMORY_FRACTION` of each GPU, unless the environment does, before jax starts."""
     os.environ.setdefault(MEMORY_FRACTION, f"{DEFAULT_MEMORY_FRACTION:g}")
 
 
 def memory_fraction() -> float:
-    """The share of a GPU's memory that a run takes: what the environment says, or our default."""
+    """Return the fraction of GPU memory that a run allocates: of the environment or default."""
     try:
         return float(os.environ.get(MEMORY_FRACTION, ""))
     except ValueError:
         return DEFAULT_MEMORY_FRACTION
 
 
-def given_xla_flags() -> frozenset[str]:
-    """Names of the compiler's options that `XLA_FLAGS` sets."""
+def xla_flag_names() -> frozenset[str]:
+    """Return the names of the compiler options in `XLA_FLAGS`."""
     words = os.environ.get("XLA_FLAGS", "").split()
     return frozenset(word.lstrip("-").partition("=")[0] for word in words)
 
 
 def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Keep compiled programs on disk, so that a restart compiles nothing.
+    """Cache compiled programs on disk, so that a restart compiles nothing.
 
-    Args:
-        directory: where; "off" keeps nothing. None or "": `$JAX_COMPILATION_CACHE_DIR`, else
-            `$JAXDIST_CACHE`, else `~/.cache/jaxdist/xla`.
-
-    Returns:
-        The folder in use, or None when off or not writable (said as a warning).
+    `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE` or
+    `~/.cache/jaxdist/xla`; "off" disables the cache. Returns the folder in use, or None (with a
+    warning if it is unusable).
     """
     import jax
 
@@ -110,8 +102,8 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     if chosen == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    # XLA compiles CPU code for the features of this very processor; in a home directory shared by
-    # unlike machines another's program could die of an illegal instruction.
+    # XLA compiles CPU code for the features of this processor. In a shared home directory another
+    # machine's program could die of an illegal instruction.
     folder = Path(chosen).expanduser() / _machine()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,17 +126,17 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
 
 
 def _keep_programs_of_every_process() -> None:
-    """Let every process of a job on CPUs keep what it compiles, as process 0 does.
+    """On CPUs, let every process write to the cache, not only process 0 as in jax.
 
-    Jax lets process 0 alone write to the cache. On CPUs the key of a program depends on the process
-    that compiles it, so all the others would compile everything again at each start.
+    There the key of a program depends on the process that compiles it, so all other processes would
+    compile everything again at each start.
     """
     compiler: Any = importlib.import_module("jax._src.compiler")
     write = compiler._cache_write
     if not isinstance(write, types.FunctionType) or hasattr(write, "by_process_0"):
         return
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-    # The same function, which takes this process for the first one.
+    # The same function, with the process id of process 0.
     anyone = types.FunctionType(write.__code__, {**write.__globals__, "distributed": first})
 
     def write_here(key: str, seconds: float, name: str, backend: Any, *program: Any) -> None:
@@ -158,70 +150,70 @@ _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for 
 
 
 def _watch_for_damage(folder: Path) -> None:
-    """Remove entries of the cache that jax cannot read, and say so once.
+    """Remove cache entries that jax cannot read, with one warning.
 
-    It compiles their programs again, but never writes over what is there: every start would pay.
+    Jax compiles their programs again but never overwrites the entries, so every start would pay.
     """
     show = warnings.showwarning
-    if isinstance(show, _DamageWatch):  # of an earlier cache: jax has one at a time
+    if isinstance(show, _DamageWatch):  # of a previous cache
         show = show.show
     warnings.showwarning = _DamageWatch(folder, show)
 
 
 class _DamageWatch:
-    """Takes jax's warnings of unreadable entries in `folder`; passes all others to `show`."""
+    """Handler of jax's warnings of unreadable entries in `folder`; passes others to `show`."""
 
     def __init__(self, folder: Path, show: Callable[..., None]) -> None:
         self.folder = folder
         self.show = show
-        self._said = False
+        self._warned = False
 
     def __call__(self, message: Any, *args: Any, **options: Any) -> None:
-        found = _UNREADABLE.match(str(message))
-        if found is None:
+        match = _UNREADABLE.match(str(message))
+        if match is None:
             return self.show(message, *args, **options)
-        name, reason = found.groups()
-        # Their names begin with the program's; whole ones among them are only compiled once more.
+        name, reason = match.groups()
+        # Matches all entries of the program; intact ones are only compiled once more.
         with contextlib.suppress(OSError):  # a warning must not end the run
             for entry in self.folder.glob(f"{glob.escape(name)}-*"):
                 entry.unlink(missing_ok=True)
-        if not self._said:
+        if not self._warned:
             log.warning(
-                "compile cache %s: damaged entries are removed and their programs compiled again "
+                "compile cache %s: removed damaged entries, their programs are compiled again "
                 "(the first: %s, %s)",
                 self.folder,
                 name,
                 reason.partition("\n")[0],
             )
-        self._said = True
+        self._warned = True
 
 
-_TRUSTED = (0,)  # users whose programs everybody runs: root
+_TRUSTED = (0,)  # root
 
 
 def _unsafe(folder: Path) -> str:
-    """Why programs from this folder should not run as this user; "" if they may."""
+    """Return why programs in this folder must not run as this user, or ""."""
     if not os.access(folder, os.W_OK):
         return "is not writable"
     for path in (folder, folder.parent):
-        found = path.stat()
-        is_sticky_parent = path is not folder and found.st_mode & stat.S_ISVTX  # as /tmp
-        if found.st_uid not in (os.geteuid(), *_TRUSTED):
+        info = path.stat()
+        is_sticky_parent = path is not folder and info.st_mode & stat.S_ISVTX  # as /tmp
+        if info.st_uid not in (os.geteuid(), *_TRUSTED):
             return f"belongs to another user ({path})"
-        if found.st_mode & stat.S_IWOTH and not is_sticky_parent:
+        if info.st_mode & stat.S_IWOTH and not is_sticky_parent:
             return f"can be written by every user ({path})"
     return ""
 
 
 def _default_cache() -> str:
     environ = os.environ
-    given = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("JAXDIST_CACHE")
-    return given or "~/.cache/jaxdist/xla"
+    chosen = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("JAXDIST_CACHE")
+    return chosen or "~/.cache/jaxdist/xla"
 
 
 def _machine() -> str:
     try:
-        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")  # one processor of all
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")  # the first processor
     except OSError:
         first = ""
     kept = [s for s in first.splitlines() if s.startswith(("flags", "Features", "model name"))]

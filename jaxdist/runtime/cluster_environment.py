@@ -1,6 +1,6 @@
-"""Who started this process: the environment variables of launchers and schedulers to a `JoinPlan`.
+"""Derive a `JoinPlan` from the environment variables of launchers and schedulers.
 
-Pure functions of a mapping: nothing here opens a socket, reads a file or imports jax.
+All functions are pure: they open no socket, read no file and do not import jax.
 
 | started by | variables read |
 |---|---|
@@ -13,9 +13,9 @@ Pure functions of a mapping: nothing here opens a socket, reads a file or import
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
-The first row that applies wins. The launcher closest to the process comes first, because a
-launcher or mpirun inside a SLURM allocation also sees SLURM's variables. Where no row applies but
-some variables of one are set, the process is refused: it would train alone next to its peers.
+The first row that applies wins. The launcher closest to the process comes first, because inside a
+SLURM allocation a launcher or mpirun also sees SLURM's variables. If only some variables of a row
+are set, the process is rejected, because it would train alone next to its peers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from jaxdist.runtime.config import RuntimeConfig, is_address
 from jaxdist.settings import ConfigError
 
 DEFAULT_PORT = 29400
-"""Where a coordinator listens when only its host is known; outside Linux's ephemeral range."""
+"""Default port of the coordinator, outside Linux's ephemeral range."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinPlan:
-    """How one process joins its job.
+    """Settings with which one process joins its job.
 
     Attributes:
-        source: who said so, in words for a log line.
-        coordinator_address: host:port of process 0; empty when alone.
-        num_hosts: hosts of the job, 0 when the environment does not say.
-        num_local_processes: processes on this host, 0 when the environment does not say.
-        local_device_ids: positions among the visible GPUs that this process takes; None: all.
-        attempt: how often the job has been restarted.
-        token: what only processes of this job and attempt know, or at least no other job has:
-            `JAXDIST_JOB_TOKEN`, else the scheduler's name of the job.
+        source: launcher, for a log line.
+        coordinator_address: host:port of process 0; empty if alone.
+        num_hosts: hosts of the job, 0 = unknown.
+        num_local_processes: processes on this host, 0 = unknown.
+        local_device_ids: indices of this process's GPUs among the visible ones; None: all.
+        attempt: number of restarts of the job.
+        token: secret of this job and attempt, or at least unique to it: `JAXDIST_JOB_TOKEN`, else
+            the scheduler's name of the job.
     """
 
     source: str = "alone"
@@ -62,13 +62,11 @@ class JoinPlan:
 def resolve(
     environ: Mapping[str, str], settings: RuntimeConfig | None = None, num_gpus: int = 0
 ) -> JoinPlan:
-    """The plan that `environ` and the user's `settings` make for this process; the settings win.
+    """Return the plan of this process from `environ` and the user's `settings`, which win.
 
-    `num_gpus` is how many the host shows to this process, 0 when unknown. It is needed only where
-    several processes share a host and nobody set `CUDA_VISIBLE_DEVICES`.
-
-    Raises:
-        ConfigError: the environment contradicts itself, or a job is not started as it must be.
+    `num_gpus` is the number of GPUs that this process sees, 0 if unknown. It matters only if
+    several processes share a host without `CUDA_VISIBLE_DEVICES`. Raises `ConfigError` if the
+    environment is contradictory or the job was started wrongly.
     """
     settings = settings or RuntimeConfig()
     if settings.cluster == "alone":
@@ -88,7 +86,7 @@ def resolve(
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Entries of `CUDA_VISIBLE_DEVICES` (numbers, `GPU-…` or `MIG-…`); None when it is not set."""
+    """Return the entries of `CUDA_VISIBLE_DEVICES` (numbers, `GPU-…`, `MIG-…`); None if unset."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -96,9 +94,9 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def expand_hosts(hostlist: str) -> list[str]:
-    """SLURM's short form to host names: `n[01-03,7]-ib,login` to five names.
+    """Expand a SLURM host list: `n[01-03,7]-ib,login` to five names.
 
-    Any number of bracket groups, with prefix and suffix, leading zeros kept.
+    Any number of bracket groups with prefix and suffix; leading zeros are kept.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
@@ -120,7 +118,7 @@ def _expand_ranges(ranges: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """SLURM's counts per node: `2(x3),1` to [2, 2, 2, 1]."""
+    """Expand SLURM's counts per node: `2(x3),1` to [2, 2, 2, 1]."""
     counts: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts.extend([int(number)] * int(times or 1))
@@ -158,7 +156,7 @@ def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
     for read in readers.values():
         if plan := read(environ):
             return plan
-    _refuse_incomplete(environ)
+    _reject_incomplete(environ)
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
 
 
@@ -196,10 +194,10 @@ _SPELLINGS = (
 )
 
 
-def _refuse_incomplete(environ: Mapping[str, str]) -> None:
-    """Refuse an environment that names a coordinator and only part of the rest.
+def _reject_incomplete(environ: Mapping[str, str]) -> None:
+    """Reject an environment with a coordinator and only part of the other variables.
 
-    An address alone is no job: shells and pods keep one set for other programs.
+    An address alone is allowed: shells and pods set one for other programs.
     """
     for address, _, processes, process_id in _SPELLINGS:
         rest = [name for name in (processes, process_id) if name in environ]
@@ -208,7 +206,7 @@ def _refuse_incomplete(environ: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
                 f"{missing} is not: this process would run alone. Set {missing}, or "
-                "runtime.cluster=alone if one process is meant."
+                "runtime.cluster=alone to run one process."
             )
 
 
@@ -248,7 +246,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
         return None
     num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE")
     num_local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
-    coordinator = _given_coordinator(environ)
+    coordinator = _coordinator_of(environ)
     if not coordinator and num_processes > 1:
         coordinator = _open_mpi_coordinator(environ, num_processes == num_local_processes)
     return JoinPlan(
@@ -267,17 +265,17 @@ def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
     port = _port_of(_open_mpi_job(environ))
     if one_host:
         return f"127.0.0.1:{port}"
-    # mpirun runs on the first host in most set-ups, and rank 0 there too.
-    if found := re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", "")):
-        return f"{found[1]}:{port}"
+    # In most set-ups mpirun and rank 0 run on the first host.
+    if match := re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", "")):
+        return f"{match[1]}:{port}"
     raise ConfigError(
-        "mpirun started processes on several hosts and does not say where rank 0 is. "
+        "mpirun started processes on several hosts, and the host of rank 0 is unknown. "
         f"Run mpirun -x JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT} ..."
     )
 
 
 def _open_mpi_job(environ: Mapping[str, str]) -> str:
-    """What two jobs on one host do not share: Open MPI 4's mpirun process, Open MPI 5's job."""
+    # Unique per job: the mpirun process of Open MPI 4, the job of Open MPI 5.
     return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
 
 
@@ -290,7 +288,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     attempt = _number(environ, "SLURM_RESTART_COUNT", 0)
     num_processes = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     if "SLURM_STEP_NODELIST" not in environ:
-        # The batch shell (or salloc's) itself: the allocation may be large, this is one process.
+        # The batch shell or salloc's shell: one process, even in a large allocation.
         if _number(environ, "SLURM_NTASKS", 1) > 1 or _number(environ, "SLURM_NNODES", 1) > 1:
             raise ConfigError(
                 f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
@@ -301,11 +299,11 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
-    coordinator = _given_coordinator(environ)
+    coordinator = _coordinator_of(environ)
     name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
     if not coordinator:
-        # Not jax's choice of port (job id alone): two steps of a job, or a restart next to a
-        # process that lingers, would meet on it, and gRPC's SO_REUSEPORT lets them.
+        # jax derives the port from the job id alone. Two steps of a job, or a restart next to a
+        # lingering process, would share it through gRPC's SO_REUSEPORT.
         coordinator = f"{hosts[0]}:{_port_of(name)}"
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
@@ -326,12 +324,12 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
 def _local_devices(
     environ: Mapping[str, str], plan: JoinPlan, num_gpus: int
 ) -> tuple[int, ...] | None:
-    """Positions among the visible GPUs for this one of the processes that share a host.
+    """Return the indices of this process's GPUs among the visible ones; None = all.
 
-    1. One process on the host takes all it sees.
-    2. What was bound to this process alone (one GPU per task, `--gpus-per-task`, `--gpu-bind`) it
-       takes whole: its visible GPUs are fewer than the host's, or exactly its share per task.
-    3. What all processes of the host see alike is dealt out in order, equally.
+    1. One process on the host uses all.
+    2. GPUs bound to this process alone (`--gpus-per-task`, `--gpu-bind`) are all used: the visible
+       ones are fewer than the host's, or exactly its share per task.
+    3. GPUs that all processes of the host see are divided in order, equally.
     """
     if plan.num_local_processes <= 1:
         return None
@@ -347,7 +345,7 @@ def _local_devices(
     if count % plan.num_local_processes:
         raise ConfigError(
             f"{plan.num_local_processes} processes share {count} GPUs on this host: they cannot be "
-            "dealt out equally. Start as many processes as GPUs, a divisor of them, or one."
+            "divided equally. Start as many processes as GPUs, a divisor of them, or one."
         )
     share = count // plan.num_local_processes
     return tuple(range(plan.local_process_id * share, (plan.local_process_id + 1) * share))
@@ -357,7 +355,7 @@ def _local_devices(
 
 
 def _check(plan: JoinPlan) -> None:
-    """Refuse a place outside the job, and a coordinator that the others cannot reach."""
+    """Reject an invalid process id, and a coordinator that other hosts cannot reach."""
     if not 0 <= plan.process_id < plan.num_processes:
         raise ConfigError(
             f"{plan.source}: process id {plan.process_id} is not in a job of "
@@ -377,11 +375,11 @@ def _check(plan: JoinPlan) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only the host itself can mean itself by this name."""
+    """Return whether a host name is a loopback address."""
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def _given_coordinator(environ: Mapping[str, str]) -> str:
+def _coordinator_of(environ: Mapping[str, str]) -> str:
     for name in ("JAXDIST_COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS"):
         if environ.get(name):
             return _with_port(environ[name], DEFAULT_PORT)
@@ -394,7 +392,7 @@ def _with_port(address: str, port: int) -> str:
 
 
 def _port_of(job: str) -> int:
-    # 61440 and up lies above Linux's ephemeral ports (32768 to 60999).
+    # Ports from 61440 are above Linux's ephemeral range (32768 to 60999).
     return 61440 + zlib.crc32(job.encode()) % 4000
 
 

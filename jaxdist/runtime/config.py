@@ -1,4 +1,4 @@
-"""The run's `runtime` section: how processes find each other, and what they keep between runs."""
+"""The `runtime` section of a run: how processes join, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """How this process joins its job. The defaults suit one process and up to 64 nodes."""
+    """Settings of joining a job. The defaults suit one process and up to 64 nodes."""
 
     cluster: Literal["auto", "alone", "flags", "launch", "slurm", "ompi", "kubernetes"] = setting(
         "auto",
-        "who started the processes; auto reads the environment, alone ignores it, "
-        "flags takes the three fields below",
+        "launcher of the processes; auto reads the environment, alone ignores it, "
+        "flags uses the three fields below",
     )
     coordinator_address: str = setting(
         "", "host:port at which process 0 listens; empty: from the environment"
@@ -25,7 +25,7 @@ class RuntimeConfig:
     process_id: int = setting(-1, "this process, from 0; -1: from the environment", ge=-1)
     join_timeout_s: int = setting(300, "seconds to wait for all processes to join", ge=1)
     heartbeat_timeout_s: int = setting(
-        30, "seconds of silence after which a process counts as dead", ge=1
+        30, "seconds without a heartbeat after which a process counts as dead", ge=1
     )
     compilation_cache_dir: str = setting(
         "",
@@ -35,30 +35,30 @@ class RuntimeConfig:
     )
 
     def problems(self) -> list[str]:
-        """Every violated rule, one line each."""
-        found = []
+        """Return the errors that the bounds of single fields do not cover."""
+        errors = []
         explicit = (bool(self.coordinator_address), self.num_processes > 0, self.process_id >= 0)
         if not all(explicit) and (any(explicit) or self.cluster == "flags"):
-            found.append(
+            errors.append(
                 f"runtime.coordinator_address={self.coordinator_address!r}, "
-                f"num_processes={self.num_processes} and process_id={self.process_id} describe a "
-                "job only together. Give all three, or none to read the environment."
+                f"num_processes={self.num_processes} and process_id={self.process_id} must be "
+                "set together. Give all three, or none to read the environment."
             )
         elif all(explicit) and self.process_id >= self.num_processes:
-            found.append(
+            errors.append(
                 f"runtime.process_id={self.process_id} is not in a job of "
                 f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
             )
         if self.coordinator_address and not is_address(self.coordinator_address):
-            found.append(
+            errors.append(
                 f"runtime.coordinator_address={self.coordinator_address!r} is not host:port. "
                 "Use e.g. node001:29400, with a port from 1 to 65535."
             )
-        return found
+        return errors
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is host:port."""
+    """Return whether a text is host:port."""
     host, colon, port = text.rpartition(":")
     is_number = re.fullmatch("[0-9]{1,5}", port) is not None
     return bool(host and colon) and is_number and 1 <= int(port) <= 65535

@@ -1,4 +1,4 @@
-"""Joining a job: connect the processes, refuse what cannot work, and say who has which device."""
+"""Join a job: connect the processes, check that they agree, and list their devices."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class DeviceRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinedJob:
-    """This process's place in its job.
+    """This process and its job.
 
     Attributes:
-        devices: every device of the job, process by process.
+        devices: every device of the job, by process.
         platform: "cpu" or "gpu".
-        source: who started the processes.
-        attempt: how often the job has been restarted (0 the first time).
+        source: launcher of the processes.
+        attempt: number of restarts of the job.
     """
 
     process_id: int
@@ -69,12 +69,12 @@ class JoinedJob:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for the job: logs, metrics, summaries."""
+        """Return whether this process reports for the job: logs, metrics, summaries."""
         return self.process_id == 0
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole job."""
+        """Number of devices of the job."""
         return len(self.devices)
 
     @property
@@ -88,9 +88,9 @@ class JoinedJob:
         return {row.process: row.host for row in self.devices}
 
     def table(self) -> str:
-        """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
+        """Return a table of process, host, device, kind and UUID; equal devices share a line."""
         lines: dict[tuple[str, ...], list[int]] = {}
-        for row in self.devices:  # devices without a UUID differ in nothing but their number
+        for row in self.devices:  # devices without a UUID differ only in their number
             line = (str(row.process), row.host, row.kind, row.uuid or "-")
             lines.setdefault(line, []).append(row.device)
         rows = [("process", "host", "device", "kind", "uuid")]
@@ -107,23 +107,18 @@ def join(
     same: Mapping[str, str] | None = None,
     stop: Preemption | None = None,
 ) -> JoinedJob:
-    """Find this process's place, connect it to the others, and start its devices.
+    """Connect this process to its job and start its devices.
 
-    In this order: read the environment, wait until all processes are there, connect them, compare
-    versions, code, settings and GPUs, start devices, compare devices. Nothing is computed before
-    all of it agrees.
+    In this order: read the environment, wait for all processes, connect them, compare versions,
+    code, settings and GPUs, start devices, compare devices. Nothing is computed before all agree.
 
-    `same` maps the name of every setting that must be equal in all processes to its text. A request
-    to `stop` ends the wait for other processes at once.
-
-    Raises:
-        ConfigError: in every process alike, naming the hosts and the fix.
-        RendezvousError: processes are missing, or the coordinator's port is taken. A restart may
-            succeed.
-        SystemExit: asked to stop before all processes were there; code 75.
+    `same` maps each setting that must be equal in all processes to its text. A request to `stop`
+    ends the wait for other processes with `SystemExit` (code 75). Raises `ConfigError` in every
+    process, naming hosts and fix, and `RendezvousError` if processes are missing or the port is
+    taken (a restart may succeed).
     """
     environ = os.environ if environ is None else environ
-    # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
+    # Number the GPUs as nvidia-smi does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     settings = settings or RuntimeConfig()
     gpus = _gpus_of_host() if _wants_gpu() else []
@@ -146,10 +141,10 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
-        divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
-    # A proxy between processes of one job is never meant; gRPC would hang on it.
+        divert_c_stdout(os.devnull)  # gloo prints to stdout; setup_logging redirects it
+    # Never use a proxy between processes of a job; gRPC would hang.
     jax.config.update("jax_check_proxy_envs", False)
-    name = "no_grpc_proxy"  # lower case is how gRPC spells it
+    name = "no_grpc_proxy"  # gRPC uses lower case
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
     bind_address = wait_for_all(plan, settings.join_timeout_s)
     jax.distributed.initialize(
@@ -166,7 +161,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
 
 
 def _check_gloo_address(plan: JoinPlan) -> None:
-    """Refuse a host that gloo would name to its peers by a loopback address."""
+    """Reject a host that gloo would announce to its peers by a loopback address."""
     if plan.num_hosts <= 1:
         return
     name = socket.gethostname()
@@ -176,8 +171,8 @@ def _check_gloo_address(plan: JoinPlan) -> None:
         return
     if is_loopback(address):
         raise ConfigError(
-            f"host {name} resolves its own name to {address}, which CPU processes on the other "
-            f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
+            f"host {name} resolves its own name to {address}, to which CPU processes on the "
+            f"other hosts would connect. Remove that line from /etc/hosts on {name}."
         )
 
 
@@ -192,7 +187,6 @@ def _wants_gpu() -> bool:
 
 
 def _gpus_of_host() -> list[str]:
-    """UUIDs of the GPUs (or MIG slices) that the driver shows here, in its order."""
     try:
         listing = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
@@ -204,12 +198,12 @@ def _gpus_of_host() -> list[str]:
 
 
 def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> list[str]:
-    """UUIDs of the GPUs that this process will use, "" where only a number is known."""
+    """Return the UUIDs of this process's GPUs, "" if only the index is available."""
     visible = visible_gpus(environ)
     uuids = []
     for entry in [str(i) for i in range(len(gpus))] if visible is None else visible:
         if not entry.isdigit():
-            uuids.append(next((known for known in gpus if known.startswith(entry)), entry))
+            uuids.append(next((uuid for uuid in gpus if uuid.startswith(entry)), entry))
         else:
             uuids.append(gpus[int(entry)] if int(entry) < len(gpus) else "")
     if plan.local_device_ids is not None:
@@ -218,7 +212,7 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
-    """Show this process its MIG slice alone: CUDA enumerates only the first of a list of slices."""
+    """Show this process only its MIG slice: CUDA enumerates only the first of a list."""
     visible = visible_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
@@ -242,13 +236,12 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob
     _check_processes(gather("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
-    known = uuids if platform == "gpu" and len(uuids) == len(local) else [""] * len(local)
+    own = uuids if platform == "gpu" and len(uuids) == len(local) else [""] * len(local)
     rows = [
-        {"host": host, "device": i, "kind": device.device_kind, "uuid": known[i]}
+        {"host": host, "device": i, "kind": device.device_kind, "uuid": own[i]}
         for i, device in enumerate(local)
     ]
-    said = {"platform": platform, "rows": rows, "expected": uuids}
-    everyone = gather("devices", said, timeout_s)
+    everyone = gather("devices", {"platform": platform, "rows": rows, "expected": uuids}, timeout_s)
     _check_devices(everyone)
     return JoinedJob(
         process_id=plan.process_id,
@@ -256,7 +249,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob
         host=host,
         local_devices=local,
         devices=tuple(
-            DeviceRow(process=i, **row) for i, said in enumerate(everyone) for row in said["rows"]
+            DeviceRow(process=i, **row) for i, reply in enumerate(everyone) for row in reply["rows"]
         ),
         platform=platform,
         source=plan.source,
@@ -271,22 +264,22 @@ _EQUAL_PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be equal in all processes, and Python's; of jaxdist's code a digest."""
-    found = {"python": machine.python_version(), "jaxdist's code": code_digest()}
-    return {**found, **installed_versions(_EQUAL_PACKAGES)}
+    """Return the versions that must agree between processes, with a digest of our code."""
+    own = {"python": machine.python_version(), "jaxdist's code": code_digest()}
+    return {**own, **installed_versions(_EQUAL_PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version, of those that are installed."""
-    found = {}
+    """Return package -> version of the installed ones."""
+    installed = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def code_digest(package: Path = Path(__file__).parents[1]) -> str:
-    """Of every source file of a package: an edited checkout has the version of the original."""
+    """Return a digest of a package's sources: an edited checkout keeps its version number."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
@@ -294,14 +287,14 @@ def code_digest(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def _check_settings(same: dict[str, str], timeout_s: int) -> None:
-    """Refuse settings that differ between processes; only digests travel where they are equal."""
+    """Reject settings that differ between processes; equal ones exchange digests only."""
     text = json.dumps(same, sort_keys=True)
     if len(set(gather("settings", hashlib.sha256(text.encode()).hexdigest(), timeout_s))) == 1:
         return
     everyone = gather("different settings", {"host": socket.gethostname(), "same": same}, timeout_s)
     problems = []
-    for name in sorted({name for said in everyone for name in said["same"]}):
-        values = [said["same"].get(name, "(nothing)") for said in everyone]
+    for name in sorted({name for reply in everyone for name in reply["same"]}):
+        values = [reply["same"].get(name, "(nothing)") for reply in everyone]
         common, odd = odd_ones(values)
         if odd:
             which = few([f"{values[i]} in process {i} on {everyone[i]['host']}" for i in odd], 4)
@@ -313,10 +306,10 @@ def _check_settings(same: dict[str, str], timeout_s: int) -> None:
 
 
 def _check_processes(everyone: list[dict[str, Any]]) -> None:
-    """Refuse mixed versions and GPUs used twice, before any device starts."""
+    """Reject mixed versions and GPUs used twice, before any device starts."""
     problems = []
-    for package in sorted({name for said in everyone for name in said["versions"]}):
-        versions = [said["versions"].get(package, "none") for said in everyone]
+    for package in sorted({name for reply in everyone for name in reply["versions"]}):
+        versions = [reply["versions"].get(package, "none") for reply in everyone]
         if package == "python":
             versions = [version.rpartition(".")[0] for version in versions]
         common, odd = odd_ones(versions)
@@ -326,9 +319,9 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 f"{package} {common} in {len(everyone) - len(odd)} processes, but "
                 f"{versions[odd[0]]} in {which}. Use one environment on all hosts."
             )
-    uuids = dict.fromkeys(uuid for said in everyone for uuid in said["gpus"] if uuid)
+    uuids = dict.fromkeys(uuid for reply in everyone for uuid in reply["gpus"] if uuid)
     for uuid in uuids:
-        processes = [i for i, said in enumerate(everyone) for own in said["gpus"] if own == uuid]
+        processes = [i for i, reply in enumerate(everyone) for own in reply["gpus"] if own == uuid]
         if len(processes) > 1:
             problems.append(
                 f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "
@@ -340,24 +333,24 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
 
 
 def odd_ones(values: list[str]) -> tuple[str, list[int]]:
-    """The most common value, and the indices that have another."""
+    """Return the most common value and the indices with another one."""
     common = Counter(values).most_common(1)[0][0]
     return common, [i for i, value in enumerate(values) if value != common]
 
 
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
-    """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
-    places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
+    """Reject unequal platforms and counts, and a CPU run on hosts with GPUs."""
+    names = [f"process {i} on {reply['rows'][0]['host']}" for i, reply in enumerate(everyone)]
     problems = [
-        f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
-        "Install the extra `cuda13` there, or set JAX_PLATFORMS=cpu to mean it."
-        for said, place in zip(everyone, places, strict=True)
-        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
+        f"{name} was given {len(reply['expected'])} GPU(s) but jax sees only the CPU. "
+        "Install the extra `cuda13` there, or set JAX_PLATFORMS=cpu to train on CPUs."
+        for reply, name in zip(everyone, names, strict=True)
+        if reply["platform"] == "cpu" and reply["expected"] and len(everyone) > 1
     ]
-    shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
+    shapes = [f"{len(reply['rows'])} {reply['platform']} device(s)" for reply in everyone]
     common, odd = odd_ones(shapes)
     if odd:
-        which = few([f"{places[i]} has {shapes[i]}" for i in odd], 4)
+        which = few([f"{names[i]} has {shapes[i]}" for i in odd], 4)
         problems.append(
             f"processes must have equal devices: most have {common}, but {which}. Give every "
             "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."

@@ -1,11 +1,10 @@
-"""How much of the memory that it has freed a process keeps, where its C library is glibc.
+"""Tune how much freed memory the process keeps, if its C library is glibc.
 
-XLA:CPU takes the temporary memory of a step as one block and frees it behind the step. By itself
-glibc gives such a block back to the system, which clears it anew, page by page, for the next step:
-an eighth to a third of a step's time (`scripts/bench/results/cpu.md`). So on CPUs freed memory is
-kept. But the hole that an aligned block leaves is often too small for the next one by a few bytes,
-which then goes behind all others, so the process would grow by a block now and then. Where it has
-doubled, all that is free goes back.
+XLA:CPU allocates the temporary memory of a step as one block and frees it after the step. By
+default glibc returns such a block to the system, which clears it page by page for the next step: an
+eighth to a third of a step's time (`scripts/bench/results/cpu.md`). So on CPUs freed memory is
+kept. But the hole of a freed aligned block is often a few bytes too small for the next one, so the
+process would grow slowly. When it has doubled, all free memory is returned.
 """
 
 from __future__ import annotations
@@ -20,65 +19,65 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 _ON_GPUS = {_ARENA_MAX: 2}
 _ON_CPUS = {
-    _ARENA_MAX: 1,  # any other arena holds blocks of up to 64 MB only
-    _MMAP_MAX: 0,  # no block has pages of its own, which would go when it is freed
-    _TRIM_THRESHOLD: -1,  # nor do those behind the last block go
+    _ARENA_MAX: 1,  # other arenas hold only blocks of up to 64 MB
+    _MMAP_MAX: 0,  # mmapped blocks would be returned when freed
+    _TRIM_THRESHOLD: -1,  # keep the memory behind the last block
 }
 
 _SLACK_BYTES = 256 << 20
-"""What a small process may grow by before anything is given back."""
+"""Growth of a small process before memory is returned."""
 
 
 def tune_malloc() -> bool:
-    """Choose what glibc does with freed memory, unless the environment does; whether it is kept.
+    """Configure glibc's handling of freed memory; return whether it is kept.
 
-    On CPUs it is kept, in one arena, until `give_back_memory` finds that the process has doubled.
-    On GPUs there are two arenas: glibc's own choice is eight for each core, which keep what threads
-    of saves have freed, tens of megabytes in an hour (`scripts/bench/results/soak.md`).
+    On CPUs it is kept, in one arena, until `give_back_memory` detects that the process has doubled.
+    On GPUs there are two arenas. By default glibc has eight per core, which keep the memory freed
+    by save threads, tens of megabytes per hour (`scripts/bench/results/soak.md`).
 
-    Must be called before a device is started: its threads take arenas. Other C libraries ignore it,
-    and any variable of this allocator in the environment leaves all to glibc.
+    Call it before a device is started, whose threads use arenas. It does nothing with other C
+    libraries or if the environment has a variable of this allocator.
     """
     global _kept
     _kept = None
-    is_given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    is_given |= any(name.startswith("MALLOC_") for name in os.environ)
+    is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    is_configured |= any(name.startswith("MALLOC_") for name in os.environ)
     libc = ctypes.CDLL(None)
-    if is_given or not hasattr(libc, "mallopt"):
+    if is_configured or not hasattr(libc, "mallopt"):
         return False
     on_cpus = _is_cpu()
     for parameter, value in (_ON_CPUS if on_cpus else _ON_GPUS).items():
         libc.mallopt(parameter, value)
     if on_cpus and os.path.exists(_STATISTICS):
-        _kept = _Kept(libc)
+        _kept = _KeptMemory(libc)
     return _kept is not None
 
 
 def give_back_memory() -> bool:
-    """After a step: return what is free to the system if this process has doubled; whether it was.
+    """After a step: return free memory to the system if this process has doubled.
 
-    Does nothing where freed memory is not kept.
+    Returns whether it was returned; does nothing if freed memory is not kept.
     """
-    return _kept is not None and _kept.look()
+    return _kept is not None and _kept.trim_if_doubled()
 
 
 _STATISTICS = "/proc/self/statm"
 
 
-class _Kept:
+class _KeptMemory:
     """Freed memory that this process keeps.
 
-    The first steps set the size that doubles: before the first one, what compilation left goes
-    back, and what the next two look at is the process with a step's memory.
+    Memory freed by compilation is returned before the first step; the next two checks set the size
+    that must double.
     """
 
     def __init__(self, libc: Any):
         self._libc = libc
-        self._usual = 0  # bytes resident in a step; 0: all that is free is to go first
-        self._settling = 0  # looks to come that set it
+        self._usual = 0  # resident bytes during a step; 0: return all free memory first
+        self._settling = 0  # remaining checks that set it
 
-    def look(self) -> bool:
-        """Whether free memory was given back."""
+    def trim_if_doubled(self) -> bool:
+        """Return free memory if the process has doubled; return whether it did."""
         resident = resident_bytes()
         if self._settling:
             self._settling -= 1
@@ -91,17 +90,17 @@ class _Kept:
         return True
 
 
-_kept: _Kept | None = None
+_kept: _KeptMemory | None = None
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use or kept, in bytes, as Linux counts it."""
+    """Return the resident memory of this process in bytes, as Linux counts it."""
     with open(_STATISTICS) as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _is_cpu() -> bool:
-    """Whether jax will start CPU devices only: it is told to, or there is no GPU's driver."""
+    """Return whether jax will start CPU devices only: by its settings or without a GPU driver."""
     import jax
 
     config: Any = jax.config

@@ -1,4 +1,4 @@
-"""Limits that the kernel sets on a process: open files, processes, locked memory."""
+"""Check and raise the kernel's limits of open files, processes and locked memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.settings import ConfigError
 
 _RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
 _MOST_FILES = 1 << 20  # some libraries visit every possible file number
-_SPARE_FILES = 192  # connections without an identity yet, logs, checkpoints, libraries
+_SPARE_FILES = 192  # unidentified connections, logs, checkpoints, libraries
 
 
 def raise_limits() -> None:
@@ -21,16 +21,12 @@ def raise_limits() -> None:
         if limit == resource.RLIMIT_NOFILE and hard > _MOST_FILES:
             goal = max(soft, _MOST_FILES)
         if soft != goal:
-            with contextlib.suppress(OSError, ValueError):  # a check names a limit that is too low
+            with contextlib.suppress(OSError, ValueError):  # `check_open_files` reports a low limit
                 resource.setrlimit(limit, (goal, hard))
 
 
 def check_open_files(num_processes: int) -> None:
-    """Check that process 0 can hold a connection to every other process of the job.
-
-    Raises:
-        ConfigError: the limit of open files is too low.
-    """
+    """Raise `ConfigError` if process 0 may not open a connection to every other process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + num_processes + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -1,4 +1,4 @@
-"""Where words go: process 0 on the console, every process in its own file, C chatter aside."""
+"""Set up logging: console on process 0, a file per process, C output only in the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.runtime.storage import Location, locate
 
 
 class _Console(logging.Formatter):
-    """Bare messages; warnings and errors say so; `styled` records in colour on a terminal."""
+    """Formatter of bare messages; warnings and errors have a prefix, `styled` records color."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -22,10 +22,10 @@ class _Console(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A log file whose disk may be full: said once, where `logging` prints a stack every time."""
+    """Log file that prints one warning if it cannot be written, not a traceback each time."""
 
     def __init__(self, location: Location) -> None:
-        self._location, self._said = location, False
+        self._location, self._warned = location, False
         super().__init__(location)
 
     def _open(self) -> io.TextIOWrapper:
@@ -35,18 +35,18 @@ class _File(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._said:
-            self._said = True
+        elif not self._warned:
+            self._warned = True
             print(
-                f"warning: {self.baseFilename} cannot be written ({error.strerror}): lines are "
-                "missing there while that lasts",
+                f"warning: {self.baseFilename} cannot be written ({error.strerror}): lines "
+                "are missing until it can",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 class _Held(logging.Handler):
-    """Keeps the newest records in memory, for the log file that a later call names."""
+    """Handler that keeps the newest records in memory, for the log file of a later call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,11 @@ def setup_logging(
     console_level: int = logging.INFO,
     owns_stdout: bool = True,
 ) -> logging.Logger:
-    """Point the logger `jaxdist` at the console (process 0 only) and at this process's file.
+    """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
-    Calling it again replaces what an earlier call set. What was logged without a file goes to the
-    file that a later call names. With a file, what C code writes to stdout
-    (gloo, NCCL) goes to the file too: the console holds only our own lines. A program that only
-    calls us owns its stdout itself (`owns_stdout=False`), and nothing of it is moved.
+    A later call replaces an earlier one; records logged without a file go to its file. With a file,
+    C output on stdout (gloo, NCCL) goes to the file too, so that the console has only our lines. In
+    a program that calls us, `owns_stdout=False` leaves stdout alone.
     """
     held = [
         handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
@@ -99,7 +98,7 @@ def setup_logging(
 
 
 def close_logs() -> logging.Logger:
-    """Undo `setup_logging`, but for what it moved out of stdout's way."""
+    """Undo `setup_logging`, except for the redirected stdout."""
     logger = logging.getLogger("jaxdist")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -109,9 +108,9 @@ def close_logs() -> logging.Logger:
 
 
 def divert_c_stdout(path: str | os.PathLike[str]) -> None:
-    """Send file descriptor 1 to `path` (append), while Python's `sys.stdout` keeps the console.
+    """Redirect file descriptor 1 to append to `path`; `sys.stdout` keeps the console.
 
-    Where `sys.stdout` is not a real file (a test's capture, a notebook), nothing is done.
+    Does nothing if `sys.stdout` is not a real file (captured by a test, a notebook).
     """
     if not isinstance(sys.stdout, _Stdout):
         try:
@@ -130,4 +129,4 @@ def divert_c_stdout(path: str | os.PathLike[str]) -> None:
 
 
 class _Stdout(io.TextIOWrapper):
-    """The console after fd 1 has been diverted; its type tells a second call so."""
+    """Console stream after fd 1 is redirected; its type marks that."""

@@ -1,4 +1,4 @@
-"""Functions that settings name as module:function."""
+"""Import functions that settings name as module:function."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 
 def named_function(name: str) -> Any:
-    """What `module:function` names; the current directory is importable, as for a script.
+    """Return the function `module:function`; modules of the current directory are importable.
 
-    Raises:
-        ImportError: there is no such module.
-        AttributeError: it has no such function.
+    Raises `ImportError` or `AttributeError` if there is none.
     """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:

@@ -1,4 +1,4 @@
-"""Outputs that appear complete or not at all: written beside their path and renamed at the end."""
+"""Write outputs that appear complete or not at all: next to their path, renamed at the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def new_output(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` for a new file or folder; rename it to `path` without an error.
+    """Yield a path next to `path` for a new file or folder; rename it to `path` on success.
 
-    After an error it is removed. Outputs that killed processes of this host left are removed first.
-
-    Raises:
-        OSError: `path` is a file or a folder with files by now.
+    After an error it is deleted. Outputs of killed processes of this host are deleted first. Raises
+    `OSError` if `path` is now a file or a non-empty folder.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +34,6 @@ def new_output(path: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the outputs of processes of this host that were killed."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         host, _, pid = partial.name.partition(".partial-")[2].rpartition("-")[0].rpartition("-")
         if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():

@@ -1,7 +1,6 @@
-"""Long waits say what they wait for: a bar for a person, a log line each half minute elsewhere.
+"""Report the progress of long waits: a bar on a terminal or in a notebook, else log lines.
 
-A person looks at a terminal or a notebook. Only process 0 shows bars; every process has lines in
-its own log.
+Only process 0 shows bars; every process logs a line each half minute.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxdist.runtime.coordination import process_place
+from jaxdist.runtime.coordination import process_id_and_count
 from jaxdist.runtime.formatting.numbers import duration, in_si, percent
 
 log = logging.getLogger("jaxdist")
 
 EVERY_S = 30.0
-"""Seconds between two log lines of one wait."""
+"""Seconds between log lines of one wait."""
 
 SHORT_S = 1.0
-"""Seconds that a person waits without asking why."""
+"""Seconds before a wait is shown."""
 
 
 def has_watcher() -> bool:
-    """Whether a person looks on, at a terminal or a notebook, and this process may show bars."""
-    return (sys.stderr.isatty() or _is_notebook()) and process_place()[0] == 0
+    """Return whether this process shows bars: process 0 on a terminal or in a notebook."""
+    return (sys.stderr.isatty() or _is_notebook()) and process_id_and_count()[0] == 0
 
 
 def make_bar(*, disable: bool | None = None, **options: Any) -> Any:
-    """A bar of tqdm for a terminal or a notebook; `disable=None` shows it where a person looks on.
+    """Return a tqdm bar for a terminal or a notebook; `disable=None` shows it if `has_watcher`.
 
-    A notebook without ipywidgets gets the bar of a terminal.
+    A notebook without ipywidgets gets a terminal bar.
     """
     kind: Any = tqdm
     if _is_notebook() and importlib.util.find_spec("ipywidgets") is not None:
@@ -49,37 +48,39 @@ def make_bar(*, disable: bool | None = None, **options: Any) -> Any:
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process; one in a terminal is a terminal."""
+    """Return whether a Jupyter kernel, but not its terminal console, runs this process."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 class Progress:
-    """How far work of `total` units ("B", "batches"; 0 = not known) is; a context manager."""
+    """Progress of work of `total` units ("B", "batches"; 0 = unknown); a context manager."""
 
     def __init__(self, what: str, total: int, unit: str):
         self._what, self._total, self._unit = what, total, unit
         self._done = 0
-        self._begun = self._said = time.monotonic()
+        self._begun = self._logged = time.monotonic()
         self._bar = make_bar(
             total=total or None, desc=what, unit=unit, unit_scale=True, delay=SHORT_S, leave=False
         )
 
     def reach(self, done: int) -> None:
-        """Say that so much of the work is done."""
+        """Set the amount of finished work."""
         self._bar.update(done - self._done)
         self._done = done
         now = time.monotonic()
-        if self._bar.disable and now - self._said >= EVERY_S:
-            self._said = now
+        if self._bar.disable and now - self._logged >= EVERY_S:
+            self._logged = now
             rate = done / (now - self._begun)
             share = f"{percent(done / self._total, 0)} of {in_si(self._total)} {self._unit}, "
             left = f", {duration((self._total - done) / rate)} left" if self._total and rate else ""
-            _say(f"{self._what}: {share if self._total else ''}{in_si(rate)} {self._unit}/s{left}")
+            _log_line(
+                f"{self._what}: {share if self._total else ''}{in_si(rate)} {self._unit}/s{left}"
+            )
 
     def advance(self, amount: int = 1) -> None:
-        """Say that so much more is done."""
+        """Add to the amount of finished work."""
         self.reach(self._done + amount)
 
     def close(self) -> None:
@@ -95,17 +96,14 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Announce a wait that cannot tell how far it is, and say each half minute that it lasts.
-
-    A wait that is over within `SHORT_S` is not worth a line.
-    """
+    """Report a wait of unknown length, after `SHORT_S` and then each half minute."""
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
         if not over.wait(SHORT_S):
-            _say(f"{what} ...")
+            _log_line(f"{what} ...")
         while not over.wait(EVERY_S):
-            _say(f"{what}: {duration(time.monotonic() - begun)} so far")
+            _log_line(f"{what}: {duration(time.monotonic() - begun)} so far")
 
     threading.Thread(target=remind, name=f"waiting: {what}", daemon=True).start()
     try:
@@ -117,13 +115,10 @@ def waiting(what: str) -> Iterator[None]:
 def in_time(
     what: str, action: Callable[[], object], timeout_s: float, *, announce: bool = True
 ) -> bool:
-    """Do the last of something, and go on without it after so many seconds.
+    """Run `action`, but wait for it no longer than `timeout_s`; return whether it finished.
 
-    What is left behind is said, and what is waited for as `waiting` does, unless `announce` is
-    false. Raises what `action` raises in time.
-
-    Returns:
-        Whether it was done. If not, it goes on beside, for as long as the process lives.
+    Otherwise it continues on a daemon thread and a warning is logged. Waits are shown as in
+    `waiting` unless `announce` is false. Exceptions of `action` in time are raised.
     """
     raised: list[BaseException] = []
 
@@ -138,15 +133,15 @@ def in_time(
     with waiting(what) if announce else contextlib.nullcontext():
         thread.join(timeout_s)
     if thread.is_alive():
-        log.warning("%s: not done after %s, which is not waited for", what, duration(timeout_s))
+        log.warning("%s: not done after %s, continuing without it", what, duration(timeout_s))
         return False
     if raised:
         raise raised[0]
     return True
 
 
-def _say(line: str) -> None:
+def _log_line(line: str) -> None:
     if log.handlers:
         log.info("%s", line)
-    else:  # a command that keeps no log
+    else:  # a command without a log
         print(line, file=sys.stderr, flush=True)

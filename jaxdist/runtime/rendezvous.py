@@ -1,15 +1,15 @@
-"""Before jax connects the processes: process 0 waits for all of them, or says who is missing.
+"""Wait until all processes of a job are there before jax connects them, or name the missing ones.
 
-jax's own coordinator aborts every process in C++ when one of them does not come in time: no Python
-error, no name. Where another program holds the port, the others wait for it in vain. So the port
-first serves a check-in over plain TCP. Each process sends one line: a proof that it knows the job's
-token, its process id, the number of processes, its host. When the last one has come, process 0
-closes the port, answers all of them with a proof of its own, and jax takes the port.
+jax's own coordinator aborts every process in C++ if one does not come in time, without a Python
+error or a name, and if another program holds the port, the others wait in vain. So the port first
+serves a check-in over plain TCP. Each process sends one line: a proof of the job's token, its
+process id, the number of processes, its host. After the last one, process 0 closes the port and
+answers all with its own proof, and jax uses the port.
 
-A process that is early, or that meets process 0 of another job or attempt, tries again until its
-time is up. Process 0 hears all connections at once and turns away what is not of its job. The token
-keeps jobs apart that meet on one port; the lines are not encrypted, and jax's own service that
-follows asks for no token, so the port belongs on a network that only the cluster reaches.
+A process that is early, or that meets another job or attempt, retries until its time is up. Process
+0 reads all connections at once and rejects those of other jobs. The token separates jobs on one
+port; it does not encrypt, and jax's service needs no token, so only the cluster's network should
+reach the port.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
+from jaxdist.runtime.coordination.transfer import listen
 from jaxdist.runtime.limits import check_open_files
 
 log = logging.getLogger("jaxdist")
 
 _RETRY_S = 0.1
-_LINE_S = 5.0  # for one short line, once the connection stands
-_SERVICE_S = 30.0  # at least, for jax's service to listen once all are there
+_LINE_S = 5.0  # for one short line after connecting
+_SERVICE_S = 30.0  # at least, for jax's service to listen after the check-in
 _LINE_BYTES = 4096
-_NAMED = 8  # missing processes that a message lists
-_SILENT = 64  # connections that may wait to say who they are; beyond it the oldest is closed
+_NAMED = 8  # missing processes listed in a message
+_SILENT = 64  # unidentified connections; beyond it the oldest is closed
 _LINE = re.compile(rb"jaxdist ([0-9a-f]{64}) (\d{1,7}) (\d{1,7}) ([!-~]{1,255})\n")
 _ANSWER = re.compile(rb"jaxdist ([0-9a-f]{64}) ([^\n]*)\n")
 
@@ -46,24 +47,21 @@ class RendezvousError(RuntimeError):
     """The processes of a job have not met; the next attempt may succeed."""
 
     advice = (
-        "see the logs of the processes named: they may have failed or been stopped before. A "
-        "firewall, a cut link or a wrong address keeps hosts apart too; a taken port may be an "
-        "earlier attempt that is still ending"
+        "see the logs of the named processes: they may have failed or been stopped before. Other "
+        "causes are a firewall, a broken link, a wrong address, or for a taken port an earlier "
+        "attempt that is still exiting"
     )
 
 
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
-    """Return in every process once all have checked in at the coordinator's address.
+    """Return in every process after all have checked in at the coordinator's address.
 
-    The port is free again then, for jax's service.
+    The port is then free for jax's service. Raises `RendezvousError` if the port is taken or
+    processes are missing (it names them), and `ConfigError` if process 0 may not open a file per
+    process.
 
     Returns:
-        host:port at which jax's service should listen: the address of this host to which all
-        processes came. Only process 0 has a service.
-
-    Raises:
-        RendezvousError: the port is taken, process 0 is not there, or others are missing: named.
-        ConfigError: process 0 may not open a file for every process.
+        host:port at which jax's service on process 0 should listen: the address that all used.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
@@ -75,7 +73,7 @@ def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
 
 
 def _proof(plan: JoinPlan, sender: str) -> bytes:
-    """What only a process with the job's token can say."""
+    """Return the proof that the sender has the job's token."""
     return hmac.new(plan.token.encode(), sender.encode(), hashlib.sha256).hexdigest().encode()
 
 
@@ -83,146 +81,134 @@ def _proof(plan: JoinPlan, sender: str) -> bytes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The port, or why not: gRPC would share a taken one, and two jobs would end each other."""
+    """Open the port, or raise why not: gRPC would share a taken port between two jobs."""
     try:
-        if is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family)
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):  # the kernel may have IPv6 and the host none
-                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return listen(host, port)
     except OSError as failure:
         raise RendezvousError(
             f"coordinator port {port} on {socket.gethostname()} cannot be used: "
-            f"{failure.strerror or failure}; another job may run there, or the attempt before is "
-            "still ending. If that stays, set another port in JAXDIST_COORDINATOR_ADDRESS or "
-            "runtime.coordinator_address."
+            f"{failure.strerror or failure}; another job may use it, or the previous attempt "
+            "is still exiting. If that persists, set another port in JAXDIST_COORDINATOR_ADDRESS "
+            "or runtime.coordinator_address."
         ) from None
 
 
 def _accept_all(server: socket.socket, plan: JoinPlan, until: float, timeout_s: float) -> str:
-    desk = _CheckIn(server, plan)
+    check_in = _CheckInServer(server, plan)
     try:
-        while not desk.is_complete() and (rest := until - time.monotonic()) > 0:
-            desk.serve(min(1.0, rest))
-        # Closed before the answer: whoever has read it may find only jax's service there.
+        while not check_in.is_complete() and (rest := until - time.monotonic()) > 0:
+            check_in.serve(min(1.0, rest))
+        # Close before answering: after the answer the others must reach only jax's service.
         server.close()
-        words = "" if desk.is_complete() else desk.missing_text(timeout_s)
-        for connection in desk.present.values():
+        words = "" if check_in.is_complete() else check_in.missing_text(timeout_s)
+        for connection in check_in.joined.values():
             connection.settimeout(_LINE_S)
             with contextlib.suppress(OSError):
                 connection.sendall(b"jaxdist %b %b\n" % (_proof(plan, "0"), words.encode()))
         if words:
             raise RendezvousError(words)
-        return _service_address(plan, desk.present.values())
+        return _service_address(plan, check_in.joined.values())
     finally:
-        desk.close()
+        check_in.close()
 
 
-class _CheckIn:
-    """Process 0's port, and who has come to it.
-
-    Attributes:
-        present: process id -> its connection.
-    """
+class _CheckInServer:
+    """Server on process 0's port; `joined` maps a process id to its connection."""
 
     def __init__(self, server: socket.socket, plan: JoinPlan) -> None:
-        self.present: dict[int, socket.socket] = {}
+        self.joined: dict[int, socket.socket] = {}
         self._plan, self._server = plan, server
         self._hosts = {0: socket.gethostname()}
-        self._turned_away: Counter[str] = Counter()
-        self._no_file = ""  # why a connection could not be accepted
-        # Those that have not said who they are, oldest first: until when they may, and what came.
+        self._rejected: Counter[str] = Counter()
+        self._refusal = ""  # why a connection was not accepted
+        # Unidentified connections, oldest first: deadline and bytes received.
         self._silent: dict[socket.socket, tuple[float, bytes]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         server.setblocking(False)
 
     def is_complete(self) -> bool:
-        """Whether all processes are there, and none has left since it came."""
-        return len(self.present) == self._plan.num_processes - 1
+        """Return whether all processes are connected."""
+        return len(self.joined) == self._plan.num_processes - 1
 
     def serve(self, wait_s: float) -> None:
-        """Hear everyone who has something to say within `wait_s` seconds."""
+        """Handle all connections that are ready within `wait_s` seconds."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
-                self._welcome()
+                self._accept()
             else:
-                self._hear(key.fileobj)  # type: ignore[arg-type]  # only sockets are registered
+                self._read(key.fileobj)  # type: ignore[arg-type]  # only sockets are registered
         overdue = [c for c, (until, _) in self._silent.items() if time.monotonic() > until]
         too_many = list(self._silent)[: max(0, len(self._silent) - _SILENT)]
         for connection in dict.fromkeys(overdue + too_many):
-            self._turn_away(connection, "did not say what it is")
+            self._reject(connection, "did not identify itself")
 
     def missing_text(self, timeout_s: float) -> str:
-        """Who has not come, who is there, and who came but is not of this job."""
+        """Return a message with the missing, joined and rejected processes."""
         plan = self._plan
-        missing = [i for i in range(1, plan.num_processes) if i not in self.present]
+        missing = [i for i in range(1, plan.num_processes) if i not in self.joined]
         names = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
-        there = ", ".join(f"{i} on {self._hosts[i]}" for i in [0, *sorted(self.present)][:_NAMED])
-        others = "; ".join(
-            f"{why} ({count} times)" for why, count in self._turned_away.most_common(3)
-        )
+        there = ", ".join(f"{i} on {self._hosts[i]}" for i in [0, *sorted(self.joined)][:_NAMED])
+        others = "; ".join(f"{why} ({count} times)" for why, count in self._rejected.most_common(3))
         return (
             f"process {names} of {plan.num_processes} has not joined at {plan.coordinator_address} "
-            f"within {timeout_s:.0f} s (runtime.join_timeout_s); there: {there}"
-            + (f"; turned away: {others}" if others else "")
-            + (f"; connections could not be accepted: {self._no_file}" if self._no_file else "")
+            f"within {timeout_s:.0f} s (runtime.join_timeout_s); joined: {there}"
+            + (f"; rejected: {others}" if others else "")
+            + (f"; connections could not be accepted: {self._refusal}" if self._refusal else "")
         )
 
     def close(self) -> None:
-        """End all connections; those that have their answer may still read it."""
-        for connection in (*self.present.values(), *self._silent, self._server):
+        """Close all connections; a sent answer can still be read."""
+        for connection in (*self.joined.values(), *self._silent, self._server):
             connection.close()
         self._selector.close()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError as failure:  # it has gone again, or there are too many open files for now
+        except OSError as failure:  # it is closed, or there are too many open files
             if failure.errno in (errno.EMFILE, errno.ENFILE):
-                self._no_file = f"{failure.strerror}; raise ulimit -n or fs.file-max"
+                self._refusal = f"{failure.strerror}; raise ulimit -n or fs.file-max"
             time.sleep(0.01)
             return
         connection.setblocking(False)
         self._silent[connection] = time.monotonic() + _LINE_S, b""
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _read(self, connection: socket.socket) -> None:
         if connection.fileno() < 0:
-            return  # closed while what was ready before it was heard
+            return  # closed while earlier connections were read
         part = b""
         with contextlib.suppress(OSError):
             part = connection.recv(_LINE_BYTES)
-        index = next((i for i, known in self.present.items() if known is connection), None)
-        if index is not None:  # it has ended, or will come again
-            self._forget(self.present.pop(index))
+        index = next((i for i, other in self.joined.items() if other is connection), None)
+        if index is not None:  # it exited or will reconnect
+            self._forget(self.joined.pop(index))
             return
         until, line = self._silent[connection]
         line += part
         if part and b"\n" not in line and len(line) < _LINE_BYTES:
             self._silent[connection] = until, line
             return
-        said = _LINE.fullmatch(line)
-        if said is None:
-            self._turn_away(connection, "another program")
+        fields = _LINE.fullmatch(line)
+        if fields is None:
+            self._reject(connection, "another program")
             return
-        proof, index, count = said[1], int(said[2]), int(said[3])
-        if not hmac.compare_digest(proof, _proof(self._plan, said[2].decode())):
-            self._turn_away(connection, "a process of another job (its token differs)")
+        proof, index, count = fields[1], int(fields[2]), int(fields[3])
+        if not hmac.compare_digest(proof, _proof(self._plan, fields[2].decode())):
+            self._reject(connection, "a process of another job (its token differs)")
         elif count != self._plan.num_processes or not 0 < index < count:
-            self._turn_away(connection, f"process {index} of {count}")
+            self._reject(connection, f"process {index} of {count}")
         else:
             del self._silent[connection]
-            if index in self.present:  # it had given up and was started again
-                self._forget(self.present[index])
-            self.present[index] = connection
-            self._hosts[index] = said[4].decode()
+            if index in self.joined:  # it was restarted
+                self._forget(self.joined[index])
+            self.joined[index] = connection
+            self._hosts[index] = fields[4].decode()
 
-    def _turn_away(self, connection: socket.socket, why: str) -> None:
+    def _reject(self, connection: socket.socket, why: str) -> None:
         with contextlib.suppress(OSError):
-            self._turned_away[f"{connection.getpeername()[0]}: {why}"] += 1
+            self._rejected[f"{connection.getpeername()[0]}: {why}"] += 1
         del self._silent[connection]
         self._forget(connection)
 
@@ -232,7 +218,7 @@ class _CheckIn:
 
 
 def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> str:
-    """The one address of this host that all processes use, this one too; else all addresses."""
+    """Return the only address of this host that all processes used, else the wildcard."""
     host, port = plan.coordinator_address.rsplit(":", 1)
     if is_loopback(host):
         return plan.coordinator_address
@@ -244,8 +230,8 @@ def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> st
         address = used.pop()
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     log.warning(
-        "jax's coordinator listens on all addresses of this host: the processes came by %s, and "
-        "%s means %s here",
+        "jax's coordinator listens on all addresses of this host: the processes connected to %s, "
+        "but %s resolves to %s here",
         ", ".join(sorted(used)),
         host,
         ", ".join(sorted(own)) or "nothing",
@@ -267,17 +253,19 @@ def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: flo
         try:
             with socket.create_connection((host, port), timeout=_LINE_S) as connection:
                 connection.sendall(line)
-                # Process 0's own time may end a little after ours: it knows who is missing.
-                said = _ANSWER.fullmatch(_read_line(connection, until - time.monotonic() + _LINE_S))
+                # Process 0 may time out a little later, and reports which processes are missing.
+                answer = _ANSWER.fullmatch(
+                    _read_line(connection, until - time.monotonic() + _LINE_S)
+                )
         except OSError as failure:
             why = str(failure)
         else:
-            if said and hmac.compare_digest(said[1], _proof(plan, "0")):
-                if said[2]:
-                    raise RendezvousError(said[2].decode(errors="replace"))
+            if answer and hmac.compare_digest(answer[1], _proof(plan, "0")):
+                if answer[2]:
+                    raise RendezvousError(answer[2].decode(errors="replace"))
                 _wait_for_service(host, port, plan, max(until, time.monotonic() + _SERVICE_S))
                 return
-            stranger = "what answered there is not process 0 of this job (same token, same size)"
+            stranger = "the server there is not process 0 of this job (same token, same size)"
         time.sleep(_RETRY_S)
     _unreachable(plan, timeout_s, stranger or why)
 
@@ -303,7 +291,7 @@ def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
-    """One line, at most `_LINE_BYTES`; cut short where the other side ends or time is up."""
+    """Return one line of at most `_LINE_BYTES`; shorter if the peer closes or time is up."""
     until = time.monotonic() + timeout_s
     data = b""
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Requests to stop: SIGTERM, SIGUSR1 or Ctrl-C becomes one step at which all processes stop.
+"""Handle stop requests: SIGTERM, SIGUSR1 or Ctrl-C stops all processes after the same step.
 
-The handlers only set a flag. The loop calls `preempted()` once per step in every process, which is
-True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`. A second
+The handlers only set a flag. The loop calls `preempted()` once per step in every process; it is
+True on the same step everywhere. The loop then saves and exits with `EXIT_PREEMPTED`. A second
 Ctrl-C ends the process at once, or raises `KeyboardInterrupt` in a program that called us.
 """
 
@@ -20,34 +20,34 @@ from jaxdist.runtime.coordination import service
 from jaxdist.runtime.entry_point import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1."""
+"""Signals that request a save and an exit: schedulers send TERM, our SLURM scripts USR1."""
 
 
 _ABORT_S = 2.0
-"""Seconds that a second Ctrl-C may take to write down why the run ended."""
+"""Time-out for recording why the run ended after a second Ctrl-C."""
 
 
 class Preemption:
-    """The requests to stop that this process got, and the step on which the whole job acts on them.
+    """Stop requests to this process, and the step at which all processes act on them.
 
-    Make it first in a command: until then such a signal kills the process. Only the main thread may
-    make it. As a context manager it gives the signals back to who had them before.
+    Create it first in a command, in the main thread: before that such a signal kills the process.
+    As a context manager it restores the previous handlers.
 
     Args:
         in_program: the process is not ours: a second Ctrl-C raises `KeyboardInterrupt`, and outside
-            the main thread, where Python allows no handler, only `request` asks to stop.
+            the main thread, where Python allows no handlers, only `request` stops it.
 
     Attributes:
         requested: whether `request` was called.
-        on_abort: what a second Ctrl-C still does before it ends the process.
+        on_abort: called by a second Ctrl-C before it ends the process.
     """
 
     def __init__(self, *, in_program: bool = False) -> None:
         self.requested = False
         self.on_abort: Callable[[], None] = lambda: None
         self._noticed = False
-        self._calls = 0  # to the service, by all processes alike
-        self._shared = False  # the other processes are told; alone, there are none
+        self._calls = 0  # of the service, equal in all processes
+        self._shared = False  # requests are forwarded to other processes
         self._agreed = False
         self._at_once = False
         self._before: dict[int, Any] = {}
@@ -57,7 +57,7 @@ class Preemption:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
             if number != signal.SIGTERM or not service.has_stop_service():
                 self._before[number] = signal.signal(number, self._remember)
-        # A job in a shell's background ignores Ctrl-C, which is meant for another.
+        # A background job of a shell ignores Ctrl-C.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             answer = self._interrupted if in_program else self._remember
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, answer)
@@ -74,32 +74,31 @@ class Preemption:
             signal.signal(number, handler)
 
     def request(self) -> None:
-        """Ask for a save and an end, as a signal does."""
+        """Request a save and an exit, as a signal does."""
         self.requested = True
         self._remember(0, None)
 
     def preempted(self) -> bool:
-        """Whether the job stops after this step: the same answer in every process.
+        """Return whether the job stops after this step; equal in every process.
 
-        All processes must ask equally often. The agreed call is one past the largest that any
-        process had made, 0 before the first: calls are counted here and not by training steps, as
-        a run that begins at step 150 would never meet the call 1 that a notice during its start
-        asks for.
+        All processes must call it equally often. The agreed call is one past the largest that any
+        process had made (0 before the first). Calls are counted, not training steps: a run that
+        resumes at step 150 would never reach the call 1 of a notice during its start.
         """
         if not self._share():
             return self._noticed
         if not self._agreed:
             self._calls += 1
             self._agreed = service.reached_agreed_stop(self._calls)
-            if self._agreed:  # the service has done its work; a further SIGTERM must not kill
+            if self._agreed:  # the service is done; another SIGTERM must not kill
                 signal.signal(signal.SIGTERM, self._remember)
         return self._agreed
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """While processes wait for each other: a request to stop ends the command, 75, by itself.
+        """While processes wait for each other, let a stop request end the command with code 75.
 
-        There is nothing to save yet, and nobody to agree on a step with.
+        There is nothing to save yet and no step to agree on.
         """
         self._at_once = True
         try:
@@ -111,7 +110,7 @@ class Preemption:
 
     def _end(self) -> NoReturn:
         print(
-            "asked to stop before all processes of the job were there: nothing was started. "
+            "stopped before all processes had joined: nothing was started. "
             "Start the same command again.",
             file=sys.stderr,
             flush=True,
@@ -119,10 +118,10 @@ class Preemption:
         raise SystemExit(EXIT_PREEMPTED)
 
     def _share(self) -> bool:
-        """Whether there are other processes to tell; what came before they were is told now.
+        """Return whether there are other processes; forward a request from before they joined.
 
-        jax's coordination service has taken SIGTERM by then (it replaces our handler without a
-        word), tells all processes and picks the step.
+        jax's coordination service has taken over SIGTERM by then (it silently replaces our
+        handler). It notifies all processes and chooses the step.
         """
         if not self._shared:
             if not service.has_stop_service():
@@ -150,7 +149,7 @@ _SAVING = "\nCtrl-C: saving after this step; a second one ends at once, unsaved"
 
 
 def _answer_interrupts(preemption: Preemption) -> None:
-    """Answer Ctrl-C from a thread: the main one runs no Python while jax compiles or waits."""
+    """Handle Ctrl-C in a thread: the main one runs no Python while jax compiles or waits."""
     answered, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -165,26 +164,26 @@ def _answer_interrupts(preemption: Preemption) -> None:
                 elif count > 1:
                     last = threading.Thread(target=preemption.on_abort, daemon=True)
                     last.start()
-                    last.join(_ABORT_S)  # a disk that hangs must not keep the process
+                    last.join(_ABORT_S)  # a hanging disk must not block the exit
                     os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=listen, name="interrupts", daemon=True).start()
 
 
 class TraceRequests:
-    """SIGUSR2, by which a person asks a process for a trace of its next steps.
+    """SIGUSR2, which requests a trace of the next steps.
 
-    Make it first thing in a command, and in the main thread: until then the signal kills.
+    Create it first in a command, in the main thread: before that the signal kills the process.
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._requested = False
         signal.signal(signal.SIGUSR2, self._remember)
 
     def take(self) -> bool:
-        """Whether one came since the last call; many at a time are one."""
-        asked, self._asked = self._asked, False
-        return asked
+        """Return whether a request came since the last call."""
+        requested, self._requested = self._requested, False
+        return requested
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self._asked = True
+        self._requested = True

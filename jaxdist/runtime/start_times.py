@@ -1,4 +1,4 @@
-"""Where the time of a start goes: seconds of each part, up to the first trained step."""
+"""Measure the parts of a start in seconds, up to the first trained step."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import time
 from pathlib import Path
 
 FAILED_AT = "JAXDIST_FAILED_AT"
-"""When the attempt before failed, in seconds of the monotonic clock that a host's processes share.
+"""Variable with the time at which the previous attempt failed, in seconds of the monotonic clock.
 
-The launcher sets it for processes that it starts again.
+The launcher sets it for processes that it restarts.
 """
 
 
 class StartTimes:
-    """Seconds of each part of a start, in the order in which they were first marked.
+    """Seconds of each part of a start, in the order of their first marks.
 
-    | part | until |
+    | part | ends when |
     |---|---|
-    | `relaunch` | this process runs; counted from the failure that the launcher saw |
+    | `relaunch` | this process runs; begins at the failure that the launcher detected |
     | `imports` | modules are imported, and settings read |
-    | `join` | all processes have met, and devices are started |
-    | `setup` | data, run directory and step are made |
+    | `join` | all processes have joined, and devices are started |
+    | `setup` | data, run directory and step are set up |
     | `restore` | the state is on the devices |
     | `compile` | the step is compiled, or read from the compile cache |
     | `first_step` | the first step is done |
 
-    Args:
-        begun: when the start began, in seconds of `time.monotonic`; default: now.
-        failed_at: when the attempt before failed; 0 = this start follows no failure.
+    `begun` is the beginning in seconds of `time.monotonic` (default: now), `failed_at` the failure
+    of the previous attempt (0 = none).
     """
 
     def __init__(self, begun: float | None = None, failed_at: float = 0.0) -> None:
@@ -41,7 +40,7 @@ class StartTimes:
 
     @classmethod
     def of_process(cls) -> StartTimes:
-        """Of a process that does nothing else: counted from its own start."""
+        """Measure from the start of this process."""
         return cls(_process_start(), float(os.environ.get(FAILED_AT, 0)))
 
     @property
@@ -50,24 +49,24 @@ class StartTimes:
         return sum(self.parts.values())
 
     def mark(self, part: str) -> None:
-        """Count the time since the last mark as time of this part."""
+        """Add the time since the last mark to a part."""
         now = time.monotonic()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now
 
     def end(self, part: str) -> None:
-        """Mark the last part; the start is over."""
+        """Mark the last part; the start is complete."""
         self.mark(part)
         self.done = True
 
 
 def _process_start() -> float:
-    """When this process began, in seconds of `time.monotonic`; now, where no /proc tells."""
+    """Return the start of this process in `time.monotonic` seconds; now without /proc."""
     now = time.monotonic()
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:  # macOS
         return now
-    ticks = int(after_name[19])  # field 22 of all: after boot
+    ticks = int(after_name[19])  # field 22: start after boot
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return now - age

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.runtime.backend import given_xla_flags, memory_fraction
+from jaxdist.runtime.backend import memory_fraction, xla_flag_names
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 log = logging.getLogger("jaxdist")
@@ -62,7 +62,7 @@ def choose_options(
     if plan.memory_bytes:
         limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))
         found += [limit] if limit else []
-    given = given_xla_flags()
+    given = xla_flag_names()
     wanted = [option for option in found if option.name not in given]
     own = layout.mesh.local_devices or [layout.mesh.devices.flat[0]]
     refused = _refused(own[0], tuple((option.name, option.value) for option in wanted))

@@ -35,8 +35,8 @@ from jaxdist.run.resilience import heartbeat
 from jaxdist.runtime.coordination.failure_broadcast import (
     ABORT_FILE,
     FOLLOWED,
-    leave_error,
     request_abort,
+    write_error_file,
 )
 from jaxdist.runtime.storage import flush_appended, locate
 
@@ -217,7 +217,7 @@ class Watchdog:
         log.error("%s", line)
         flush_appended(_FLUSH_S)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
-        leave_error(runtime.EXIT_HANG, line, advice)
+        write_error_file(runtime.EXIT_HANG, line, advice)
         request_abort(self._folder, self.process, line)
         self._old_abort = self._abort_file.version()
         return True
@@ -230,7 +230,7 @@ class Watchdog:
             request = self._abort_file.json()
         whose = f"{FOLLOWED} {request['process']}: {request['line']}"
         text = f"process {self.process} on {self._host} {whose}"
-        leave_error(runtime.EXIT_HANG, text, "")
+        write_error_file(runtime.EXIT_HANG, text, "")
         self._leave(runtime.EXIT_HANG)
 
     def _dump_stacks(self) -> None:

@@ -1,8 +1,7 @@
-"""A barrier that can be given up, for work that may fail on one process (writing a checkpoint).
+"""A barrier that a process can abort, for work that may fail on one process (saving a checkpoint).
 
-The barrier of jax's own service has no such way out. A process whose disk is full never reaches it,
-so the others stand there until the timeout, and training with them. This barrier looks every second
-whether some process has given up.
+jax's barrier cannot be aborted: a process with a full disk never reaches it, and the others, and
+training with them, wait until the time-out. This barrier checks every second for an abort.
 """
 
 from __future__ import annotations
@@ -12,44 +11,41 @@ import time
 from jaxdist.runtime.coordination import service
 from jaxdist.runtime.coordination.group import Group
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 class GivenUp(Exception):
-    """Another process could not do its part; it tells all why by other means."""
+    """Another process aborted the barrier; it reports its error by other means."""
 
 
 class Barrier:
-    """A barrier among the processes of a job, for one piece of such work after the other."""
+    """Barrier among the processes of a job, for one piece of work after the other."""
 
     def __init__(self, name: str) -> None:
-        self._group = Group(name)  # for a prefix that no other barrier has
+        self._group = Group(name)  # for a unique prefix
         self._round = 0
         self._put: list[str] = []
 
     def begin(self) -> None:
-        """Start the next piece of work, on every process, once all have left the one before."""
+        """Start the next piece of work on every process, after all have left the previous one."""
         self._round += 1
         for key in self._put:
             service.delete(key)
         self._put.clear()
 
     def give_up(self) -> None:
-        """Free the others from this work: this process comes to no further barrier of it."""
+        """Abort: this process will not reach any further barrier of this work."""
         if self._group.num_processes > 1:
-            self._set(self._given_up)
+            self._set(self._abort_key)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Return when every process is here; Orbax's signature.
+        """Return when every process is here; has the signature that Orbax expects.
 
-        Raises:
-            GivenUp: some process is not coming.
-            TimeoutError: some process has not come in time.
+        Raises `GivenUp` if a process aborted and `TimeoutError` if one does not come in time.
         """
         here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
-        # Process 0 waits for each of the others and then frees them all, so that a job of n
-        # processes makes 2n requests and not n².
+        # Process 0 waits for each of the others and then releases all: 2n requests, not n².
         if self._group.process_id == 0:
             for process in range(1, self._group.num_processes):
                 self._await(f"{here}/{process}", until)
@@ -59,7 +55,7 @@ class Barrier:
             self._await(f"{here}/all", until)
 
     @property
-    def _given_up(self) -> str:
+    def _abort_key(self) -> str:
         return f"{self._group.prefix}/barrier/{self._round}/given-up"
 
     def _set(self, key: str) -> None:
@@ -67,8 +63,8 @@ class Barrier:
         self._put.append(key)
 
     def _await(self, key: str, until: float) -> None:
-        while not self._is_set(key, _LOOK_S):
-            if self._is_set(self._given_up, 0.0):
+        while not self._is_set(key, _POLL_S):
+            if self._is_set(self._abort_key, 0.0):
                 raise GivenUp
             if time.monotonic() > until:
                 raise TimeoutError(f"a process did not reach the barrier in time: {key}")

@@ -1,13 +1,13 @@
-"""One process's failure ends all processes of the job, and each of them says why.
+"""End all processes of a job when one fails, each with the cause.
 
-Without it, the others would wait in a collective for a process that has failed: jax notices only
-when that process has ended, and then half a minute later. Three ways a failure reaches the others:
+Otherwise the others would wait in a collective; jax notices a dead process only after half a
+minute. A failure reaches the others in three ways:
 
-1. The process can still speak: it puts one line into the key-value store. A thread in every other
-   process waits for that line and ends its process with the same exit code.
-2. The process was killed without a word (SIGKILL): its launcher notices at once, ends the others on
-   its host, and writes `abort.json` next to the logs, which every watchdog looks for each second.
-3. The host has lost power or its network: jax's heartbeat runs out.
+1. The process can still run code: it puts one line into the key-value store. A thread in every
+   other process waits for it and ends its process with the same exit code.
+2. The process was killed (SIGKILL): its launcher ends the others on its host and writes
+   `abort.json` next to the logs, for which every watchdog checks each second.
+3. The host lost power or network: jax's heartbeat times out.
 """
 
 from __future__ import annotations
@@ -27,76 +27,81 @@ from jaxdist.runtime.storage import locate
 _KEY = "failure"
 FOLLOWED = "ends because process"
 ABORT_FILE = "abort.json"
-"""File next to the logs that ends all processes whose watchdogs see it appear."""
-_OWN_WORDS_S = 1.0
-"""Time for a process to report its own error before another's failure ends it."""
+"""File next to the logs; watchdogs that see it end their processes."""
+_REPORT_S = 1.0
+"""Time for a process to report its own error before another process's failure ends it."""
 
 
 def announce_failure(code: int, line: str) -> None:
-    """Tell every process of the job that this one ends with exit code `code`; alone, do nothing.
+    """Announce to all processes that this one ends with exit code `code`; no-op if alone.
 
     Only the first announcement of a job counts. Callable from any thread.
     """
     if not service.is_joined():
         return
-    process_id, _ = service.process_place()
-    said = {"process": process_id, "host": socket.gethostname(), "code": code, "line": line[:300]}
-    # It fails when another process was first, or process 0 is gone: then the others know.
+    process_id, _ = service.process_id_and_count()
+    failure = {
+        "process": process_id,
+        "host": socket.gethostname(),
+        "code": code,
+        "line": line[:300],
+    }
+    # Fails if another process was first or process 0 is gone; then the others have a cause.
     with contextlib.suppress(Exception):
-        service.put(_KEY, said)
+        service.put(_KEY, failure)
     if process_id == 0:
-        # The store lives in process 0; its end would abort the others before they read this.
-        time.sleep(2 * _OWN_WORDS_S)
+        # The store is in process 0; its exit would abort the others before they read this.
+        time.sleep(2 * _REPORT_S)
 
 
 def watch_failures() -> None:
-    """End this process, with a line on stderr, soon after another one has announced its failure."""
+    """Start a thread that ends this process when another one has announced its failure."""
     threading.Thread(target=_watch, name="jaxdist-failures", daemon=True).start()
 
 
 def _watch() -> None:
     while service.is_joined():
         try:
-            said = service.get(_KEY, 60.0)
+            failure = service.get(_KEY, 60.0)
         except TimeoutError:
             continue
         except Exception:
-            return  # the connection has ended: the process is leaving, or jax is ending it
-        process_id, _ = service.process_place()
-        if said["process"] != process_id:
-            _follow(said, process_id)
+            return  # disconnected: the process exits, or jax ends it
+        process_id, _ = service.process_id_and_count()
+        if failure["process"] != process_id:
+            _follow(failure, process_id)
         return
 
 
-def _follow(said: dict[str, Any], process_id: int) -> None:
-    time.sleep(_OWN_WORDS_S)
+def _follow(failure: dict[str, Any], process_id: int) -> None:
+    time.sleep(_REPORT_S)
     text = (
-        f"process {process_id} on {socket.gethostname()} {FOLLOWED} {said['process']} on "
-        f"{said['host']} failed: {said['line']}"
+        f"process {process_id} on {socket.gethostname()} {FOLLOWED} {failure['process']} on "
+        f"{failure['host']} failed: {failure['line']}"
     )
     print(text, file=sys.stderr, flush=True)
-    leave_error(said["code"], text, "")
-    os._exit(said["code"])
+    write_error_file(failure["code"], text, "")
+    os._exit(failure["code"])
 
 
 def request_abort(folder: str | os.PathLike[str], process: int, line: str) -> None:
-    """Tell all watchdogs that look at this folder to end their processes, and why."""
-    said = {"process": process, "time": time.time(), "line": line}
+    """Make all watchdogs that check this folder end their processes, with a reason."""
+    failure = {"process": process, "time": time.time(), "line": line}
     with contextlib.suppress(OSError):
-        (locate(folder) / ABORT_FILE).write(json.dumps(said), durable=False)
+        (locate(folder) / ABORT_FILE).write(json.dumps(failure), durable=False)
 
 
-def leave_error(code: int, text: str, advice: str) -> None:
-    """Tell the launcher why this process ends, in the file that it asked for."""
+def write_error_file(code: int, text: str, advice: str) -> None:
+    """Write why this process ends into the file that the launcher named."""
     path = os.environ.get("JAXDIST_ERROR_FILE")
     if not path:
         return
-    process_id, num_processes = service.process_place()
-    place = {"process": process_id, "num_processes": num_processes, "host": socket.gethostname()}
-    record = {"time": time.time(), **place, "pid": os.getpid(), "exit_code": code}
-    record["monotonic"] = time.monotonic()  # what the launcher orders by: the clock may be set
+    process_id, num_processes = service.process_id_and_count()
+    job = {"process": process_id, "num_processes": num_processes, "host": socket.gethostname()}
+    record = {"time": time.time(), **job, "pid": os.getpid(), "exit_code": code}
+    record["monotonic"] = time.monotonic()  # for the launcher's order: the wall clock may jump
     record |= {"error": text, "advice": advice}
     try:
         locate(path).write(json.dumps(record))
-    except OSError as failure:
-        print(f"cannot write {path}: {failure}", file=sys.stderr)
+    except OSError as error:
+        print(f"cannot write {path}: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Exchanges in which every process takes part, in the same order everywhere.
+"""Exchange values between all processes, in the same order everywhere.
 
-Whatever depends on a file or a clock must be decided once. A process that decided alone (to fall
-back to an older checkpoint, to skip a failed save) would leave the others waiting in a collective
-for ever. `Group.decide` runs such a decision on process 0 and gives all processes its answer.
+A decision that depends on a file or a clock must be made once: a process that decided alone (e.g.
+to skip a failed save) would leave the others waiting in a collective forever. `Group.decide` runs
+it on process 0 and returns its result in all processes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from jaxdist.runtime.coordination import service
 
 _WAIT_S = 3600.0
-"""Reading back the checksums of a large checkpoint may keep one process busy this long."""
+"""Default time-out; verifying a large checkpoint may keep one process busy this long."""
 
 _MOST_KEPT = 64
-"""Calls of `decide` in a row whose answers are kept until all processes meet."""
+"""Calls of `decide` in a row whose results are kept until all processes synchronize."""
 
 _made: Counter[str] = Counter()  # groups by name: all processes make the same ones in order
 _topics: dict[str, Group] = {}  # of the function `gather`
 
 
 class Group:
-    """All processes of the job, exchanging values under a name; trivial for a single process.
+    """All processes of a job, exchanging values under a name; trivial for one process.
 
-    Every process must make the same calls on a group in the same order. Threads that exchange
-    at the same time need a group each, or their calls would be counted together. The n-th group of
-    a name belongs to the n-th of that name in the other processes.
+    Every process must make the same calls on a group in the same order. Concurrent threads need a
+    group each. The n-th group of a name belongs to the n-th group of that name in the other
+    processes.
 
-    `decide` raises the classes `errors` alike in all processes, each made from one text; any other
-    error of process 0 is one of class `otherwise` in the others.
+    `decide` raises the classes `errors`, each made from one text, in all processes. Any other error
+    of process 0 is raised as `otherwise` in the others.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Group:
         timeout_s: float = _WAIT_S,
     ) -> None:
         joined = service.is_joined()
-        self.process_id, self.num_processes = service.process_place() if joined else (0, 1)
+        self.process_id, self.num_processes = service.process_id_and_count() if joined else (0, 1)
         _made[name] += 1
         self.prefix = f"{name}/{_made[name]}"
         self.timeout_s = timeout_s
@@ -56,14 +56,13 @@ class Group:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the process that decides."""
+        """Return whether this process decides."""
         return self.process_id == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, by process id. It is a barrier too.
+        """Return the JSON values of all processes, by process id; also a barrier.
 
-        Raises:
-            TimeoutError: a process has not come in time; its key names it.
+        Raises `TimeoutError` if a process does not come in time; its key has the process id.
         """
         if self.num_processes == 1:
             return [value]
@@ -78,9 +77,9 @@ class Group:
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Run `decision` on process 0 only; its JSON value, or its error, reaches every process.
+        """Run `decision` on process 0; return its JSON value, or raise its error, in every process.
 
-        Process 0 goes on without the others, but after `_MOST_KEPT` such calls it waits for them.
+        Process 0 does not wait for the others until `_MOST_KEPT` such calls.
         """
         if self.num_processes == 1:
             return decision()
@@ -90,7 +89,7 @@ class Group:
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """`decide`, where process 0 is given the JSON values of all processes, by process id.
+        """Run `decide` on the JSON values of all processes, by process id.
 
         Cheaper than `gather` for many processes, because only process 0 reads all values.
         """
@@ -102,26 +101,26 @@ class Group:
         if self.is_leader:
             others = range(1, self.num_processes)
 
-            def hear() -> list[Any]:
+            def read() -> list[Any]:
                 values = [service.get(f"{key}/{process}", self.timeout_s) for process in others]
                 self._delete(put_before)
                 return [value, *values]
 
-            return self._decided(lambda: decision(hear()))
+            return self._decided(lambda: decision(read()))
         own = f"{key}/{self.process_id}"
         service.put(own, value)
         try:
-            return self._decided(lambda: None)  # process 0's
+            return self._decided(lambda: None)  # process 0 runs it
         finally:
             service.delete(own)
 
     def _decided(self, decision: Callable[[], Any]) -> Any:
-        """The answer of process 0, or its error, on every process."""
+        """Return the result of process 0, or raise its error, in every process."""
         key = f"{self.prefix}/{next(self._calls)}"
         if self.is_leader:
             try:
                 answer = {"value": decision()}
-            except Exception as error:  # whatever it is, the others must not wait for an answer
+            except Exception as error:  # the others must not wait for a result
                 self._set(key, {"error": type(error).__name__, "text": str(error)})
                 raise
             self._set(key, answer)
@@ -136,10 +135,10 @@ class Group:
         self._put.append(key)
 
     def _delete(self, put_before: int) -> None:
-        """Delete the oldest keys of this process, once all others have come to a later call.
+        """Delete the oldest keys of this process, after all others have come to a later call.
 
-        They have read those keys by then. Kept, the file lists of many saves would fill process 0's
-        memory.
+        They have read these keys by then. Otherwise the file lists of many saves would fill process
+        0's memory.
         """
         for key in self._put[:put_before]:
             service.delete(key)
@@ -156,17 +155,15 @@ class Group:
 
 
 def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """The JSON values of all processes about `topic`, by process id; [value] when alone.
+    """Return the JSON values of all processes for `topic`, by process id; [value] if alone.
 
-    No device takes part, so it works before devices start and while they compute. The n-th call
-    with a topic meets the n-th call with it in the other processes.
-
-    Raises:
-        TimeoutError: a process has not come within `timeout_s` seconds; its key names it.
+    It uses no device, so it works before devices start and while they compute. The n-th call with a
+    topic matches the n-th call in the other processes. Raises `TimeoutError` if a process does not
+    come within `timeout_s` seconds; its key has the process id.
     """
     if not service.is_joined():
         return [value]
-    if topic not in _topics:  # kept: its next call deletes the keys of this one
+    if topic not in _topics:  # its next call deletes the keys of this one
         _topics[topic] = Group(topic)
     _topics[topic].timeout_s = timeout_s
     return _topics[topic].gather(value)

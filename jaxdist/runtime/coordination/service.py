@@ -1,9 +1,8 @@
-"""jax's coordination service: the only file of the package that touches it.
+"""Access jax's coordination service; no other file does.
 
-jax gives its key-value store no public name, so what we need of it stands here once. Importing this
-module does not import jax: a launcher and a command that runs alone never pay for it.
-
-Values are JSON. Keys begin with `jaxdist/`; the store holds each until it is deleted.
+jax has no public name for its key-value store. Importing this module does not import jax, so a
+launcher or a single process does not pay for it. Values are JSON. Keys begin with `jaxdist/` and
+stay in the store until deleted.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _ROOT = "jaxdist/"
 
 
 def is_joined() -> bool:
-    """Whether this process is connected to others."""
+    """Return whether this process is connected to others."""
     return _state() is not None
 
 
-def process_place() -> tuple[int, int]:
-    """(process id, number of processes), without touching a device; (0, 1) when alone."""
+def process_id_and_count() -> tuple[int, int]:
+    """Return (process id, number of processes) without touching a device; (0, 1) if alone."""
     state = _state()
     if state is not None:
         return state.process_id, state.num_processes
@@ -36,18 +35,15 @@ def process_place() -> tuple[int, int]:
 def put(key: str, value: Any, *, overwrite: bool = False) -> None:
     """Store a JSON value under a key.
 
-    Raises:
-        RuntimeError: the key is taken and `overwrite` is not set, or process 0 is gone.
+    Raises `RuntimeError` if the key exists and `overwrite` is not set, or process 0 is gone.
     """
     _client().key_value_set(_ROOT + key, json.dumps(value), allow_overwrite=overwrite)
 
 
 def get(key: str, timeout_s: float) -> Any:
-    """The value under a key, once some process has put it there.
+    """Return the value of a key, waiting until some process has stored it.
 
-    Raises:
-        TimeoutError: nobody has within `timeout_s` seconds.
-        RuntimeError: process 0 is gone.
+    Raises `TimeoutError` after `timeout_s` seconds, and `RuntimeError` if process 0 is gone.
     """
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
@@ -66,15 +62,15 @@ def delete(key: str) -> None:
 def publish(topic: str, value: Any) -> None:
     """Store this process's latest value for `topic`, replacing its earlier one.
 
-    Waits for nobody. Alone it does nothing; an unreachable process 0 is no error here.
+    Never waits. It does nothing if alone or if process 0 is unreachable.
     """
     if is_joined():
         with contextlib.suppress(Exception):
-            put(f"{topic}/{process_place()[0]}", value, overwrite=True)
+            put(f"{topic}/{process_id_and_count()[0]}", value, overwrite=True)
 
 
 def published(topic: str) -> dict[int, Any]:
-    """The latest value of each process that has published on `topic`, by process id."""
+    """Return the latest value that each process published on `topic`, by process id."""
     if not is_joined():
         return {}
     try:
@@ -85,43 +81,41 @@ def published(topic: str) -> dict[int, Any]:
 
 
 def own_address() -> str:
-    """The name or address of this host by which the other processes of the job reach it.
+    """Return the name or address of this host for the other processes of the job.
 
-    Process 0's is the one that they came to; each other one's is that of the interface which leads
-    there.
+    For process 0 it is the coordinator's address, for others that of the interface towards it.
     """
     host, _, port = str(_state().coordinator_address).rpartition(":")
     host = host.strip("[]")
-    if process_place()[0] == 0:
+    if process_id_and_count()[0] == 0:
         return host
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # chooses the interface; nothing is sent
+        probe.connect(address)  # selects the interface without sending
         return str(probe.getsockname()[0])
 
 
 def has_stop_service() -> bool:
-    """Whether jax's service listens to SIGTERM for all processes; False while not joined."""
+    """Return whether jax's service handles SIGTERM for all processes; False before joining."""
     distributed = sys.modules.get(_MODULE)
     return distributed is not None and distributed.global_state.preemption_sync_manager is not None
 
 
 def reached_agreed_stop(call: int) -> bool:
-    """Whether the service has chosen this call, which all processes count alike, to stop all at."""
+    """Return whether all processes agreed to stop at this call, by their equal count."""
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.reached_preemption_sync_point(call))
 
 
 def leave() -> None:
-    """Disconnect, waiting for the others to do the same; does nothing when alone."""
+    """Disconnect, waiting for the others to do the same; no-op if alone."""
     state = _state()
     if state is not None:
         state.shutdown()
 
 
 def _state() -> Any:
-    """What jax knows of its coordination service; None when alone."""
     distributed = sys.modules.get(_MODULE)
     state = getattr(distributed, "global_state", None)
     return state if state is not None and state.client is not None else None

@@ -1,4 +1,4 @@
-"""Sizes, counts, durations, money, shares and rates as people read them: one form of each."""
+"""Format sizes, counts, durations, money, shares and rates, one form for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = {"tokens": "tok", "images": "img"}
 
 
 def in_bytes(num_bytes: float) -> str:
-    """85899345920 -> "80.0 GiB"; MiB, KiB and B where it is less than one of the next."""
+    """Format bytes: 85899345920 -> "80.0 GiB"; also MiB, KiB and B."""
     for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -22,7 +22,7 @@ def in_bytes(num_bytes: float) -> str:
 
 
 def in_si(number: float, digits: int = 3) -> str:
-    """8030261248 -> "8.03B", as model cards write it."""
+    """Format 8030261248 as "8.03B", as model cards do."""
     for value, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= value:
             return f"{number / value:.{digits}g}{letter}"
@@ -30,12 +30,12 @@ def in_si(number: float, digits: int = 3) -> str:
 
 
 def count(value: float) -> str:
-    """1234 -> "1,234"; below 100, two digits after the point."""
+    """Format 1234 as "1,234"; numbers below 100 have two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
 def duration(seconds: float) -> str:
-    """12.3ms, 4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
+    """Format seconds as 12.3ms, 4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
     if not math.isfinite(seconds):
         return "?"
     if 0 < seconds < 0.1:
@@ -53,20 +53,20 @@ def duration(seconds: float) -> str:
 
 
 def money(amount: float, currency: str = "") -> str:
-    """Two digits after the point: none from 1,000 on, four where the amount is small."""
+    """Format an amount with two decimals; from 1,000 on none, below 1 four."""
     digits = 0 if amount >= 1000 else 2 if amount >= 1 else 4
     return f"{amount:,.{digits}f} {currency}".rstrip()
 
 
 def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
-    """0.4321 -> "43.2 %"; with a sign, "+43.2 %"."""
+    """Format 0.4321 as "43.2 %"; with a sign, "+43.2 %"."""
     return f"{100 * share:{'+' if sign else ''}.{digits}f} %"
 
 
 def relative_speed(seconds: float, other: float) -> str:
-    """How fast something is beside another: "9 % slower"; from twice on "10.6 times as fast".
+    """Compare two times: "9 % slower"; from a factor of two on "10.6 times as fast".
 
-    By the shorter of the two times, so that both are told by the same number.
+    The ratio is relative to the shorter time, so both directions show the same number.
     """
     ratio = max(seconds, other) / min(seconds, other)
     if ratio < 2:
@@ -75,7 +75,7 @@ def relative_speed(seconds: float, other: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """2.35e9 -> "2.35 GB/s", in powers of ten as disks and links are sold: three digits or more."""
+    """Format 2.35e9 as "2.35 GB/s": powers of ten, at least three digits."""
     units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
     size, unit = next((one for one in units if bytes_per_s >= one[0]), (1.0, "B/s"))
     value = bytes_per_s / size

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
-"""Columns of a line."""
+"""Width of a line in characters."""
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") -> list[str]:
-    """Rows of as many cells each as aligned lines: the first `left` columns left, others right."""
+    """Return rows of equally many cells as lines; `left` columns left-aligned, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["<"] * left + [">"] * (len(widths) - left)
     return [
@@ -22,7 +22,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") ->
 
 
 def wrap(text: str, width: int = WIDTH, *, head: str = "") -> list[str]:
-    """A paragraph as lines below a `head`; words, paths and flags stay whole."""
+    """Wrap a paragraph below a `head`; words, paths and flags are not broken."""
     return textwrap.wrap(
         text,
         width,
@@ -34,6 +34,6 @@ def wrap(text: str, width: int = WIDTH, *, head: str = "") -> list[str]:
 
 
 def few(names: Sequence[str], most: int, separator: str = ", ") -> str:
-    """The first names, and how many more there are: `a, b and 3 more`."""
+    """Return the first names and the number of others: `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more

@@ -1,23 +1,20 @@
-"""Where a run keeps its files. Every read, write and listing of a run directory goes through here.
+"""Store the files of a run. All reads, writes and listings of a run directory use this package.
 
-`locate(path)` gives a `Location`; its methods are the only file operations that the package makes
-on a run directory or a checkpoint. They are what an object store can offer too:
+The methods of a `Location` (from `locate(path)`) are limited to what an object store offers too:
 
 | operation | guarantee |
 |---|---|
 | `write` | atomic: a reader sees the old content or the new one. Durable unless `durable=False` |
-| `create` | of several writers exactly one succeeds; durable |
-| `appender` | what was appended survives a kill of the process, in order; on an object store what \
-was appended before the last few seconds, or before `flush_appended` |
-| `entries`, `files` | names in order; files that are still being written are not listed |
-| `delete_tree` | not atomic: what makes a directory count must be deleted first |
-| `lock` | excludes other processes where the storage can, and tells who holds it |
+| `create` | exactly one of several writers succeeds; durable |
+| `appender` | appended data survive a kill of the process, in order; on an object store only data \
+older than a few seconds, or before `flush_appended` |
+| `entries`, `files` | sorted names; files that are still being written are not listed |
+| `delete_tree` | not atomic: the file that makes a directory valid must be deleted first |
+| `lock` | excludes other processes if the storage can, and identifies the holder |
 
-There is no rename. Several files become valid together when the file that names them is written
-last (`checkpoint.manifest`).
-
-`location` has the operations of a POSIX file system, `objects` those of S3, `parts` what lets a
-file grow there.
+There is no rename. Several files become valid together when a file that lists them is written last
+(`checkpoint.manifest`). `location` implements POSIX file systems, `objects` object stores, `parts`
+growing files on these.
 """
 
 from __future__ import annotations
@@ -40,11 +37,9 @@ from jaxdist.settings.declare import ConfigError
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location of a path (`~` is the home) or a URL; a `Location` comes back as it is.
+    """Return the location of a path (`~` is the home) or a URL; a `Location` is returned as is.
 
-    Raises:
-        ConfigError: it is the URL of an object store that cannot be used.
-        OSError: the object store cannot be reached.
+    Raises `ConfigError` if the URL cannot be used and `OSError` if the store cannot be reached.
     """
     if isinstance(path, Location):
         return path
@@ -61,15 +56,15 @@ def read_url(url: str) -> bytes:
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:
-    """Why a URL cannot be used; "" when it can, or when the path is one of a file system.
+    """Return why a URL cannot be used; "" if it can, or for a path of a file system.
 
-    Asks the object store once for each bucket.
+    Contacts the object store once per bucket.
     """
     return problem_of(path) if is_url(path) else ""
 
 
 def file_system_problem(path: str | os.PathLike[str], what: str) -> str:
-    """Why a URL cannot be used for `what` ("data are read"); "" for a path of a file system."""
+    """Return why a URL cannot be used for `what` ("data are read"); "" for a path."""
     if not is_url(path):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Panics of libraries written in Rust, as errors that end with a message for the user."""
+"""Turn panics of Rust libraries into errors with a message for the user."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxdist.settings.declare import ConfigError
 def panics_as(problem: str, *also: type[Exception]) -> Iterator[None]:
     """Raise `ConfigError` for a panic, or for an error of the types `also`.
 
-    `{}` in `problem` stands for the first line of the error. A `PanicException` derives from
-    `BaseException` alone, so that `except Exception` misses it.
+    `{}` in `problem` is replaced by the first line of the error. `PanicException` derives from
+    `BaseException`, so `except Exception` does not catch it.
     """
     try:
         yield

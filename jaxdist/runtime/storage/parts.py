@@ -1,9 +1,8 @@
-"""Files that grow on an object store, where an object is written whole or not at all.
+"""Files that grow on an object store, where objects can only be written whole.
 
-A file is a folder of objects `part-NUMBER-WRITER`. The newest part is written again every few
-seconds while it grows, and a next one is begun when it is `PART_BYTES` large, so that a file of n
-bytes is about n / `PART_BYTES` objects. A thread does that for all files of the process; the end of
-the process and `flush_appended` do it at once.
+A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part of all files
+of the process every few seconds, and starts the next one at `PART_BYTES`, so a file of n bytes is
+about n / `PART_BYTES` objects. Process exit and `flush_appended` write at once.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ logger = logging.getLogger("jaxdist")
 
 PART_BYTES = 1 << 20
 _FLUSH_S = 5.0
-_END_S = 60.0  # for what is left when a file is closed or the process ends
-_LATE_S = 1.0  # the same where the thread is still busy with what was waited for that long
+_END_S = 60.0  # for the rest when a file is closed or the process exits
+_LATE_S = 1.0  # the same if the thread is still busy after such a wait
 
 _OWN = uuid.uuid4().hex[:8]  # two processes may append to one file
 _growing: set[_Uploaded] = set()
@@ -36,33 +35,33 @@ _spools: dict[str, _Spool] = {}
 _start = threading.Lock()
 _thread: threading.Thread | None = None
 _turns = threading.Condition()
-_asked = _done = 0  # turns of the thread that were asked for, and those that are over
-_late = 0  # the newest turn that somebody has waited for in vain
-_failed: list[Exception] = []  # what no upload should raise; the first one is logged
+_requested = _done = 0  # turns of the thread: requested, finished
+_late = 0  # the newest turn whose wait timed out
+_failed: list[Exception] = []  # unexpected errors of uploads; the first one is logged
 
 
 def part_of(path: str) -> tuple[str, bool]:
-    """The file that an object belongs to, and whether it is a part of it."""
-    found = re.fullmatch(r"(.+)/part-\d{8}-[0-9a-f]{8}", path)
-    return (found[1], True) if found else (path, False)
+    """Return the file that an object belongs to, and whether it is a part of it."""
+    match = re.fullmatch(r"(.+)/part-\d{8}-[0-9a-f]{8}", path)
+    return (match[1], True) if match else (path, False)
 
 
 def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> bool:
-    """Write what was appended to all files by now; what the store refuses is tried again later.
+    """Write all data appended to all files; refused writes are retried later.
 
-    A store that hangs keeps nobody for longer than `timeout_s` (a minute). Where things come to
-    their `ending` one after the other, only the first waits that long for the same request.
+    A hanging store blocks the caller for at most `timeout_s` (default: a minute). If several files
+    are `ending` one after the other, only the first waits that long for the same request.
 
     Returns:
-        Whether the store has answered to all of it, if only by a refusal.
+        Whether the store has answered all requests, if only with an error.
     """
-    global _asked, _late
-    if not _growing or _thread is None or not _thread.is_alive():  # it is not in a forked child
+    global _requested, _late
+    if not _growing or _thread is None or not _thread.is_alive():  # dead in a forked child
         return True
     timeout_s = _END_S if timeout_s is None else timeout_s
-    with _turns:  # the thread does it: at the end of the process no other one can be started
-        _asked += 1
-        turn = _asked
+    with _turns:  # at process exit no other thread can be started
+        _requested += 1
+        turn = _requested
         _turns.notify_all()
         patience_s = min(timeout_s, _LATE_S) if ending and _done < _late else timeout_s
         is_done = _turns.wait_for(lambda: _done >= turn, patience_s)
@@ -72,19 +71,19 @@ def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> b
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
-    """A descriptor of a local file, one for each location, whose content is copied there."""
+    """Return a descriptor of a local file, one per location, whose content is copied there."""
     if location.path not in _spools:
         _spools[location.path] = _Spool(location, next_part())
     return _spools[location.path].descriptor()
 
 
 def mirror(file: Path, location: Location) -> Mirror:
-    """Copy a local file that a library writes to a location, whole, whenever it has grown."""
+    """Copy a local file that a library writes to a location whenever it has grown."""
     return Mirror(file, location)
 
 
 class _Uploaded(abc.ABC):
-    """Something that the thread uploads; `OSError` says that it could not."""
+    """A file that the thread uploads; `OSError` means that an upload failed."""
 
     _location: Location
     _failure: OSError | None = None  # of the last upload
@@ -100,13 +99,12 @@ class _Uploaded(abc.ABC):
 
     @abc.abstractmethod
     def upload(self) -> None:
-        """Upload what is new; on the thread, which nobody needs to wait for."""
+        """Upload new content, on the thread."""
 
     def close(self) -> None:
-        """Upload what is left, for as long as `flush_appended` waits; a second call does nothing.
+        """Upload the rest, waiting like `flush_appended`; a second call does nothing.
 
-        Raises:
-            OSError: what is left is lost.
+        Raises `OSError` if the rest is lost.
         """
         if self not in _growing:
             return
@@ -120,14 +118,14 @@ class _Uploaded(abc.ABC):
 
 
 class PartAppender(_Uploaded, Appender):
-    """A file open for appending, by parts from number `first` on.
+    """A file open for appending, in parts from number `first` on.
 
-    What the store refuses stays in memory; from then on `append` raises why, until it is written.
+    Refused data stay in memory; from then on `append` raises the reason, until they are written.
     """
 
     def __init__(self, location: Location, first: int) -> None:
         self._location, self._number = location, first
-        self._part, self._written = bytearray(), -1  # -1: the part is not there yet
+        self._part, self._written = bytearray(), -1  # -1: the part does not exist yet
         self._memory, self._requests = threading.Lock(), threading.Lock()
         self.upload()
         self._begin()
@@ -139,26 +137,18 @@ class PartAppender(_Uploaded, Appender):
             return bytes(self._part[max(self._written, 0) :]) if self._failure else b""
 
     def append(self, data: bytes) -> None:
-        """Append to what is uploaded next.
-
-        Raises:
-            OSError: the last upload failed; the data are kept all the same.
-        """
+        """Append to the next upload; raises `OSError` if the last one failed, keeping the data."""
         with self._memory:
             self._part += data
         if self._failure is not None:
             raise self._failure
 
     def cut_torn_tail(self) -> int:
-        """0: parts end where a call of `append` ended."""
+        """Return 0: parts end between calls of `append`."""
         return 0
 
     def upload(self) -> None:
-        """Write the part that grows, and begin the next one when it is large.
-
-        Raises:
-            OSError: the store refuses.
-        """
+        """Write the growing part and start the next one at `PART_BYTES`; raises `OSError`."""
         with self._requests:
             while self._written < len(self._part):
                 with self._memory:
@@ -180,7 +170,7 @@ class _Spool(PartAppender):
         super().__init__(location, first)
 
     def descriptor(self) -> int:
-        """A descriptor; all of them share one position."""
+        """Return a descriptor; all share one position."""
         return os.dup(self._file.fileno())
 
     def upload(self) -> None:
@@ -193,7 +183,7 @@ class _Spool(PartAppender):
 
 
 class Mirror(_Uploaded):
-    """A local file that is copied to a location, whole, whenever it has grown."""
+    """A local file that is copied to a location whenever it has grown."""
 
     def __init__(self, file: Path, location: Location) -> None:
         self._file, self._location, self._size = file, location, -1
@@ -202,7 +192,7 @@ class Mirror(_Uploaded):
 
     def upload(self) -> None:
         """Copy the file if it has grown."""
-        with self._requests:  # an older content must not come after a newer one
+        with self._requests:  # older content must not replace newer
             data = self._file.read_bytes()
             if len(data) != self._size:
                 self._location.write(data)
@@ -214,18 +204,18 @@ def _upload_all() -> None:
         try:
             one.upload()
             one._failure = None
-        except OSError as failure:  # who appends next is told
+        except OSError as failure:  # the next `append` raises it
             one._failure = failure
-        except Exception as failure:  # the thread serves the other files too
+        except Exception as failure:  # the thread serves other files too
             if not _failed:
-                logger.exception("a file that grows was not uploaded; it is tried again")
+                logger.exception("a growing file was not uploaded; retrying")
             _failed.append(failure)
 
 
 def _next_turn() -> int:
     with _turns:
-        _turns.wait_for(lambda: _asked > _done, _FLUSH_S)
-        return _asked
+        _turns.wait_for(lambda: _requested > _done, _FLUSH_S)
+        return _requested
 
 
 def _keep_uploading() -> None:
