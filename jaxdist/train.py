@@ -77,7 +77,7 @@ def run(
     )
     check_objective(config, program.objective)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
-    if budget is not None and not config.force:
+    if budget is not None and "memory" not in config.override:
         budget.check()
     data = open_datasets(
         config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
@@ -88,12 +88,12 @@ def run(
     parts = compare_kernel(parts, data[0].fields)
     if budget is not None:
         budget = budget.replanned(parts.packed, parts.check)
-        if not config.force:
+        if "memory" not in config.override:
             budget.check()
         parts = dataclasses.replace(parts, remat=budget.job.remat)
     if config.replay:
         return replay(parts, data[0])
-    audit = None if config.skip_audit else check_mesh(parts, data[0].fields)
+    audit = None if "audit" in config.override else check_mesh(parts, data[0].fields)
     audited_mesh = ""
     is_users = config.model.is_user_model or program.objective is not None
     compare = audit is not None and audit.axes and is_users
@@ -110,7 +110,7 @@ def run(
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is None:
-        log.warning("skip_audit: wrong sums between devices are not detected")
+        log.warning("override=audit: wrong sums between devices are not detected")
     elif audit.axes:  # of one device there is nothing to say
         log.info("%s", audit.line())
     times.mark("setup")
@@ -145,7 +145,7 @@ def start_devices(
         runtime.simulate(config.simulate)
     runtime.tune_malloc()
     runtime.reserve_memory()
-    runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
+    runtime.setup_compilation_cache("off" if config.debug else "")
     # How a process joins is its own affair; all else must be the same, or steps would not be.
     same = {k: str(v) for k, v in flatten(to_table(config)).items() if not k.startswith("runtime.")}
     times.mark("imports")

@@ -53,12 +53,14 @@ def parts_of(mesh="dp=2,tp=2", *, model=None, zero=0, sequence=True, **train):
         or DecoderConfig(
             d_model=32, num_layers=4, num_heads=4, mlp_dim=64, vocab_size=64, bias=["out"]
         ),
-        mesh=MeshConfig(shape=mesh, zero=zero, sequence_parallel=sequence),
+        mesh=MeshConfig(shape=mesh, zero=zero),
         train=TrainConfig(
             **{"global_batch_size": 32, "seq_len": 16, "num_microbatches": 2, **train}
         ),
     )
-    return assemble(config, jax.devices()[: MeshSpec.parse(mesh).num_devices])
+    built = config.build_model()
+    built = dataclasses.replace(built, sequence=built.sequence and sequence)
+    return assemble(config, jax.devices()[: MeshSpec.parse(mesh).num_devices], model=built)
 
 
 # --- states ---
@@ -87,7 +89,7 @@ def test_joins_have_no_order_and_never_gain_a_claim():
         ("dp=2,fsdp=2,tp=2", {"sequence": False, "zero": 2}),
         ("pp=2,dp=2,tp=2", {}),
         ("cp=2,fsdp=2,tp=2", {}),
-        ("fsdp=4,tp=2", {"model": CnnConfig(channels=[8, 16], mlp_dim=32)}),
+        ("fsdp=4,tp=2", {"model": CnnConfig(mlp_dim=32)}),
         (
             "dp=2,tp=2",
             {
@@ -389,7 +391,7 @@ def test_deep_names_an_axis_on_which_alone_the_step_cannot_be_traced(monkeypatch
     assert {one.axes for one in found if "layers" in one.value} == {("pipeline",)}
 
 
-def test_only_skip_audit_starts_a_run_that_the_audit_refuses(monkeypatch):
+def test_only_an_override_starts_a_run_that_the_audit_refuses(monkeypatch):
     class Reached(Exception):
         """The run goes on past the audit."""
 
@@ -409,9 +411,9 @@ def test_only_skip_audit_starts_a_run_that_the_audit_refuses(monkeypatch):
         start()
     assert any(missing(line, "summed twice", "data") == [] for line in refused.value.problems)
     with pytest.raises(ConfigError):
-        start("--force")
+        start("--override=memory")
     with pytest.raises(Reached):
-        start("--skip-audit")
+        start("--override=audit")
 
 
 def a_loop_from_a_literal(params, x, aux, context):
@@ -438,7 +440,7 @@ def test_a_failure_of_the_audit_itself_stops_the_run(monkeypatch):
         with pytest.raises(ConfigError) as error:
             check(parts_of("dp=2"))
         [problem] = error.value.problems
-        assert missing(problem, "ZeroDivisionError: internal", "--skip-audit", "dp=2") == []
+        assert missing(problem, "ZeroDivisionError: internal", "--override=audit", "dp=2") == []
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])

@@ -158,7 +158,7 @@ def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value, axis):
         check_model(parts, FIELDS, lambda seq_len: model)
     *found, problem = error.value.problems
     assert any(missing(line, value, f"over {axis}") == [] for line in found)
-    assert missing(problem, f"mesh {mesh}", "--skip-audit") == []
+    assert missing(problem, f"mesh {mesh}", "--override=audit") == []
 
 
 def test_a_maximum_in_place_of_a_sum_is_refused_by_its_line():
@@ -203,7 +203,7 @@ def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, t
         start("run", "dp=4,tp=2", **custom)
     assert compared == ["dp=8", "dp=4,tp=2"]
     found.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
-    with refused("the sum 'loss'", "over data", "--skip-audit", num_problems=2):
+    with refused("the sum 'loss'", "over data", "--override=audit", num_problems=2):
         start("new", "dp=8", **custom)
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(deep, "MOST_OPERATIONS", 1)

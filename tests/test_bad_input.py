@@ -107,9 +107,6 @@ MESH = {
     "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "Use 15 or 18"),
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64", "Use 64"),
-    "sequence": (
-        ["--mesh=tp=8", "--train.seq_len=100"],
-        "tp=8 does not divide train.seq_len=100", "Legal with 8"),
     "fsdp width": (
         ["--mesh=fsdp=32", "--model.d_model=240"],
         "fsdp=32 does not divide model.d_model=240", "Legal"),
@@ -126,7 +123,11 @@ FLAGS = {
     "lr": (["--lr=3e-4"], "--lr", "Did you mean --optim.peak-lr"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
     "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
-    "other kind's field": (["--model.channels=3,4"], "of kind decoder", "See --help"),
+    "other kind's field": (
+        ["--model.mlp_dim=3", "--model.depth=8"],
+        "of kind decoder",
+        "See --help",
+    ),
     "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "The default is "),
     "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
     "not a switch": (["--train.offload_optimizer=maybe"], "'maybe'", "not true or false"),

@@ -299,7 +299,7 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
     problems = {line.split()[5]: line for line in caught.value.problems}
     assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]", "reinit_params") == []
     assert missing(problems["params/extra"], "[1]", "reinit_params") == []
-    assert missing(problems["params/body/w"], "[4]", "ignore_params") == []
+    assert missing(problems["params/body/w"], "[4]", "reinit_params") == []
 
 
 def test_a_new_head_is_kept_when_it_is_named(two_parts):
@@ -316,9 +316,9 @@ def test_left_over_parts_stay_unread_only_when_named(two_parts):
     body = {"body": target["params"]["body"]}
     with refused("params/head/w [4, 2] is in"):
         writer.restore_params(body)
-    assert list(writer.restore_params(body, ignore=["head"])) == ["body"]
-    with refused("ignore_params", "params/haed"):
-        writer.restore_params(body, ignore=["head", "haed"])
+    assert list(writer.restore_params(body, reinit=["head"])) == ["body"]
+    with refused("reinit_params", "params/haed"):
+        writer.restore_params(body, reinit=["head", "haed"])
 
 
 def test_restoring_what_is_not_there_names_what_is(two_parts):

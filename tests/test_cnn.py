@@ -21,12 +21,13 @@ from jaxdist.optim import OptimConfig, make_optimizer
 
 
 class TinyConfig(CnnConfig):
-    """Images of 8 x 8."""
+    """Images of 8 x 8 and few channels."""
 
     image_size = 8
+    channels = (8, 16)
 
 
-TINY = TinyConfig(channels=[8, 16], mlp_dim=24)
+TINY = TinyConfig(mlp_dim=24)
 SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
 
 
@@ -209,7 +210,13 @@ def test_images_of_weight_zero_are_not_counted():
 # Learning on real images
 
 
-SMALL = CnnConfig(channels=[8, 16], mlp_dim=64)
+class FewChannels(CnnConfig):
+    """Images of the full size."""
+
+    channels = (8, 16)
+
+
+SMALL = FewChannels(mlp_dim=64)
 EPOCHS, BATCH, PEAK_LR = 2, 64, 0.05
 
 

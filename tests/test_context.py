@@ -320,7 +320,7 @@ def test_blocks_that_no_query_sees_are_skipped():
 # --- the whole step -------------------------------------------------------------------------------
 
 
-def is_legal(mesh: str, exchange: str, model: str, zero: int, over_context: bool, **_) -> bool:
+def is_legal(mesh: str, exchange: str, model: str, zero: int, **_) -> bool:
     spec = MeshSpec.parse(mesh)
     size, tensor = spec["context"], spec["tensor"]
     heads, kv_heads = (6, 3) if model == "windowed" else (8, 4 if model == "rotary" else 8)
@@ -346,7 +346,6 @@ CASES = [
             "zero": [0, 1, 3],
             "microbatches": [1, 2],
             "remat": ["none", "dots", "full"],
-            "over_context": [True, False],
         },
         is_legal,
     )
@@ -380,7 +379,7 @@ def gradients_of_one_part(monkeypatch):
 
 
 def test_gradients_that_are_not_summed_are_seen(monkeypatch):
-    case = Case("learned", "cp=2", over_context=False)
+    case = Case("learned", "cp=2")
     gradients_of_one_part(monkeypatch)
     with pytest.raises(AssertionError):
         check(run(case, steps=2), reference(case.model, steps=2))
@@ -435,7 +434,7 @@ def test_evaluation_counts_every_token_once():
 @pytest.mark.parametrize("model", ["rotary", pytest.param("windowed", marks=pytest.mark.slow)])
 def test_the_ring_moves_what_its_theory_says(model):
     """Keys and values move forward and backward, and their gradients move once."""
-    case = Case(model, "cp=4", exchange="ring", over_context=False)
+    case = Case(model, "cp=4", exchange="ring")
     step, state = step_of(case)
     batch = axis.place_batch(text_batch(packed=False), step.batch_sharding)
     text = step.train.lower(state, batch, np.inf).compile().as_text()

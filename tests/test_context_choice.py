@@ -78,14 +78,12 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
     ("flags", "named"),
     [
         (["--mesh=cp=3"], "train.seq_len=132"),
-        (["--mesh=cp=2,tp=4", "--train.seq_len=12"], "train.seq_len=12 / cp=2"),
         (["--mesh=cp=2", "--model.attention_dropout=0.1"], "model.attention_dropout=0.1"),
         (["--mesh=cp=2", "--model=cnn", "--data.sources="], "Model.context_parallel"),
         (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=2, 4 or 8 "),
         (["--mesh=cp=3,pp=2", "--mesh.context_attention=ring"], "'all_gather'"),
         (["--mesh=fsdp=8,cp=32"], "fsdp=8 × cp=32"),
         (["--mesh=cp=3"], "mesh cp=3 does not divide model.d_model=128"),
-        (["--mesh=cp=3"], "--mesh.fsdp-over-context=false"),
     ],
 )
 def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):

@@ -46,17 +46,17 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 )
 def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
     """Not one of no bytes either, which the table of `plan` would show."""
-    flows = flows_of(job_of(Case("learned", "cp=4", exchange=exchange, over_context=False)))
-    assert {flow.kind for flow in flows if flow.purpose != "gradients"} == kinds
+    flows = flows_of(job_of(Case("learned", "cp=4", exchange=exchange)))
+    assert {flow.kind for flow in flows if flow.purpose not in ("gradients", "weights")} == kinds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "packing"),
     [
-        (Case("rotary", "cp=4", exchange="all_gather", over_context=False), "documents"),
-        (Case("windowed", "cp=4", exchange="ring", over_context=False), "documents"),
-        (Case("learned", "cp=4", exchange="hybrid", over_context=False), "stream"),
+        (Case("rotary", "cp=4", exchange="all_gather"), "documents"),
+        (Case("windowed", "cp=4", exchange="ring"), "documents"),
+        (Case("learned", "cp=4", exchange="hybrid"), "stream"),
     ],
     ids=str,
 )
@@ -246,7 +246,7 @@ def test_traffic_of_the_gpu_program_is_the_planned(exchange):
 
     Every permute of a ring has a product beside it.
     """
-    mesh = MeshConfig(context_attention=exchange, fsdp_over_context=False)
+    mesh = MeshConfig(context_attention=exchange)
     config = dataclasses.replace(SMALL, mesh=mesh)
     spec, nodes = MeshSpec(context=4), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=4)
     step = check.compile_step(config, spec, nodes, timeout_s=300)

@@ -82,7 +82,7 @@ def test_new_data_go_on_with_the_chain(dataset, tmp_path):
     (tmp_path / "other.txt").write_text("something else altogether, and more of it. " * 60)
     other = open_text(tmp_path / "other.txt", seq_len=8)[0]
     links, state = walk(dataset, 3)
-    start = resume_position(state, other, seed=3, on_change="restart")
+    start = resume_position(state, other, seed=3, restarts=True)
     assert start.ledger == (links[-1],)
     later, state = walk(other, 2, start=start)
     resume_position(state, other, seed=3)

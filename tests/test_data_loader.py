@@ -241,7 +241,7 @@ def test_resuming_refuses_other_data_and_says_what_changed(text):
     changed, _ = open_text(text)
     with pytest.raises(ConfigError, match="sources"):
         resume_position(state, changed, seed=0)
-    assert resume_position(state, changed, seed=0, on_change="restart").sample == 0
+    assert resume_position(state, changed, seed=0, restarts=True).sample == 0
     with pytest.raises(ConfigError, match="version 0"):
         resume_position(state | {"version": 0}, train, seed=0)
 

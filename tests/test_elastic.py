@@ -9,6 +9,7 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
+from jaxdist.config.elastic import shrink_reason
 from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
@@ -135,7 +136,8 @@ def test_an_evaluation_batch_that_does_not_divide_is_not_legal():
 
 
 def test_the_reason_has_the_numbers():
-    reason = fit_devices(a_run("fsdp=8", 32), 7).mesh.reason
+    config = a_run("fsdp=8", 32)
+    reason = shrink_reason(config, fit_devices(config, 7), 7)
     facts = "7 of the 8", "fsdp=8", "2 microbatches of 4", "1 of 4", "batch 32", "3 idle"
     assert missing(reason, *facts, "over 4 devices") == []
 

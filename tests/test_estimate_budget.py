@@ -74,7 +74,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
     with pytest.raises(ConfigError) as error:
         budget.check()
     (text,) = error.value.problems
-    assert "Add --train.num-microbatches" in text and "--force" in text
+    assert "Add --train.num-microbatches" in text and "--override=memory" in text
 
 
 def test_the_change_that_is_named_makes_it_fit():
@@ -162,7 +162,7 @@ SMALL = (
 
 
 def test_force_starts_all_the_same(monkeypatch, tmp_path):
-    """The one line of train.py: `budget.check()` unless `--force`."""
+    """The one line of train.py: `budget.check()` unless `--override=memory`."""
     from jaxdist import train
     from jaxdist.plan.estimate import memory_check as room
 
@@ -187,7 +187,7 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="memory: refused"):
         train.main(flags)
     assert not (tmp_path / "run").exists()  # before anything is written or compiled
-    assert train.main([*flags, "--force"]) == 0
+    assert train.main([*flags, "--override=memory"]) == 0
 
 
 def test_a_rejected_kernel_reopens_the_choice_of_remat():
@@ -237,9 +237,9 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     monkeypatch.setattr(room.Budget, "of", too_little)
     monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
     same = ["--train.remat", policies[-1]]  # with less memory, auto would choose another
-    with refused("compiled step", in_bytes(needed), "--force"):
+    with refused("compiled step", in_bytes(needed), "--override=memory"):
         train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
-    forced = ["--force", "--run-dir", str(tmp_path / "forced")]
+    forced = ["--override=memory", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0
 
 

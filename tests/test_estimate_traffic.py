@@ -22,8 +22,6 @@ def job_of(case: Case, **changes) -> Job:
         model=CONFIGS[case.model],
         mesh=MeshConfig(
             zero=case.zero,
-            sequence_parallel=case.sequence,
-            fsdp_over_context=case.over_context,
             context_attention=case.exchange,
         ),
         train=TrainConfig(
@@ -36,9 +34,10 @@ def job_of(case: Case, **changes) -> Job:
     )
     config = dataclasses.replace(config, **changes)
     spec = MeshSpec.parse(case.mesh)
-    return Job.of(
-        config, spec, Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=spec.num_devices)
-    )
+    model = config.build_model()
+    model = dataclasses.replace(model, sequence=model.sequence and case.sequence)
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=spec.num_devices)
+    return Job.of(config, spec, cluster, model)
 
 
 def moved(case: Case, **changes) -> dict[tuple[str, str], float]:

@@ -229,9 +229,9 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
         assemble(broken, jax.devices()[:4]).init_state()
     tied = dataclasses.replace(config.model, tie_embeddings=True, bias=[])
     other = dataclasses.replace(config, model=tied, reinit_params=[])
-    with refused("params/layers/attention/qkv_bias", "ignore_params"):
+    with refused("params/layers/attention/qkv_bias", "reinit_params"):
         assemble(other, jax.devices()[:4]).init_state()
-    unused = dataclasses.replace(other, ignore_params=["layers/attention/qkv_bias"])
+    unused = dataclasses.replace(other, reinit_params=["layers/attention/qkv_bias"])
     assemble(unused, jax.devices()[:4]).init_state()
     with refused("reinit_params=['head']", "init_from"):
         read_run(["--reinit-params=head"], command="jaxdist.train")

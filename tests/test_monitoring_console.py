@@ -14,6 +14,7 @@ from monitored import Clock, events, header, start, train
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import device_seconds, read_records
 from jaxdist.run.monitoring import monitor as monitor_room
 from jaxdist.run.monitoring.console import plain, step_line
@@ -147,7 +148,7 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
 def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     clock = Clock()
-    config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6, price_per_device_hour=2.5)
+    config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6)
     monitor = start(
         tmp_path,
         config,
@@ -155,6 +156,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
         flops_per_token={"causal": 1000.0, "full": 1500.0},
         clock=clock,
     )
+    monitor.device_kind = "Tesla T4"
     for step, loss in ((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)):
         train(monitor, step, loss=loss)
     for step, loss in ((2, 2.5), (3, 1.5), (4, 1.75)):
@@ -166,7 +168,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     assert written["eval"] == {"step": 4, "loss": 1.75}
     assert written["best_eval"] == {"step": 3, "loss": 1.5}
     assert written["tokens"] == 400 and written["tokens_per_s"] == 200.0
-    assert written["device_hours"] == 2.0 and written["cost"] == 5.0
+    assert written["device_hours"] == 2.0 and written["cost"] == 2 * GPUS["t4"].price_per_hour
     assert written["starts"] == 1
     # 25 tokens/s/device × 1000 FLOPs / 1e6 FLOP/s
     assert written["mfu"] == pytest.approx(0.025, rel=1e-12)
@@ -177,7 +179,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     assert missing(closing["ended"], "finished", "step 4/4", "15m00s") == []
     facts = "1.0000 train", "1.7500 eval at step 4", "best 1.5000 at step 3"
     assert missing(closing["loss"], *facts) == []
-    assert any("2 device-hours, cost 5.00" in value for value in closing.values())
+    assert any("2 device-hours, cost 1.05" in value for value in closing.values())
 
 
 def test_device_hours_add_up_over_starts_and_count_lost_work(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
@@ -327,14 +328,15 @@ def test_device_hours_and_money_add_up(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     run = RunDirectory.open(tmp_path / "run")
     clock = Clock()
-    config = MonitoringConfig(tensorboard=False, price_per_device_hour=2.5)
+    config = MonitoringConfig(tensorboard=False)
     monitor = Monitor(config, run, total_steps=1, clock=clock)
+    monitor.device_kind = "Tesla T4"
     clock.passes(1800)
     summary = monitor.summary("finished")
     monitor.close()
     assert summary["device_hours"] == 4.0  # eight simulated devices for half an hour
-    assert summary["cost"] == 10.0
-    assert any("4 device-hours, cost 10.00" in line for line in caplog.messages)
+    assert summary["cost"] == pytest.approx(4 * GPUS["t4"].price_per_hour)
+    assert any("4 device-hours, cost 2.10" in line for line in caplog.messages)
 
 
 # -- NVML, by a fake module ------------------------------------------------------------------------

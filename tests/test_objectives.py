@@ -363,7 +363,7 @@ def test_a_program_trains_its_own_objective_and_resumes_it(tmp_path, capsys):
 def test_a_program_s_wrong_objective_is_rejected_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError) as error:
         start(tmp_path / "run", Preferences(forgets=True))
-    assert missing(str(error.value), "omitted sum over context", __file__, "--skip-audit") == []
+    assert missing(str(error.value), "omitted sum over context", __file__, "--override=audit") == []
     with refused("objective is 3"):
         start(tmp_path / "run", 3)
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.hardware import GPUS
 from jaxdist.run import metrics_log
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
@@ -26,10 +27,9 @@ from jaxdist.tools.report.runs import read_runs
 
 CONFIG = """
 name = "{name}"
+seed = 1
 [optim]
 peak_lr = {peak_lr}
-[monitoring]
-price_per_device_hour = 2.0
 """
 
 
@@ -59,9 +59,12 @@ def make_run(
     clock = clock or Clock()
     run = RunDirectory.open(root / name)
     text = CONFIG.format(name=name, peak_lr=peak_lr)
-    run.write_config(text if price else text.replace("2.0", "0.0"))
+    run.write_config(text)
     run.write_environment(
-        {"devices": {"kind": "cpu"}, "git": [{"commit": "0123456789abcdef", "dirty": True}]}
+        {
+            "devices": {"kind": "Tesla T4" if price else "cpu"},
+            "git": [{"commit": "0123456789abcdef", "dirty": True}],
+        }
     )
     config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6)
     monitor = Monitor(
@@ -114,7 +117,7 @@ def test_outcome_equals_the_hand_computation(tmp_path, capsys):
     assert run["units_per_s_per_device"] == 50.0 and run["step_time_s"] == 2.0
     assert run["mfu"] == pytest.approx(0.05, rel=1e-12)  # 50 tokens/s × 1000 / 1e6
     assert run["device_hours"] == pytest.approx(8 * seconds / 3600, rel=1e-9)
-    assert run["cost"] == pytest.approx(2 * 8 * seconds / 3600, rel=1e-9)
+    assert run["cost"] == pytest.approx(GPUS["t4"].price_per_hour * 8 * seconds / 3600, rel=1e-9)
     assert run["commit"] == "012345678 dirty" and run["num_devices"] == 8
 
 
@@ -129,8 +132,8 @@ def test_table_compares_runs_and_stars_the_best(tmp_path, capsys):
     assert rows["speed"] == ["800 tok/s *", "400 tok/s"]
     assert rows["train loss"] == ["1.5000", "2.0000"]  # of different steps' data: no star
     assert rows["MFU"] == ["10.0 % *", "5.0 %"]
-    assert rows["devices"] == ["8 \u00d7 cpu", "8 \u00d7 cpu"]
-    assert rows["cost"] == ["0.0533", "0.1067"]
+    assert rows["devices"] == ["8 × Tesla T4"] * 2
+    assert rows["cost"] == ["0.0140", "0.0281"]
     assert rows["optim.peak_lr"] == ["0.1", "0.2"]
     assert "name" not in rows  # differs always, explains nothing
 
@@ -145,7 +148,7 @@ def test_config_differences_name_what_is_not_set(tmp_path, capsys):
     (tmp_path / "two" / "config.toml").write_text('[optim]\npeak_lr = 0.1\nkind = "lion"\n')
     found = as_json(capsys, one, two)["differences"]
     assert found["optim.kind"] == {"one": None, "two": "lion"}
-    assert found["monitoring.price_per_device_hour"] == {"one": 2.0, "two": None}
+    assert found["seed"] == {"one": 1, "two": None}
     assert "optim.peak_lr" not in found
     main([one, two])
     assert rows_of(capsys.readouterr().out)["optim.kind"] == ["not set", "lion"]

@@ -71,7 +71,7 @@ def test_a_flipped_bit_on_another_process_is_found_and_undone(job, monkeypatch):
 def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
     """The coordinator itself is slow; the row that is not a number is read by either process."""
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
-    flags = ["--monitoring.straggler_interval_steps=10", "--resilience.nonfinite_policy=skip"]
+    flags = ["--monitoring.log_interval_steps=2", "--resilience.nonfinite_policy=skip"]
     faulty = job("faulty", *flags, SELDOM_SAVED, steps=32)
     (faulty.folder / "slow-0").write_text("0.25")  # of each row: much on any machine
     (faulty.folder / f"nan-{row}").touch()
@@ -104,7 +104,7 @@ def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
 
 def test_a_loader_that_turns_slow_amid_the_run_is_named(job, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    faulty = job("turned", "--monitoring.straggler_interval_steps=10", SELDOM_SAVED, steps=60)
+    faulty = job("turned", "--monitoring.log_interval_steps=2", SELDOM_SAVED, steps=60)
     faulty.start()
     faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
     usual_s = statistics.median(step_times(faulty)[4:])

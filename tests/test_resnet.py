@@ -19,12 +19,13 @@ from jaxdist.models.weights import num_params
 
 
 class TinyConfig(ResnetConfig):
-    """Images of 8 x 8."""
+    """Images of 8 x 8 and few channels."""
 
     image_size = 8
+    width = 8
 
 
-TINY = TinyConfig(depth=8, width=8)
+TINY = TinyConfig(depth=8)
 LEARNING_RATE = 0.1
 STEPS = 2
 
@@ -76,9 +77,9 @@ def test_a_mesh_normalises_by_the_global_batch(alone, mesh, options):
 
 
 def test_a_mesh_that_does_not_fit_names_the_setting_of_a_resnet():
-    config = RunConfig(model=ResnetConfig(width=8))
+    config = RunConfig(model=ResnetConfig())
     (problem,) = config.mesh_problems(MeshSpec.parse("tp=3"))
-    assert "model.width=8" in problem
+    assert "=16" in problem
 
 
 def test_a_head_that_forgets_its_statistics_is_refused():

@@ -156,7 +156,7 @@ def test_sbatch_without_srun_is_refused():
     environ = slurm(SLURM_STEP_NODELIST=None, SLURM_PROCID="0")
     with refused("4 tasks", "2 nodes", "srun"):
         resolve(environ)
-    assert resolve(environ, RuntimeConfig(cluster="alone")).num_processes == 1
+    assert resolve(environ, RuntimeConfig(num_processes=1)).num_processes == 1
 
 
 def test_a_step_of_one_task_runs_alone():
@@ -265,7 +265,7 @@ def test_a_process_that_would_run_alone_beside_its_peers_is_refused(environ, mis
         resolve(environ)
     (problem,) = refused.value.problems
     assert {missing, *environ} <= set(re.findall(r"[A-Z_]{4,}", problem))
-    assert resolve(environ, RuntimeConfig(cluster="alone")).num_processes == 1
+    assert resolve(environ, RuntimeConfig(num_processes=1)).num_processes == 1
     # srun numbers the processes, whatever its script exports.
     assert resolve(slurm(**environ)).source == "SLURM job 17"
 
@@ -283,11 +283,6 @@ def test_flags_win_over_every_environment():
 def test_nothing_set_is_one_process():
     plan = resolve({})
     assert (plan.source, plan.num_processes, plan.process_id) == ("alone", 1, 0)
-
-
-def test_a_named_cluster_that_is_not_there_is_refused():
-    with refused("runtime.cluster=slurm"):
-        resolve({}, RuntimeConfig(cluster="slurm"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1", "[::1]"])

@@ -127,8 +127,6 @@ def test_constrain_lays_arrays_out():
          "(dp=3 × fsdp=1 × microbatches=1)", "15 or 18"]),
         ("dp=2", dict(global_batch_size=16, num_microbatches=3), ["multiple of 6"]),
         ("dp=8", dict(global_batch_size=4), ["train.global_batch_size=4", "Use 8"]),
-        ("tp=4", dict(seq_len=30), ["tp=4", "train.seq_len=30", "tp=1, 2, 3, 5, 6, 10, 15 or 30",
-         "--mesh.sequence-parallel=false"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -141,9 +139,9 @@ def test_a_mesh_that_does_not_fit_says_given_allowed_and_fix(text, options, fact
 
 def test_all_problems_come_at_once():
     dims = {"heads": 6, "kv_heads": 2, "layers": 4, "d_model": 64}
-    workload = Workload(dims=dims, global_batch_size=16, num_microbatches=5, seq_len=30)
+    workload = Workload(dims=dims, global_batch_size=16, num_microbatches=5)
     found = mesh_problems(MeshSpec(tensor=4, pipeline=3), workload)
-    assert len(found) == 5  # heads, kv_heads, layers, batch, sequence
+    assert len(found) == 4  # heads, kv_heads, layers, batch
 
 
 def test_stages_need_stacked_layers():
@@ -169,7 +167,7 @@ def test_a_models_rule_that_names_no_axis_is_refused():
 
 def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
     dims = DecoderConfig().dims
-    workload = Workload(dims=dims, global_batch_size=16, seq_len=128, context_len=128)
+    workload = Workload(dims=dims, global_batch_size=16, context_len=128)
     for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
         assert mesh_problems(spec, workload) == []
 

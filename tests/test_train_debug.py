@@ -23,7 +23,6 @@ def test_debug_is_two_simulated_devices_and_nothing_behind_ones_back():
     assert num_params(config.build_model()) < num_params(RunConfig().build_model()) / 9
     assert not config.checkpoint.async_save and config.checkpoint.save_interval_steps < 8
     assert config.resilience.nonfinite_policy == "stop"
-    assert config.runtime.compilation_cache_dir == "off"
     assert config.choose_mesh(2)[0].num_devices == 2
 
 

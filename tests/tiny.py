@@ -40,9 +40,10 @@ _SIZES: dict[str, Any] = dict(
 
 
 class TinyCnnConfig(CnnConfig):
-    """Small images."""
+    """Small images and few channels."""
 
     image_size = IMAGE_SIZE
+    channels = (8, 16)
 
 
 CONFIGS = {
@@ -63,7 +64,7 @@ CONFIGS = {
     ),
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
-    "cnn": TinyCnnConfig(channels=[8, 16], mlp_dim=32),
+    "cnn": TinyCnnConfig(mlp_dim=32),
 }
 
 
@@ -218,7 +219,6 @@ class Case:
     microbatches: int = 1
     remat: str = "none"
     exchange: str = "auto"
-    over_context: bool = True
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __str__(self) -> str:
@@ -229,7 +229,6 @@ class Case:
         parts += [f"micro{self.microbatches}"] * (self.microbatches > 1)
         parts += [f"remat_{self.remat}"] * (self.remat != "none")
         parts += [self.exchange] * (self.exchange != "auto")
-        parts += ["whole_state"] * (not self.over_context)
         return "_".join(parts) if sizes else "_".join([self.model, "one_device", *parts[1:]])
 
 
@@ -242,7 +241,6 @@ def layout_of(case: Case) -> Layout:
         rules=model.rules,
         zero=case.zero,
         sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
-        fsdp_over_context=case.over_context,
         context_attention=case.exchange,
     )
 

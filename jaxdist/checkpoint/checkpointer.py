@@ -255,7 +255,6 @@ class Checkpointer:
         *,
         weights: pytree.Weights = "auto",
         reinit: Collection[str] = (),
-        ignore: Collection[str] = (),
     ) -> Any:
         """Load parameters only: for evaluation, generation, warm starts and fine-tuning.
 
@@ -269,8 +268,8 @@ class Checkpointer:
             step: checkpoint to load; None = the newest that verifies.
             weights: "ema" = the moving average, "raw" = as trained, "auto" = the average if the
                 checkpoint has one.
-            reinit: names of leaves or subtrees that are not read, e.g. `head` or `params/head`.
-            ignore: names of leaves or subtrees of the checkpoint that may be left unread.
+            reinit: names of leaves or subtrees, of the target or of the checkpoint, that are not
+                read, e.g. `head` or `params/head`.
         """
         self._saver.wait()
         chosen = self._reader.require(step)
@@ -280,7 +279,6 @@ class Checkpointer:
             {item: target},
             items=(item,),
             reinit=pytree.in_params(reinit, item),
-            ignore=pytree.in_params(ignore, item),
         )
         return loaded[item]
 

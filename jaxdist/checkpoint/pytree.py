@@ -154,7 +154,7 @@ def mismatches(
     lines += [
         f"{name} {_shape(entry)} is in the checkpoint but not in the state here. "
         "Use the model and optimizer that wrote it, or start a new run with init_from, and name it "
-        "in ignore_params."
+        "in reinit_params."
         for name, entry in stored.items()
         if name not in names and not under(name, ignore)
     ]

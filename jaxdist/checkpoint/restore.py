@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -149,7 +149,6 @@ class Reader:
         *,
         items: Collection[str] = pytree.ITEMS,
         reinit: Collection[str] = (),
-        ignore: Collection[str] = (),
         optional: Collection[str] = (),
     ) -> Any:
         """Read the leaves of `target`, verify them, and return them in its structure.
@@ -172,11 +171,8 @@ class Reader:
         ]
         kept = [*reinit, *lacked]
         leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
-        problems = pytree.mismatches(leaves, stored, ignore=[*ignore, *reinit, *left_there])
-        problems += _unmatched(
-            reinit, [leaf.name for leaf in everything], "reinit_params", "the model"
-        )
-        problems += _unmatched(ignore, list(stored), "ignore_params", "the checkpoint")
+        problems = pytree.mismatches(leaves, stored, ignore=[*reinit, *left_there])
+        problems += _unmatched(reinit, [*(leaf.name for leaf in everything), *stored])
         if problems:
             raise MismatchError(step, problems, document)
         entries = [stored[leaf.name] for leaf in leaves]
@@ -263,9 +259,10 @@ def _mark_corrupt(checkpoint: Location, reason: str) -> None:
         manifest.mark(checkpoint, manifest.CORRUPT, reason)
 
 
-def _unmatched(prefixes: Collection[str], names: list[str], role: str, where: str) -> list[str]:
+def _unmatched(prefixes: Collection[str], names: Sequence[str]) -> list[str]:
     return [
-        f"{role} names {prefix}, which {where} does not have. Available: {', '.join(names[:8])}."
+        f"reinit_params names {prefix}, a part of neither the model nor the checkpoint. Use one "
+        f"of {few(names, 8)}."
         for prefix in prefixes
         if not any(pytree.under(name, [prefix]) for name in names)
     ]

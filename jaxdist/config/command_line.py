@@ -21,7 +21,6 @@ from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
-from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import locate, read_url
 from jaxdist.settings import ConfigError, read_settings
 from jaxdist.settings.reader import GivenValues
@@ -183,7 +182,6 @@ def _debug_run(has_mesh: bool) -> RunConfig:
         eval=EvalConfig(interval_steps=4, max_batches=1, final_max_batches=1),
         checkpoint=CheckpointConfig(save_interval_steps=4, async_save=False),
         monitoring=MonitoringConfig(log_interval_steps=1),
-        runtime=RuntimeConfig(compilation_cache_dir="off"),
     )
 
 
@@ -210,6 +208,7 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
         ["--config", str(path)],
         command=f"settings of {path}",
         check_rules=False,
+        is_stored=True,
         read_url=read_url,
     )
     place = locate(path)
@@ -237,6 +236,11 @@ def parse_run(text: str, origin: str) -> RunConfig:
     """Return the settings in the text of a stored `config.toml`; their rules are not checked."""
     table = tomllib.loads(text)
     run = read_settings(
-        RunConfig, [], command=f"settings of {origin}", check_rules=False, values=table
+        RunConfig,
+        [],
+        command=f"settings of {origin}",
+        check_rules=False,
+        is_stored=True,
+        values=table,
     )
     return _with_text_format(run, table)

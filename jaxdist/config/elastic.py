@@ -23,8 +23,8 @@ RunConfig: TypeAlias = Any
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:
     """The settings with which a run goes on with the devices that are there.
 
-    Returned unchanged where `mesh.elastic` is off or no device is missing. Else `mesh.shape` and
-    `mesh.reason` are those of the smaller mesh, which may take fewer devices than there are.
+    Returned unchanged if `mesh.elastic` is off or no device is missing. Otherwise `mesh.shape` is
+    the smaller mesh, which may take fewer devices than there are; see `shrink_reason`.
 
     Raises:
         ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
@@ -47,8 +47,7 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
             asked="mesh",
         )
     adapted = _with_batches(config, asked, spec, model)
-    reason = _reason(config, adapted, asked, spec, num_devices, _example_rows(model))
-    mesh = dataclasses.replace(config.mesh, shape=str(spec), reason=reason)
+    mesh = dataclasses.replace(config.mesh, shape=str(spec))
     return dataclasses.replace(adapted, mesh=mesh)
 
 
@@ -114,14 +113,11 @@ def _eval_rows(config: RunConfig) -> int:
     return config.eval.global_batch_size or config.train.global_batch_size
 
 
-def _reason(
-    config: RunConfig,
-    adapted: RunConfig,
-    asked: MeshSpec,
-    spec: MeshSpec,
-    num_devices: int,
-    size: int,
+def shrink_reason(
+    config: RunConfig, adapted: RunConfig, num_devices: int, model: Model | None = None
 ) -> str:
+    """Describe the smaller mesh that `fit_devices` chose for `num_devices` devices."""
+    asked, spec, size = config.mesh.spec, adapted.mesh.spec, _example_rows(model)
     batch, zero = config.train.global_batch_size, config.mesh.zero
     before, now = _num_microbatches(config, asked, size), _num_microbatches(adapted, spec, size)
     text = (

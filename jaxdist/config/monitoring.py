@@ -21,14 +21,9 @@ class MonitoringConfig:
 
     log_interval_steps: int = setting(
         10,
-        "steps between console lines and TensorBoard points; 1 = every step",
+        "steps between console lines and TensorBoard points; 1 = every step. Every fifth line the "
+        "processes are compared, to find stragglers",
         ge=1,
-    )
-    straggler_interval_steps: int = setting(
-        50,
-        "steps between comparisons of the processes that find a straggler, the one that the others "
-        "wait for; 0 = none",
-        ge=0,
     )
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus: str = setting(
@@ -49,9 +44,6 @@ class MonitoringConfig:
     )
     peak_tflops: float = setting(
         0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = look the device up", ge=0
-    )
-    price_per_device_hour: float = setting(
-        0.0, "price of one device for an hour; 0 = not known", ge=0
     )
 
     @property

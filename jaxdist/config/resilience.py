@@ -7,6 +7,10 @@ from typing import Literal
 
 from jaxdist.settings import setting
 
+MAX_SKIPPED_STEPS = 20
+"""Consecutive skipped steps that end a run with exit code 87, after which the launcher does not
+restart. Steps without labels and those that lower the loss scale do not count."""
+
 MAX_ROLLBACKS = 5
 """Rollbacks of one start after which a run stops: another one would not help."""
 
@@ -25,14 +29,8 @@ class ResilienceConfig:
     nonfinite_policy: Literal["skip", "rollback", "stop"] = setting(
         "skip",
         "what to do when the loss or a gradient is NaN or Inf (that update is never applied): "
-        "skip = continue; rollback = return to the newest checkpoint and leave that batch out; "
-        "stop = exit with 87, after which the launcher does not restart",
-    )
-    max_skipped_steps: int = setting(
-        20,
-        "consecutive skipped steps that end the run with exit code 87, after which the launcher "
-        "does not restart; steps without labels and those that lower the loss scale do not count",
-        ge=1,
+        "skip = continue, up to 20 steps in a row; rollback = return to the newest checkpoint and "
+        "leave that batch out; stop = exit with 87, after which the launcher does not restart",
     )
     spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
         "report",

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
@@ -20,6 +20,7 @@ from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_pro
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
@@ -71,19 +72,14 @@ class RunConfig:
     )
     reinit_params: list[str] = setting(
         [],
-        "parts of the model that start random although init_from has them, e.g. head; names as "
-        "`jaxdist convert inspect` prints them",
+        "parts that are not loaded from init_from, e.g. head: those of the model start random; "
+        "names as `jaxdist convert inspect` prints them",
     )
-    ignore_params: list[str] = setting(
-        [], "parts of init_from's weights that have no place in the model and are left unread"
-    )
-    force: bool = setting(
-        False,
-        "start even if the estimate says that the GPUs' memory does not hold the run",
-    )
-    skip_audit: bool = setting(
-        False,
-        "start without the mesh audit, so that wrong sums between devices are not detected",
+    override: list[Literal["memory", "audit", "data"]] = setting(
+        [],
+        "checks that do not stop the start. memory = the estimate of GPU memory; audit = the mesh "
+        "audit, so that wrong sums between devices are not detected; data = a resume with other "
+        "data than its checkpoint was trained on, which then begins at the first sample",
     )
     debug: bool = setting(
         False,
@@ -111,8 +107,36 @@ class RunConfig:
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     REMOVED: ClassVar[Mapping[str, Removed]] = {
-        "model.image_size": Removed(32, "Images are those of CIFAR-10: leave it out."),
-        "model.num_classes": Removed(10, "Classes are those of CIFAR-10: leave it out."),
+        "ignore_params": Removed([], "Use reinit_params, which names these parts too."),
+        "force": Removed(False, "Use override=memory."),
+        "skip_audit": Removed(False, "Use override=audit."),
+        "data.on_change": Removed("refuse", "Use override=data."),
+        "mesh.reason": Removed(None, "Write it as a comment."),
+        "mesh.sequence_parallel": Removed(
+            True, "It is on if tp divides the positions of a device, else off: leave it out."
+        ),
+        "mesh.fsdp_over_context": Removed(
+            True, "Parameters are sharded over fsdp and cp together: leave it out."
+        ),
+        "monitoring.straggler_interval_steps": Removed(
+            50, "Processes are compared every 5 × monitoring.log_interval_steps."
+        ),
+        "monitoring.price_per_device_hour": Removed(
+            0.0, "summary.json has device_hours and, for known GPUs, the cost at list price."
+        ),
+        "resilience.max_skipped_steps": Removed(
+            20, "20 consecutive skipped steps end a run. Use nonfinite_policy=stop for the first."
+        ),
+        "runtime.cluster": Removed(
+            "auto", "Use runtime.num_processes=1 for one process that ignores the environment."
+        ),
+        "runtime.compilation_cache_dir": Removed(
+            "", "Set the environment variable JAXDIST_CACHE to the folder, or to off."
+        ),
+        "model.width": Removed(16, "The widths are those of the paper: leave it out.", True),
+        "model.channels": Removed([32, 64], "Use model.mlp_dim for another size.", True),
+        "model.image_size": Removed(32, "Images are those of CIFAR-10: leave it out.", True),
+        "model.num_classes": Removed(10, "Classes are those of CIFAR-10: leave it out.", True),
         "train.replica_norms": Removed(
             False, "Use resilience.sdc_check_interval_steps, which compares replicas bit by bit."
         ),
@@ -130,7 +154,7 @@ class RunConfig:
             3600.0, "Leave it out, or use resilience.step_timeout_s=0 for no watchdog at all."
         ),
         "optim.decay_mask": Removed(
-            "matrices", "Biases and norm scales never decay: leave the setting out."
+            "matrices", "Biases and norm scales never decay: leave the setting out.", True
         ),
     }
 
@@ -190,11 +214,7 @@ class RunConfig:
             num_microbatches=self.train.accumulation,
             rows_per_example=rows_per_example(None if model is None else model.objective),
             num_virtual_stages=self.pipeline.num_virtual_stages,
-            fsdp_over_context=self.mesh.fsdp_over_context,
             context_attention=self.mesh.context_attention,
-            seq_len=(
-                self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
-            ),
             context_len=self.train.seq_len if known.context_parallel else None,
             attention_dropout=known.attention_call.dropout,
         )
@@ -244,7 +264,7 @@ class RunConfig:
         if self.mesh.spec is not None:
             spec = self.mesh.spec.resolve(num_devices)
             self.check_mesh(spec, model, num_devices)
-            return spec, self.mesh.reason or "asked for"
+            return spec, "asked for"
         state_bytes = 0 if model is None else self.state_bytes(model)
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
@@ -255,7 +275,7 @@ class RunConfig:
             rule = refused[0].partition(":")[0]
             reason = f"{reason}; {spec} is refused ({rule}), and this mesh is the nearest legal one"
             spec = legal[0]
-        return spec, self.mesh.reason or reason
+        return spec, reason
 
     def build_model(self) -> Model:
         """The model of these settings; imports Flax, starts no device, makes no weights."""
@@ -263,13 +283,15 @@ class RunConfig:
 
     def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:
         """Where the arrays of a run lie on a mesh, of devices or abstract; as `Layout`."""
+        spec = MeshSpec.of(mesh)
         return Layout(
             mesh=mesh,
             rules=model.rules,
             zero=self.mesh.zero,
-            sequence_parallel=self.mesh.sequence_parallel and model.sequence,
+            sequence_parallel=(
+                model.sequence and self.train.seq_len % (spec[TENSOR] * spec[CONTEXT]) == 0
+            ),
             auto_tensor=model.tensor == "auto",
-            fsdp_over_context=self.mesh.fsdp_over_context,
             context_attention=self.mesh.context_attention,
             host_of=host_of or {},
         )
@@ -317,15 +339,13 @@ class RunConfig:
 
     def _start_problems(self) -> list[str]:
         """What the model is told to be in addition to what the weights of `init_from` make it."""
-        given = {"reinit_params": self.reinit_params, "ignore_params": self.ignore_params}
-        found = [
-            f"{name}={names} without init_from: all weights are random then. Set init_from, or "
-            f"leave {name} out."
-            for name, names in given.items()
-            if names and not self.init_from
-        ]
+        if self.reinit_params and not self.init_from:
+            return [
+                f"reinit_params={self.reinit_params} without init_from: all weights are random "
+                "then. Set init_from, or leave reinit_params out."
+            ]
         if not self.init_from or not is_model(self.init_from):
-            return found
+            return []
         try:
             stored = read_model(folder_of(self.init_from))
         except ConfigError as error:

@@ -30,11 +30,8 @@ class Workload:
         num_microbatches: microbatches that a device's rows are cut into.
         rows_per_example: adjacent rows that no replica and no microbatch may separate.
         num_virtual_stages: groups of consecutive layers on each pipeline stage.
-        fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how devices that share rows see all keys (`mesh.context_attention`).
-        seq_len: positions of a row where sequence parallelism splits them, else None.
         context_len: positions of a row where the context axis may split them, else None.
-        context_size: devices along that axis, on the mesh in question.
         attention_dropout: share of attention probabilities dropped.
     """
 
@@ -46,11 +43,8 @@ class Workload:
     num_microbatches: int = 1
     rows_per_example: int = 1
     num_virtual_stages: int = 1
-    fsdp_over_context: bool = True
     context_attention: str = "auto"
-    seq_len: int | None = None
     context_len: int | None = None
-    context_size: int = 1
     attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
@@ -21,7 +20,6 @@ from jaxdist.settings import ConfigError
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
     """Every rule that a model and batch break on a mesh, before anything is built."""
-    workload = dataclasses.replace(workload, context_size=spec[CONTEXT])
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -45,9 +43,8 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             continue
         axis = by_name[name]
         ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
-        joining = axes.joining_fsdp(workload.zero, workload.fsdp_over_context)
+        joining = axes.joining_fsdp(workload.zero)
         shared = [by_name[other] for other in joining if spec[other] > 1]
-        otherwise = ""
         if axis.weights == "gathered" and shared:
             for other in shared:
                 ways *= spec[other]
@@ -56,12 +53,10 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             stage = f" (zero={workload.zero})" if workload.zero else ""
             label = f"{parts}{stage}"
             fix = "a product of " if len(used) > 1 else f"{used[0].short}="
-            if CONTEXT in shared and size % (ways // spec[CONTEXT]) == 0:
-                otherwise = ", or --mesh.fsdp-over-context=false for whole matrices along cp"
         if size % ways:
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "
-                f"Use {fix}{allowed_sizes(size)}{otherwise}."
+                f"Use {fix}{allowed_sizes(size)}."
             )
 
 

@@ -8,7 +8,7 @@ name their dims; the mesh never meets a model. The ways to train are then only c
     ZeRO-2   gradients of each microbatch sharded as well           mesh.zero=2
     ZeRO-3   parameters sharded as well, gathered layer by layer    mesh.zero=3, or the `fsdp` axis
     hybrid   `data` × `fsdp`: sharded inside a group, replicated across groups
-    context  its devices shard what `fsdp` shards, unless `fsdp_over_context` is false
+    context  its devices shard what `fsdp` shards
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5. Deviation: vectors (norm scales, biases) stay whole on every device, because
@@ -43,15 +43,8 @@ class MeshConfig:
         f"devices along each mesh axis, e.g. dp=2,tp=4; -1 = the devices left over ({notation()}); "
         "auto = dp if the state fits one device, else fsdp",
     )
-    reason: str = setting("", "why this mesh; printed at start (empty = the reason found)")
     zero: Literal[0, 1, 2, 3] = setting(
         0, "shard over the data axis: 1 = moments, 2 = and gradients, 3 = and parameters"
-    )
-    sequence_parallel: bool = setting(
-        True, "with tp > 1, split activations between blocks by sequence"
-    )
-    fsdp_over_context: bool = setting(
-        True, "with cp > 1, shard parameters and moments over fsdp and cp together"
     )
     context_attention: Literal["auto", "ring", "all_gather", "all_to_all", "hybrid"] = setting(
         "auto",
@@ -103,7 +96,6 @@ class Layout:
         zero: what is sharded over `data` (see the module's docstring).
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
-        fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how attention sees a whole row (`attention/context_parallel.py`).
         host_of: process -> its host; a process that is not named has a host of its own.
     """
@@ -113,7 +105,6 @@ class Layout:
     zero: int = 0
     sequence_parallel: bool = False
     auto_tensor: bool = False
-    fsdp_over_context: bool = True
     context_attention: str = "auto"
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
@@ -220,7 +211,7 @@ class Layout:
         is_vector = sum(name != "layers" for name in dims) < 2
         by_name = axes.by_name()
         used = {axis.name for axis in self.mesh_spec.used}
-        joining = axes.joining_fsdp(int(with_zero), self.fsdp_over_context)
+        joining = axes.joining_fsdp(int(with_zero))
         entries: list[Any] = []
         for name in dims:
             axis = rules.get(name) if name else None

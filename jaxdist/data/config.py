@@ -104,11 +104,6 @@ class DataConfig:
         "its loader is the bottleneck",
         ge=0,
     )
-    on_change: Literal["refuse", "restart"] = setting(
-        "refuse",
-        "when a resumed run finds other data than its checkpoint was trained on: refuse, or "
-        "restart = begin the new data at its first sample",
-    )
 
     @property
     def tokenizer_name(self) -> str:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -235,9 +235,11 @@ def resume_position(
     dataset: TrainData,
     *,
     seed: int,
-    on_change: Literal["refuse", "restart"] = "refuse",
+    restarts: bool = False,
 ) -> Position:
     """Where a run goes on, from the `Loader.state()` of its checkpoint.
+
+    With `restarts`, changed data begin at their first sample.
 
     Raises:
         ConfigError: the state is of another version, the data changed (says what), or the rows of
@@ -266,13 +268,12 @@ def resume_position(
             None if iterators is None else tuple(iterators),
             ledger,
         )
-    if on_change == "restart":
+    if restarts:
         return Position(0, left_out, ledger=ledger[-1:])
     raise ConfigError(
         f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
         f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
-        "Restore the data and settings, or set data.on_change=restart to begin the new data at "
-        "its start."
+        "Restore the data and settings, or set override=data to begin the new data at its start."
     )
 
 
@@ -284,7 +285,7 @@ def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None
             f"data ledger: the batch at sample {ledger[place].first_sample}, {len(ledger) - place} "
             "steps before the end of the checkpoint, had other rows than the same data and seed "
             "give now: rows would repeat or be left out. Resume with the version of jaxdist that "
-            "saved it, or set data.on_change=restart and another seed to begin the data anew."
+            "saved it, or set override=data and another seed to begin the data anew."
         )
 
 
@@ -314,8 +315,8 @@ def _own_state(
         raise ConfigError(
             f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
             f"this run has {count}: what each has read cannot be divided again. Resume with "
-            "the processes and mesh of the checkpoint, or set data.on_change=restart and "
-            "another seed; a function without shard_index resumes on any number."
+            "the processes and mesh of the checkpoint, or set override=data and another seed; a "
+            "function without shard_index resumes on any number."
         )
     return iterators[index]
 

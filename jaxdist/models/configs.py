@@ -324,7 +324,8 @@ class CnnConfig:
     """A small convolutional classifier: two conv blocks, two dense layers (CIFAR-10 tutorial)."""
 
     kind: Literal["cnn"] = setting("cnn", "cnn = an image classifier")
-    channels: list[int] = setting([32, 64], "channels of the two conv blocks", ge=1)
+    channels: ClassVar[tuple[int, int]] = (32, 64)
+    """Channels of the two conv blocks."""
     mlp_dim: int = setting(512, "width of the first dense layer", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {
@@ -341,10 +342,10 @@ class CnnConfig:
     image_size: ClassVar[int] = 32
     num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
-        "channels_1": "the first of model.channels",
-        "channels_2": "the second of model.channels",
+        "channels_1": "channels of the first conv block",
+        "channels_2": "channels of the second conv block",
         "hidden": "model.mlp_dim",
-        "flat": "pixels × the second of model.channels",
+        "flat": "pixels × channels of the second conv block",
         "num_classes": "the number of classes",
     }
 
@@ -369,11 +370,8 @@ class CnnConfig:
         }
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        problems = []
-        if len(self.channels) != 2:
-            problems.append(f"model.channels={self.channels} must be two numbers. Use 32,64.")
-        return problems
+        """Violated rules of this section: there are none."""
+        return []
 
     def run_problems(self, **_: Any) -> list[str]:
         """Violated rules between this model and the rest of a run: there are none."""
@@ -386,8 +384,9 @@ class ResnetConfig:
 
     kind: Literal["resnet"] = setting("resnet", "resnet = an image classifier with batch norm")
     depth: int = setting(20, "layers with weights: 6 n + 2, e.g. 20, 32, 44, 56 or 110", ge=8)
-    width: int = setting(16, "channels of the first third; they double twice", ge=1)
 
+    width: ClassVar[int] = 16
+    """Channels of the first third of the layers. They double twice."""
     rules: ClassVar[Mapping[str, str | None]] = {"hidden": "tensor", "channels": "fsdp"}
     attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
@@ -397,8 +396,8 @@ class ResnetConfig:
     image_size: ClassVar[int] = 32
     num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
-        "hidden": "model.width",
-        "channels": "model.width",
+        "hidden": "channels of the first third",
+        "channels": "channels of the first third",
         "num_classes": "the number of classes",
     }
 

@@ -418,7 +418,6 @@ def _local_saves(plan: Plan) -> Iterator[Advice]:
         plan.cluster.num_nodes,
         settings.neighbours,
         zero=job.config.mesh.zero,
-        fsdp_over_context=job.config.mesh.fsdp_over_context,
     )
     line = survived.line()
     yield Advice("local saves", f"{line[0].upper()}{line[1:]}.")

@@ -15,7 +15,6 @@ def survivable_on(
     neighbours: int,
     *,
     zero: int = 0,
-    fsdp_over_context: bool = True,
 ) -> Survivable:
     """The losses survived on nodes that take the mesh's devices in order, with racks unknown.
 
@@ -24,7 +23,7 @@ def survivable_on(
     may survive more.
     """
     sharding = {axis.name for axis in axes.AXES if axis.weights != "replicated"}
-    sharding |= set(axes.joining_fsdp(zero, fsdp_over_context))
+    sharding |= set(axes.joining_fsdp(zero))
     sizes = spec.sizes
     indices = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     rows = [row for name, row in zip(sizes, indices, strict=True) if name in sharding]

@@ -97,7 +97,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
         raise ConfigError(
             f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
             f"({type(error).__name__}: {error}), so missing sums would not be found. This is a "
-            "defect of the audit: please report it. --skip-audit trains without the audit."
+            "defect of the audit: please report it. --override=audit trains without the audit."
         ) from error
 
 
@@ -114,8 +114,11 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
     audit = audit_parts(parts, fields)
     if not audit.is_clean:
         raise ConfigError(
-            [str(violation) for violation in audit.violations]
-            + ["the mesh audit refuses this step. Mend the model, or --skip-audit to train anyway."]
+            [
+                *map(str, audit.violations),
+                "the mesh audit refuses this step. Fix the model, or use --override=audit to train "
+                "anyway.",
+            ]
         )
     return audit
 
@@ -163,7 +166,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
                 f"the deep audit rejects model {parts.model.name!r} on mesh {parts.spec}: "
                 f"{len(found)} values of one step differ from one device's. Look for a mean or max "
                 "instead of a sum (Context.leave, Context.sum), and for loss terms that are "
-                "a mean over the rows of one device. --skip-audit trains without the audit."
+                "a mean over the rows of one device. --override=audit trains without the audit."
             ]
         )
     seconds = time.perf_counter() - start

@@ -16,7 +16,7 @@ from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
-START_SETTINGS = ("resume", "run_dir", "force", "skip_audit", "replay", "simulate")
+START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 """Settings that say how to start, and nothing about what is trained."""
 
 

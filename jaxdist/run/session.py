@@ -139,7 +139,8 @@ class Session:
             # On CPU devices a dispatch waits for the step before it.
             self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
             self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
-            if budget is not None and not self.config.force:  # the compiled step may be too large
+            if budget is not None and "memory" not in self.config.override:
+                # The compiled step may be too large.
                 self._compile(parts.abstract_batch(self.train_data.fields), math.inf)
             self._commit(open_log, job.process_id)
             self._stack = stack.pop_all()
@@ -386,7 +387,7 @@ class Session:
 
         Raises:
             CheckpointError: checkpoints cannot be saved.
-            ConfigError: the step takes more memory than there is, and `--force` was not given.
+            ConfigError: the step takes more memory than there is, and it is not overridden.
         """
         self._times.mark("setup")
         times = CompileTimes(self.parts)
@@ -398,7 +399,7 @@ class Session:
             stats = compiled.memory_analysis()
             if warning := self.budget.compare(stats):
                 log.warning("%s", warning)
-            if not self.config.force:
+            if "memory" not in self.config.override:
                 self.budget.check_executable(stats)
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()

@@ -20,6 +20,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
+from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
@@ -211,7 +212,7 @@ class Parts:
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
         target = jax.tree.unflatten(structure, leaves)
-        return self.stored_params(path, target, reinit=reinit, ignore=self.config.ignore_params)
+        return self.stored_params(path, target, reinit=reinit)
 
     def stored_params(
         self,
@@ -219,7 +220,6 @@ class Parts:
         target: Params | None = None,
         *,
         reinit: Collection[str] = (),
-        ignore: Collection[str] = (),
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
@@ -231,16 +231,12 @@ class Parts:
         """
         target = self.abstract_state().params if target is None else target
         if is_model(path):
-            params = load_params(
-                folder_of(path, weights=True),
-                target,
-                reinit=in_params(reinit),
-                ignore=in_params(ignore),
-            )
+            folder = folder_of(path, weights=True)
+            params = load_params(folder, target, reinit=in_params(reinit))
         else:
             directory, step = named_step(path)
             reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-            params = reader.restore_params(target, step, reinit=reinit, ignore=ignore)
+            params = reader.restore_params(target, step, reinit=reinit)
         _check_finite(params, path)
         return params
 
@@ -287,7 +283,7 @@ def assemble(
     model = config.build_model() if model is None else model
     if objective is not None:
         model = dataclasses.replace(model, objective=objective)
-    asked = config
+    asked, num_devices = config, len(devices)
     config, devices = _fit_devices(asked, devices, model)
     spec, reason = config.choose_mesh(
         len(devices),
@@ -295,6 +291,9 @@ def assemble(
         memory_bytes=_device_memory(devices),
         needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
+    is_shrunk = config is not asked
+    if is_shrunk:
+        reason = shrink_reason(asked, config, num_devices, model)
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
@@ -318,7 +317,7 @@ def assemble(
         config=config,
         spec=spec,
         mesh_reason=reason,
-        is_shrunk=config is not asked,
+        is_shrunk=is_shrunk,
         layout=layout,
         model=model,
         optimizer=optimizer,

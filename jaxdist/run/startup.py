@@ -156,7 +156,7 @@ def restore_or_init(
                 "from the checkpoint before it, or use another --run-dir."
             )
         position = resume_position(
-            meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
+            meta["data"], dataset, seed=config.seed, restarts="data" in config.override
         )
         if not rolls_back:
             check_recorded_ledger(run, step, position)

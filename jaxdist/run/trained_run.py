@@ -165,13 +165,13 @@ def open_run(
     config = settings_of_run(run, step if named is None else named)
     if simulate:
         runtime.simulate(simulate)
-    runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
+    runtime.setup_compilation_cache()
     devices = list(jax.devices())
     spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
     devices = devices[: spec.num_devices if spec is not None else 1]
     config = dataclasses.replace(
         config,
-        mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
+        mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1"),
         train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
     )
     given = model(config.train.seq_len) if model is not None else None

@@ -110,7 +110,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     if reason := _unsafe(folder):
         log.warning(
             "compile cache %s %s: programs are compiled again each time. "
-            "Set runtime.compilation_cache_dir or JAXDIST_CACHE to another folder, or to off.",
+            "Set JAXDIST_CACHE to another folder, or to off.",
             folder,
             reason,
         )

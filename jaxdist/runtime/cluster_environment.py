@@ -69,12 +69,10 @@ def resolve(
     environment is contradictory or the job was started wrongly.
     """
     settings = settings or RuntimeConfig()
-    if settings.cluster == "alone":
-        return JoinPlan()
     if settings.num_processes > 0:
         plan = _from_flags(environ, settings)
     else:
-        plan = _from_environment(environ, settings.cluster)
+        plan = _from_environment(environ)
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
     _check(plan)
@@ -129,7 +127,7 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
     return JoinPlan(
         source="flags",
         num_processes=settings.num_processes,
-        process_id=settings.process_id,
+        process_id=max(0, settings.process_id),
         coordinator_address=settings.coordinator_address,
         num_hosts=0,
         num_local_processes=_number(environ, "JAXDIST_NUM_LOCAL_PROCESSES", 0),
@@ -138,22 +136,8 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
     )
 
 
-def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
-    readers = {
-        "launch": _from_launch,
-        "kubernetes": _from_kubernetes,
-        "ompi": _from_open_mpi,
-        "slurm": _from_slurm,
-    }
-    if cluster != "auto":
-        plan = readers[cluster](environ)
-        if plan is None:
-            raise ConfigError(
-                f"runtime.cluster={cluster}, but the environment has none of its variables. "
-                "Start the job with that launcher, or set runtime.cluster=auto."
-            )
-        return plan
-    for read in readers.values():
+def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
+    for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_slurm):
         if plan := read(environ):
             return plan
     _reject_incomplete(environ)
@@ -206,7 +190,7 @@ def _reject_incomplete(environ: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
                 f"{missing} is not: this process would run alone. Set {missing}, or "
-                "runtime.cluster=alone to run one process."
+                "runtime.num_processes=1 to run one process."
             )
 
 
@@ -293,7 +277,8 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
             raise ConfigError(
                 f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
                 f"{environ.get('SLURM_NNODES', '1')} nodes, but this process was not started by "
-                "srun and would run alone. Put srun before python, or set runtime.cluster=alone."
+                "srun and would run alone. Put srun before python, or set "
+                "runtime.num_processes=1."
             )
         return JoinPlan(source="SLURM (batch shell)", attempt=attempt)
     hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
 
 from jaxdist.settings import setting
 
@@ -13,32 +12,25 @@ from jaxdist.settings import setting
 class RuntimeConfig:
     """Settings of joining a job. The defaults suit one process and up to 64 nodes."""
 
-    cluster: Literal["auto", "alone", "flags", "launch", "slurm", "ompi", "kubernetes"] = setting(
-        "auto",
-        "launcher of the processes; auto reads the environment, alone ignores it, "
-        "flags uses the three fields below",
-    )
     coordinator_address: str = setting(
         "", "host:port at which process 0 listens; empty: from the environment"
     )
-    num_processes: int = setting(0, "processes in the job; 0: from the environment", ge=0)
+    num_processes: int = setting(
+        0,
+        "processes in the job; 0 = from the environment; 1 = ignore the environment and run alone",
+        ge=0,
+    )
     process_id: int = setting(-1, "this process, from 0; -1: from the environment", ge=-1)
     join_timeout_s: int = setting(300, "seconds to wait for all processes to join", ge=1)
     heartbeat_timeout_s: int = setting(
         30, "seconds without a heartbeat after which a process counts as dead", ge=1
-    )
-    compilation_cache_dir: str = setting(
-        "",
-        "folder of compiled programs; empty: $JAX_COMPILATION_CACHE_DIR, $JAXDIST_CACHE or "
-        "~/.cache/jaxdist/xla; "
-        "off: compile again each time",
     )
 
     def problems(self) -> list[str]:
         """Return the errors that the bounds of single fields do not cover."""
         errors = []
         explicit = (bool(self.coordinator_address), self.num_processes > 0, self.process_id >= 0)
-        if not all(explicit) and (any(explicit) or self.cluster == "flags"):
+        if self.num_processes != 1 and not all(explicit) and any(explicit):
             errors.append(
                 f"runtime.coordinator_address={self.coordinator_address!r}, "
                 f"num_processes={self.num_processes} and process_id={self.process_id} must be "

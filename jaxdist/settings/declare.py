@@ -89,11 +89,17 @@ class Removed:
     """A removed setting: the value that is fixed now, and its replacement.
 
     A settings dataclass lists them by dotted name in a class variable `REMOVED`. The fixed value is
-    accepted, so that stored settings still load. Every other value is refused with `fix`.
+    accepted. Every other value is rejected with `fix`, except in the stored settings of a run if
+    the setting did not change what the run computes.
+
+    Attributes:
+        value: the fixed value; None = every value is accepted.
+        changes_results: a run with another value computed something else.
     """
 
     value: Any
     fix: str
+    changes_results: bool = False
 
 
 def setting(

@@ -57,6 +57,7 @@ def read_with_origins(
     base: T | Callable[[GivenValues], T | None] | None = None,
     settle: Callable[[T], T] = lambda config: config,
     check_rules: bool = True,
+    is_stored: bool = False,
     values: Mapping[str, Any] | None = None,
     read_url: Callable[[str], bytes] | None = None,
 ) -> tuple[T, dict[str, str]]:
@@ -78,6 +79,7 @@ def read_with_origins(
         settle: replaces what was given by what it stands for, before rules are asked for. What it
             refuses must be against a rule too.
         check_rules: also ask for rules and bounds, and not only whether each value has its type.
+        is_stored: these are the stored settings of a run; see `Removed`.
         values: what a Python program asks for, which comes last; see `given_by_program`.
         read_url: returns the content of a `--config` that is a URL; None = URLs are rejected.
 
@@ -107,7 +109,7 @@ def read_with_origins(
             raise ConfigError(_no_path(error), asked=command) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
     hint = hint if values is None else "See docs/settings.md."
-    reader = _Reader(cls, base, givens, aliases, hint)
+    reader = _Reader(cls, base, givens, aliases, hint, is_stored)
     config = reader.read()
     try:
         config = settle(config)
@@ -197,10 +199,17 @@ class _Reader:
     """Places given values into the schema; remembers what was wrong and where each came from."""
 
     def __init__(
-        self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str], hint: str
+        self,
+        cls: type,
+        base: Any,
+        givens: list[Given],
+        aliases: Mapping[str, str],
+        hint: str,
+        is_stored: bool,
     ):
         self.cls, self.base, self.givens, self.aliases = cls, base, givens, aliases
-        self.hint = hint  # where a setting that is not known may belong
+        self.hint = hint  # what to try if a setting is unknown
+        self.is_stored = is_stored
         self.problems: list[str] = []
         self.values: dict[Path, Any] = {}
         self.origins: dict[str, str] = {}
@@ -280,6 +289,8 @@ class _Reader:
 
     def _check_removed(self, given: Given, setting: Removed) -> None:
         """Accept the value that is now fixed; report any other with its replacement."""
+        if setting.value is None or (self.is_stored and not setting.changes_results):
+            return
         raw = True if given.raw is None and isinstance(setting.value, bool) else given.raw
         try:
             accepted = read_value(raw, type(setting.value)) == setting.value

@@ -31,6 +31,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, layer_scan
+from jaxdist.core.types import Model
 from jaxdist.models import DecoderConfig
 from jaxdist.run.audit import audit_parts, differences
 from jaxdist.run.setup import Parts, assemble
@@ -68,7 +69,6 @@ class Case:
             mesh=MeshConfig(
                 shape=self.mesh,
                 zero=self.zero,
-                sequence_parallel=self.sequence,
                 context_attention=self.attention,
             ),
             train=TrainConfig(global_batch_size=32, seq_len=16, num_microbatches=2),
@@ -81,7 +81,13 @@ class Case:
 
     def parts(self) -> Parts:
         """Its parts."""
-        return assemble(self.config(), jax.devices()[: MeshSpec.parse(self.mesh).num_devices])
+        devices = jax.devices()[: MeshSpec.parse(self.mesh).num_devices]
+        return assemble(self.config(), devices, model=self.model())
+
+    def model(self, seq_len: int = 16) -> Model:
+        """The model of the run, with or without sequence parallelism."""
+        del seq_len
+        return dataclasses.replace(self.config().build_model(), sequence=self.sequence)
 
 
 CASES = (
@@ -204,7 +210,7 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
         return "no fault", ""
     with planter.planted():
         try:
-            found = differences(case.config(), jax.devices())
+            found = differences(case.config(), jax.devices(), case.model)
         except Exception as error:  # on one of the axes alone it cannot be traced
             return "deep", type(error).__name__
     return ("deep", str(found[0])) if found else ("SURVIVED", "")

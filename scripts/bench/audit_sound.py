@@ -48,7 +48,6 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
     specs = [spec for size in SIZES for spec in factorisations(size)]
     schedules = itertools.cycle(("1f1b", "gpipe", "zero_bubble", "1f1b_lockstep"))
     zero = itertools.cycle((0, 1, 2, 3, 0))
-    sequence = itertools.cycle((True, True, False))
     microbatches = itertools.cycle((0, 2))
     dtype = itertools.cycle(("float32", "bfloat16", "float32", "float16"))
     # A stride without a common divisor visits all of them, far apart.
@@ -59,7 +58,6 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
             mesh={
                 "shape": str(spec),
                 "zero": next(zero) if spec["data"] > 1 else 0,
-                "sequence_parallel": next(sequence),
             },
             train={"num_microbatches": next(microbatches) if spec["pipeline"] == 1 else 0},
             pipeline={"schedule": next(schedules)},

@@ -51,7 +51,6 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 8b_fsdp8_at_once      h100:8   llama3_8b --train.num_microbatches 1 --train.global_batch_size 8
 8b_fsdp8_a100         a100-80:8 llama3_8b
 8b_fsdp4tp2           h100:8   llama3_8b --mesh fsdp=4,tp=2
-8b_no_sequence        h100:8   llama3_8b --mesh fsdp=4,tp=2 --mesh.sequence_parallel=false
 8b_tp8                h100:8   llama3_8b --mesh tp=8 --train.global_batch_size 16
 8b_dp8fsdp8_zero1     h100:64  llama3_8b --mesh dp=8,fsdp=8 --train.num_microbatches 2 --zero 1
 8b_xla_attention      h100:8   llama3_8b --model.attention xla --train.seq_len 2048

@@ -32,14 +32,13 @@ def by_name() -> dict[str, Axis]:
     return {name: axis for axis in AXES for name in (axis.name, axis.short)}
 
 
-def joining_fsdp(zero: int, fsdp_over_context: bool) -> tuple[str, ...]:
+def joining_fsdp(zero: int) -> tuple[str, ...]:
     """Axes of replicated weights that shard what fsdp shards, in the order of the shards.
 
     `zero` is the ZeRO stage of the array, 0 = not sharded by it.
     """
-    first = (CONTEXT.name,) if fsdp_over_context else ()
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
-    return (*first, *(name for name in others if name not in first))
+    return (CONTEXT.name, *(name for name in others if name != CONTEXT.name))
 
 
 def rules() -> dict[str, str | None]:

@@ -17,22 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives, types
-from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload, allowed_sizes
+from jaxdist.core.axis import ActivationSizes, Axis, Traffic
 from jaxdist.core.types import Array, Sums
 
 _SEQUENCE_DIM = 1
-
-
-def _problems(size: int, workload: Workload) -> list[str]:
-    if workload.seq_len is None or workload.seq_len % (size * workload.context_size) == 0:
-        return []
-    shared = workload.context_size
-    over = f" / cp={shared}" if shared > 1 else ""
-    return [
-        f"mesh tp={size} does not divide train.seq_len={workload.seq_len}{over}: sequence "
-        f"parallelism gives each device an equal part of the positions. Use tp="
-        f"{allowed_sizes(workload.seq_len // shared)}, or --mesh.sequence-parallel=false."
-    ]
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
@@ -129,7 +117,6 @@ TENSOR = Axis(
     sums_gradients="sequence_parallel",
     complexity=2,
     divides="each device computes an equal part of it",
-    problems=_problems,
     traffic=_traffic,
     hooks=_hooks,
 )

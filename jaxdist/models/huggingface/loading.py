@@ -36,7 +36,6 @@ def load_params(
     target: Params,
     *,
     reinit: Collection[str] = (),
-    ignore: Collection[str] = (),
 ) -> Params:
     """The directory's weights as parameters of a model.
 
@@ -44,8 +43,8 @@ def load_params(
         folder: path or URL of a Hugging Face model directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
             `reinit` are arrays and come back as they are.
-        reinit: names, or beginnings of names, of leaves that are not read, e.g. `params/head`.
-        ignore: names, or beginnings of names, of what may be left unread in the directory.
+        reinit: names, or prefixes of names, that are not read, e.g. `params/head`: of leaves, or of
+            weights that the model lacks.
 
     Raises:
         ConfigError: the directory does not hold this model, or processes see other files.
@@ -65,14 +64,15 @@ def load_params(
         if name not in weights.pieces or _shape(weights.pieces[name]) != leaf.shape
     ]
     problems += [
-        f"{folder} has {name}, the model has not. Name it in ignore_params to leave it unread."
+        f"{folder} has {name}, the model has not. Name it in reinit_params to leave it unread."
         for name in sorted(weights.pieces.keys() - named.keys())
-        if not below(name, ignore)
+        if not below(name, reinit)
     ]
     problems += [
-        f"reinit_params names {part}, and the model has no such part. It has {', '.join(named)}."
+        f"reinit_params names {part}, a part of neither the model nor {folder}. Use one of "
+        f"{', '.join(named)}."
         for part in reinit
-        if not any(below(name, [part]) for name in named)
+        if not any(below(name, [part]) for name in {*named, *weights.pieces})
     ]
     if problems:
         raise ConfigError(problems)

@@ -351,8 +351,7 @@ class Job:
     @functools.cached_property
     def _placed(self) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
         rules = tuple(sorted(self.layout.rules.items()))
-        mesh = self.config.mesh
-        return _placements(self.spec, mesh.zero, mesh.fsdp_over_context, rules)
+        return _placements(self.spec, self.config.mesh.zero, rules)
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
@@ -363,12 +362,10 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 
 @functools.lru_cache(maxsize=4096)
 def _placements(
-    spec: MeshSpec, zero: int, over_context: bool, rules: tuple[tuple[str, str | None], ...]
+    spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
 ) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
     """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
-    layout = Layout(
-        mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero, fsdp_over_context=over_context
-    )
+    layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
         "param": layout.param_specs,
         "moment": layout.moment_specs,

@@ -120,7 +120,7 @@ class Budget:
         """Say what to change so that the estimate is within `target` bytes."""
         raise ConfigError(
             f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
-            f"may be used. {self._fix(target)} Use --force to try anyway."
+            f"may be used. {self._fix(target)} Use --override=memory to try anyway."
         )
 
     def _fix(self, usable: float) -> str:

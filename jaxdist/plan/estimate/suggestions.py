@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.search import Choice
@@ -67,10 +66,6 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
         changed = job.changed("pipeline", gather="action")
         why = "weights are gathered for each action instead of once"
         yield "--pipeline.gather action", why, changed
-    if spec[TENSOR] > 1 and not config.mesh.sequence_parallel:
-        changed = job.changed("mesh", sequence_parallel=True)
-        why = "activations between blocks are split by sequence"
-        yield "--mesh.sequence-parallel=true", why, changed
     if config.optim.moment_dtype == "float32" and config.optim.optimizer != "adafactor":
         changed = job.changed("optim", moment_dtype="bfloat16")
         yield "--optim.moment-dtype bfloat16", "first moments take half the bytes", changed

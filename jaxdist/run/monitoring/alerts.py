@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import skip_reason
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
@@ -20,6 +19,8 @@ from jaxdist.run.monitoring.timers import (
 )
 from jaxdist.runtime.formatting.numbers import duration, percent
 
+_LINES_PER_COMPARISON = 5  # console lines between two comparisons of the processes
+
 
 class Alerts:
     """Turns what is wrong with a run's numbers into warnings, once per episode.
@@ -29,18 +30,19 @@ class Alerts:
 
     def __init__(
         self,
-        config: MonitoringConfig,
         summary: RunSummary,
         event: Callable[..., None],
         read_gpus: Callable[[], dict[str, float]],
         *,
         num_processes: int,
         compares: bool,
+        log_interval_steps: int,
     ):
         self._summary, self._event = summary, event
         self._read_gpus, self._compares = read_gpus, compares
         self.data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
-        self._stragglers = StragglerDetector(num_processes, config.straggler_interval_steps)
+        every = _LINES_PER_COMPARISON * log_interval_steps
+        self._stragglers = StragglerDetector(num_processes, every)
         self._slow: set[tuple[int, str]] = set()
         self._warned_of_mfu = False
 

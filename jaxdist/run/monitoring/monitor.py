@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdist.config.monitoring import MonitoringConfig, parse_profile_steps
 from jaxdist.data.ledger import Link
-from jaxdist.hardware import peak_flops
+from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
@@ -118,12 +118,12 @@ class Monitor:
         self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
         self._share_units()
         self._alerts = Alerts(
-            config,
             self.run_summary,
             self.event,
             self._gpu_stats.read,
             num_processes=jax.process_count(),
             compares=run.is_writer,
+            log_interval_steps=config.log_interval_steps,
         )
         self._is_held, self._config_text = True, config_text
         if self.run_summary.first_start is None:
@@ -336,8 +336,8 @@ class Monitor:
         self.profiler.stop()
         if self.profiler.traces:
             summary["profiles"] = self.profiler.traces
-        if self.config.price_per_device_hour:
-            summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
+        if gpu := gpu_of(self.device_kind):
+            summary["cost"] = summary["device_hours"] * gpu.price_per_hour
         summary |= fields
         self._ended = True
         if self._records is None:

@@ -139,14 +139,14 @@ def _parts_of(
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)
     if simulated:
         runtime.simulate(simulated)
-    runtime.setup_compilation_cache(stored[0].runtime.compilation_cache_dir)
+    runtime.setup_compilation_cache()
     import jax
 
     from jaxdist.run.setup import assemble
 
     devices = jax.devices()
     spec = MeshSpec.parse(shape, len(devices))
-    meshes = [dataclasses.replace(own.mesh, shape=str(spec), reason="") for own in stored]
+    meshes = [dataclasses.replace(own.mesh, shape=str(spec)) for own in stored]
     a, b = (
         assemble(dataclasses.replace(own, mesh=mesh), devices[: spec.num_devices])
         for own, mesh in zip(stored, meshes, strict=True)

@@ -109,5 +109,5 @@ def _target(
         shard = leaf.value.sharding.shard_shape(leaf.value.shape)
         extra = stored.entries[leaf.name]["shape"][len(shard) :]  # a key's data has one dim more
         shapes[leaf.name] = (*shard, *extra)
-    moved = dataclasses.replace(settings.mesh, shape=config.mesh, reason="")
+    moved = dataclasses.replace(settings.mesh, shape=config.mesh)
     return write_toml(dataclasses.replace(settings, mesh=moved)), shapes

@@ -65,7 +65,7 @@ _WITHOUT_GPUS = (
     Risk("JAX_DEFAULT_MATMUL_PRECISION", _is_more_than_one_pass, "note",
          "products take more passes than precision.compute_dtype asks for"),
     Risk("JAX_ENABLE_COMPILATION_CACHE", _is_off, "note",
-         "jaxdist turns the cache on again: --runtime.compilation-cache-dir=off means it"),
+         "jaxdist turns the cache on again: JAXDIST_CACHE=off means it"),
     Risk("JAX_ENABLE_RECOVERABILITY", _is_on, "warning",
          "a process that died does not end the others: they wait for it in a collective"),
     Risk("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", _is_off, "note", "peers hang longer"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint import manifest
+from jaxdist.hardware import gpu_of
 from jaxdist.run.metrics_log import Record, decode, device_seconds, stream_records
 from jaxdist.run.run_directory import RunDirectory, flatten, read_table
 from jaxdist.runtime.storage import Location
@@ -94,6 +95,8 @@ def read_run(path: str, name: str) -> ReportedRun:
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
     text = manifest.stored_config(directory.checkpoints)
     config = flatten(tomllib.loads(text) if text else read_table(directory.config, tomllib.loads))
+    environment = read_table(directory.environment, decode)
+    device_kind = environment.get("devices", {}).get("kind", "")
     return ReportedRun(
         name=name,
         path=directory.path,
@@ -102,9 +105,9 @@ def read_run(path: str, name: str) -> ReportedRun:
         evals=evals,
         restarts=[start.get("step", 0) for start in starts[1:]],
         unit=unit,
-        outcome=_outcome(events, train, evals, unit, config, seconds / 3600)
+        outcome=_outcome(events, train, evals, unit, device_kind, seconds / 3600)
         | {name: counts[event] for name, event in _COUNTED.items()}
-        | _environment(read_table(directory.environment, decode)),
+        | _environment(environment),
     )
 
 
@@ -157,7 +160,7 @@ def _outcome(
     train: list[Record],
     evals: list[Record],
     unit: str,
-    config: dict[str, Any],
+    device_kind: str,
     device_hours: float,
 ) -> dict[str, Any]:
     starts = [r for r in events if r["event"] == "start"]
@@ -165,7 +168,7 @@ def _outcome(
     rated = [r for r in evals if math.isfinite(r.get("loss", math.nan))]
     best = min(rated, key=lambda r: r["loss"]) if rated else {}
     steady = _without_compiling_steps(train, starts)
-    price = config.get("monitoring.price_per_device_hour") or None
+    gpu = gpu_of(device_kind)
     return {
         "exit_reason": _exit_reason(events),
         "step": train[-1]["step"] if train else None,
@@ -184,7 +187,7 @@ def _outcome(
         "num_devices": starts[-1].get("num_devices") if starts else None,
         "starts": len(starts),
         "device_hours": device_hours,
-        "cost": None if price is None else device_hours * price,
+        "cost": device_hours * gpu.price_per_hour if gpu else None,
     }
 
 
