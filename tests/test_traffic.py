@@ -127,18 +127,11 @@ CASES = [
     pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=3), marks=pytest.mark.slow),
     pytest.param(Case("rotary", "dp=2,tp=4", zero=2, microbatches=2), marks=pytest.mark.slow),
 ]
+"""Compiled and compared with their theory in `test_estimate_traffic`, beside the estimate."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
-    text = lowered(case).compile().as_text()
-    found = traffic(text, layout_of(case).mesh_spec.sizes)
-    assert {key: moved for key, (_, moved) in found.items()} == theory(case)
-
-
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_data_parallelism_is_one_collective_per_step(microbatches):
-    case = Case("rotary", "dp=2", microbatches=microbatches)
+def test_data_parallelism_is_one_collective_per_step():
+    case = Case("rotary", "dp=2", microbatches=4)
     found = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
     assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
 
