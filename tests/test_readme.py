@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, TINY, environment, tiny
+from commands import ROOT, TINY, environment, run, tiny
 from decoders import FAMILIES
 from hf_models import CHATML, write_model, write_tokenizer
 
@@ -85,14 +85,17 @@ def run_in(home, words: list[str]) -> None:
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         assert left.value.code in (0, None)
         return
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=home,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    if words[1] == "-m":
+        done = run(words[2].removeprefix("jaxdist."), *words[3:], cwd=home, timeout_s=600)
+    else:
+        done = subprocess.run(
+            [sys.executable, *words[1:]],
+            cwd=home,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
 
 
