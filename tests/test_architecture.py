@@ -5,7 +5,11 @@ import re
 import runpy
 from pathlib import Path
 
+import jax.numpy as jnp
+import jaxtyping
 import pytest
+
+from jaxdist.objectives import classification
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 SIZE = runpy.run_path(str(PACKAGE.parent / "scripts" / "size.py"))
@@ -192,30 +196,40 @@ def test_many_positional_arguments_are_seen():
 
 
 ARRAYS = re.compile(r"\b(Array|ndarray)\b")
+CHECKED = re.compile(r"\w+\[(?:Array|np\.ndarray), ('[^']*'|\"[^\"]*\")\]")
+"""An annotated shape, which jaxtyping checks while tests run."""
+NAMED_SHAPE = re.compile(r"\[(?=[^]]*[a-z0-9])[^]]*\]|\[\]")
+ANY_SHAPE = re.compile(r"\[[^]]*\]")
+WITH_NAMES = ("core", "models", "objectives", "optim")
+"""Folders in which dims have names."""
 SHORT_CLOSURE = 5
 """Lines of a function inside a function that may leave shapes to the one around it."""
 
 
-def lacking_shapes(source: str) -> list[str]:
-    """Functions that take or return arrays, and whose docstring names no shape `[...]`.
+def lacking_shapes(source: str, dims_have_names: bool = True) -> list[str]:
+    """Functions that take or return an array without an annotated shape or one in the docstring.
 
-    Annotations say which they are. Overloads, and closures of `SHORT_CLOSURE` lines, need none.
+    Where dims have names, `...` alone is no shape. Overloads, and closures of `SHORT_CLOSURE`
+    lines, need none.
     """
-    found = []
+    shape = NAMED_SHAPE if dims_have_names else ANY_SHAPE
+    lacking = []
 
-    def look(node: ast.AST, is_inside: bool) -> None:
+    def visit(node: ast.AST, is_inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             if is_function and not (is_inside and num_lines(child) <= SHORT_CLOSURE):
-                asked = [ast.unparse(child.args), ast.unparse(child.returns or ast.Constant(""))]
-                made = " ".join(map(ast.unparse, child.decorator_list))
-                shapes = re.search(r"\[[^]]*\]", ast.get_docstring(child) or "")
-                if ARRAYS.search(" ".join(asked)) and not shapes and "overload" not in made:
-                    found.append(f"{child.name}, line {child.lineno}")
-            look(child, is_inside or is_function)
+                types = f"{ast.unparse(child.args)} {ast.unparse(child.returns or ast.Constant(0))}"
+                unnamed = [shape for shape in CHECKED.findall(types) if shape[1:-1] == "..."]
+                is_bare = ARRAYS.search(CHECKED.sub("", types)) is not None
+                is_bare &= shape.search(ast.get_docstring(child) or "") is None
+                decorators = " ".join(map(ast.unparse, child.decorator_list))
+                if (is_bare or unnamed) and "overload" not in decorators:
+                    lacking.append(f"{child.name}, line {child.lineno}")
+            visit(child, is_inside or is_function)
 
-    look(ast.parse(source), False)
-    return found
+    visit(ast.parse(source), False)
+    return lacking
 
 
 def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -223,18 +237,30 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_functions_of_arrays_say_their_shapes(module: str):
-    assert lacking_shapes(MODULES[module].read_text()) == []
+def test_functions_of_arrays_have_shapes(module: str):
+    dims_have_names = module.startswith(WITH_NAMES)
+    assert lacking_shapes(MODULES[module].read_text(), dims_have_names) == []
 
 
 def test_missing_shapes_are_seen():
-    told = '    """Sums of x [batch, seq]."""\n'
+    function = 'def f(x: Array) -> int:\n    """Sum {}."""\n    return 1'
     assert lacking_shapes("def f(x: Array) -> int:\n    return 1")
     assert lacking_shapes("def f() -> tuple[np.ndarray, int]:\n    return 1")
-    assert not lacking_shapes(f"def f(x: Array) -> int:\n{told}    return 1")
+    assert lacking_shapes(function.format("x [...]"))
+    assert not lacking_shapes(function.format("x [...]"), dims_have_names=False)
+    assert lacking_shapes("def f(x: Float[Array, '...']) -> int:\n    return 1")
+    assert lacking_shapes("def f(x: Float[Array, 'batch seq'], y: Array) -> int:\n    return 1")
+    assert not lacking_shapes(function.format("x [batch, seq]"))
+    assert not lacking_shapes("def f(x: Float[Array, 'batch seq']) -> int:\n    return 1")
     closure = "def f():\n    def g(x: jax.Array):\n" + "        x = x + 1\n" * SHORT_CLOSURE
     assert lacking_shapes(closure)
     assert not lacking_shapes(closure.replace("        x = x + 1\n", "", 1))
+
+
+def test_annotated_shapes_are_checked_while_tests_run():
+    logits = jnp.zeros((2, 3, 4), jnp.float32)  # [batch, seq, vocab], not [batch, classes]
+    with pytest.raises(jaxtyping.TypeCheckError):
+        classification(logits, {}, None)
 
 
 def test_flags_are_written_with_dashes():

@@ -93,12 +93,12 @@ def test_one_product_is_that_of_rounded_values_forward_and_backward(chooses):
     spread = lambda *shape: (rng.normal(size=shape) * np.exp(rng.normal(size=shape) * 3)).astype(
         "f"
     )
-    x, w, g = spread(3, 5, 8), spread(8, 2, 4), spread(3, 5, 2, 4)
+    x, w, g = map(jnp.asarray, (spread(3, 5, 8), spread(8, 2, 4), spread(3, 5, 2, 4)))
     dims = "batch seq d, d ways mlp -> batch seq ways mlp"
     dot = fp8.make_dot((), "cpu", is_wide=jnp.array(False) if chooses else None)
     out, pull = jax.vjp(lambda x, w: dot(dims, x, w), x, w)
-    dx, dw = pull(jnp.asarray(g))
-    x8, w8, g8 = rounded(x), rounded(w), rounded(g, fp8.E5M2)
+    dx, dw = pull(g)
+    x8, w8, g8 = rounded(np.asarray(x)), rounded(np.asarray(w)), rounded(np.asarray(g), fp8.E5M2)
     expected = [
         np.einsum("abc,cde->abde", x8, w8),
         np.einsum("abde,cde->abc", g8, w8),
@@ -122,7 +122,7 @@ def test_a_wide_layer_multiplies_what_it_was_given():
 def test_a_weight_takes_its_own_rounding_and_one_unknown_is_rounded_here():
     first, second, unknown = (jnp.full((4, 4), value) for value in (1.0, 3.0, 5.0))
     known = [(w, (w.astype(fp8.E4M3), jnp.float32(2))) for w in (first, second)]
-    multiply = lambda w: fp8.make_dot((), "cpu", known=known)("a b, b c -> a c", jnp.eye(4), w)
+    multiply = lambda w: fp8.make_dot((), "cpu", rounded=known)("a b, b c -> a c", jnp.eye(4), w)
     for w, value in ((first, 2), (second, 6), (unknown, 5)):  # those known stand for twice as much
         assert (multiply(w) == value).all()
 
@@ -143,7 +143,7 @@ def test_every_device_scales_by_the_largest_value_of_all():
         )
         out, pull = jax.vjp(multiply, x, w)
         dx, dw = pull(x[:, :4])
-        outs = jax.lax.psum((out, multiply(x, w, known=known)), "tensor")
+        outs = jax.lax.psum((out, multiply(x, w, rounded=known)), "tensor")
         return *outs, dx, jax.lax.psum(dw, "fsdp"), own[1]
 
     out_specs = (P("fsdp"), P("fsdp"), spec, P("tensor"), P())

@@ -27,9 +27,9 @@ CASES = {  # dims: shapes of x and w, how numpy writes it
 TURNED = "batch seq d_model, vocab d_model -> batch seq vocab"
 
 
-def _arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+def _arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 def test_gradient_of_activations_reads_the_weight_as_it_lies() -> None:
@@ -51,7 +51,7 @@ def test_product_and_gradients_are_numpys(dims: str) -> None:
     product, pull = jax.vjp(lambda x, w: cpu.dot(dims, x, w), x, w)
     (g,) = _arrays(product.shape)
     dx, dw = pull(g)
-    wide = [a.astype(np.float64) for a in (x, w, g)]
+    wide = [np.float64(a) for a in (x, w, g)]
     expected = [
         np.einsum(letters, wide[0], wide[1]),
         np.einsum(f"{out},{right}->{left}", wide[2], wide[1]),
@@ -66,7 +66,7 @@ def test_product_and_gradients_are_numpys(dims: str) -> None:
 def test_weight_gradient_is_numpys(rows: int, inner: int, outer: int) -> None:
     x, g = _arrays((rows, inner), (rows, outer))
     found = jax.jit(cpu.weight_gradient)(x, g)
-    np.testing.assert_allclose(found, x.astype(np.float64).T @ g, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(found, np.float64(x).T @ np.float64(g), rtol=0, atol=2e-6)
 
 
 def _is_turned(dims: str, x: jax.Array, w: jax.Array, **options) -> bool:

@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Shaped
 
 from jaxdist.core.types import Array
 
 Axes: TypeAlias = str | tuple[str, ...]
 Tree = TypeVar("Tree")
+Same: TypeAlias = Shaped[Array, "*dims"]
+"""An array of any shape; results have the shape of the argument."""
 
 
 def group_size(axes: Axes) -> int:
@@ -34,7 +37,7 @@ def group_index(axes: Axes) -> Array:
 
 
 def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Mesh axes over which `x` [...] may differ between devices."""
+    """Return the mesh axes over which `x` [*dims] may differ between devices."""
     # An array's type calls it `mat`, the struct of `eval_shape` calls it `manual_axis_type`.
     if isinstance(x, jax.ShapeDtypeStruct):
         manual = x.manual_axis_type
@@ -86,8 +89,8 @@ def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
     return vary(jnp.zeros((*lead, *x.shape), x.dtype), tuple(varying_axes(x)))
 
 
-def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:
-    """Every device gets the sum (or "max", "min", "mean") of x [...] over the group.
+def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
+    """Give every device the sum (or "max", "min", "mean") of x over the group.
 
     Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
 
@@ -124,8 +127,8 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
 
 
-def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
-    """Every device gets the root's array: [...] -> [...]. Wire: that of `all_reduce`.
+def broadcast(x: Same, axes: Axes, root: int = 0) -> Same:
+    """Give every device the root's array. Wire: that of `all_reduce`.
 
     Raises:
         ValueError: `root` is not in the group.
@@ -134,8 +137,8 @@ def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
     return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
 
 
-def reduce(x: Array, axes: Axes, root: int = 0) -> Array:
-    """The root gets the sum over the group, the others zeros: [...] -> [...].
+def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
+    """Give the root the sum over the group, and the others zeros.
 
     Wire: that of `all_reduce`.
 
@@ -172,14 +175,14 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
     )
 
 
-def permute(x: Array, axis: str, shift: int = 1) -> Array:
-    """Send [...] to the device `shift` places further on the ring. Wire: B per device."""
+def permute(x: Same, axis: str, shift: int = 1) -> Same:
+    """Send x to the device `shift` places further on the ring. Wire: B per device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
-def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
-    """As `permute` of [...], by exchanges between pairs, for code that not all devices run.
+def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
+    """Permute by exchanges between pairs, for code that not all devices run.
 
     A permute waits for every device of the mesh, an exchange only for the devices of its group. A
     negative shift sends back. Wire: B per device on a ring of two, else 2·B.
@@ -207,8 +210,8 @@ def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
     return sum(received[1:], start=received[0])
 
 
-def barrier(x: Array, axes: Axes) -> Array:
-    """`x` [...], available only after every device of the group has made its own.
+def barrier(x: Same, axes: Axes) -> Same:
+    """Return x, available only after every device of the group has computed its own.
 
     Wire: 4 bytes.
     """

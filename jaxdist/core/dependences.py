@@ -18,7 +18,7 @@ def all_made(marks: Iterable[jax.Array]) -> jax.Array:
 
 
 def when(made: jax.Array, x: jax.Array) -> jax.Array:
-    """Pass x [...] on unchanged, once `made`, of `all_made`, is there.
+    """Pass x [*dims] on unchanged, once `made`, of `all_made`, is there.
 
     The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
     constant x.

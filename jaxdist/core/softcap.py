@@ -7,15 +7,16 @@ Source: Bello et al. 2016, "Neural Combinatorial Optimization with Reinforcement
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from jaxdist.core.types import Array
 
 
-def soft_cap(x: Array, cap: float) -> Array:
-    """Give cap · tanh(x / cap) of x [...], in its dtype; x itself where cap is 0."""
+def soft_cap(x: Float[Array, "*dims"], cap: float) -> Float[Array, "*dims"]:
+    """Return cap · tanh(x / cap) in the dtype of x; x itself if cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-def slope_at(capped: Array, cap: float) -> Array | float:
-    """Derivative of `soft_cap`, from its result [...]; 1 where cap is 0."""
+def slope_at(capped: Float[Array, "*dims"], cap: float) -> Float[Array, "*dims"] | float:
+    """Return the derivative of `soft_cap` from its result; 1 if cap is 0."""
     return 1 - jnp.square(capped / cap) if cap else 1.0

@@ -1,7 +1,7 @@
 """Objectives: (output of a model's head, batch, context) -> Sums; the loss that training minimizes.
 
-An objective reads this device's rows of one microbatch, and returns sums over them, never means:
-`loss` and `weight`, and any metric (`core.types.Sums`). Your own is a function like these two.
+An objective reads this device's rows of one microbatch and returns sums over them, never means:
+`loss`, `weight` and any metric (`core.types.Sums`). Write your own as a function like these two.
 """
 
 from jaxdist.objectives.classification import classification

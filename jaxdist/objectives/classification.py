@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float
+
 from jaxdist.core.losses import label_cross_entropy
 from jaxdist.core.types import Array, Batch, Context, Sums
 
 
-def classification(output: Array, batch: Batch, context: Context) -> Sums:
-    """Sum the cross-entropy of logits [batch, classes], and arg-max hits, with `weights`."""
+def classification(output: Float[Array, "batch classes"], batch: Batch, context: Context) -> Sums:
+    """Sum the cross-entropy of logits, and arg-max hits, with `weights`."""
     del context
     return label_cross_entropy(output, batch["labels"], batch["weights"])

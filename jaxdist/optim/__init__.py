@@ -1,11 +1,11 @@
 """Optimizers and learning-rate schedules: settings and update directions.
 
 An optimizer here is everything but the learning rate. It turns gradients into a direction, weight
-decay included, and the train step does the rest: `params -= lr(step) * direction`. Gradient
-clipping belongs to the step too (its norm spans devices); only its setting lives here.
+decay included, and the train step applies it: `params -= lr(step) * direction`. Gradient clipping
+is part of the step (its norm spans devices); only its setting is here.
 
-    adamw, sgd, lion   element by element: moves nothing where state and gradients are sharded alike
-    adafactor, muon    see whole matrices: moves what its sums over rows and columns need
+    adamw, sgd, lion   element-wise: no communication if state and gradients are sharded alike
+    adafactor, muon    matrix-wise: communication for sums over rows and columns
 """
 
 from jaxdist.optim.config import OptimConfig

@@ -1,4 +1,4 @@
-"""Adafactor: second moments of matrices as their rows' and columns' means."""
+"""Adafactor: second moments of matrices, factored into means of rows and columns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Float32
 
 from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Array, Params
@@ -23,12 +24,12 @@ class FactoredState(NamedTuple):
     """Adafactor's second moments.
 
     Attributes:
-        step: int32 scalar, steps taken.
+        step: int32 [], steps taken.
         rows: for matrices, the mean over the column side: dims [*stacked, *row side].
         columns: for matrices, the mean over the row side: dims [*stacked, *column side].
         full: for vectors, the second moment itself.
 
-    What a leaf does not have is a scalar 0.
+    Moments that a leaf does not have are a scalar 0.
     """
 
     step: Array
@@ -42,13 +43,13 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
 
     Shazeer and Stern, "Adafactor", 2018, algorithms 4 and 5, without momentum and without the
     learning rate relative to the parameter's scale: lr(step) alone sets the size of an update.
-    Written here because optax's factors the two longest dims of a leaf, which for stacked layers
-    and for [d_model, heads, head_dim] are not the sides of its matrices.
+    optax factors the two longest dims of a leaf, which for stacked layers and for [d_model, heads,
+    head_dim] are not the sides of its matrices.
     """
     sides = dict(jax.tree_util.tree_leaves_with_path(sides_of(axes)))
 
-    def init(params: Params) -> FactoredState:
-        def moment(part: str) -> Params:
+    def init(params: Any) -> FactoredState:
+        def moment(part: str) -> Any:
             return jax.tree_util.tree_map_with_path(
                 lambda path, p: _empty_moment(p, sides[path], part), params
             )
@@ -75,31 +76,31 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our own state
 
 
-def _empty_moment(param: Array, sides: Sides, part: str) -> Any:
-    """Zeros, float32 [dims of `param` that the moment keeps]; `absent` where there is none."""
+def _empty_moment(param: Any, sides: Sides, part: str) -> Float32[Array, "*kept"]:
+    """Return zeros in the dims of `param` that a moment keeps; `absent` if it has no such part."""
     if (part == "full") == sides.is_matrix:
         return absent()
     kept = range(param.ndim) if part == "full" else _kept(sides, part)
     return jnp.zeros([param.shape[i] for i in kept], jnp.float32)
 
 
-def absent() -> Array:
-    """What fills the place of a moment that a leaf does not have: float32 []."""
+def absent() -> Float32[Array, ""]:
+    """Return the placeholder of a moment that a leaf does not have."""
     return jnp.zeros((), jnp.float32)
 
 
 def _kept(sides: Sides, part: str) -> list[int]:
-    """The dims of the parameter that its `rows` or `columns` moment keeps."""
     return sorted(sides.stacked + getattr(sides, part))
 
 
 def _factored_update(
-    grad: Array, moment: tuple[Any, Any, Any], sides: Sides, decay: Array, clip: float
-) -> tuple[Array, Any, Any, Any]:
-    """One leaf: (clipped update, rows, columns, full), moments as in `FactoredState`.
-
-    `grad`, float32 [...], is clipped by the RMS of each matrix; `decay` is float32 [].
-    """
+    grad: Float32[Array, "*leaf"],
+    moment: tuple[Any, Any, Any],
+    sides: Sides,
+    decay: Float32[Array, ""],
+    clip: float,
+) -> tuple[Float32[Array, "*leaf"], Any, Any, Any]:
+    """Return one leaf's update, clipped by the RMS of each matrix, and its new moments."""
     rows, columns, full = moment
     square = jnp.square(grad) + 1e-30  # epsilon 1 of the paper: keeps the square roots finite
     if not sides.is_matrix:

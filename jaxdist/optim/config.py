@@ -81,7 +81,7 @@ class OptimConfig:
         return 4 if self.ema_decay else 0
 
     def problems(self) -> list[str]:
-        """What no bound says."""
+        """Return the problems that bounds do not express."""
         if re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             return []
         return [

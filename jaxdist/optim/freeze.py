@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are."""
+"""Parts of a model that training does not change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxdist.optim.config import OptimConfig
 
 
 def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
-    """Tree of booleans like `axes`: the leaves that `config.freeze` names.
+    """Return a tree of booleans like `axes`: the leaves that `config.freeze` names.
 
     Raises:
-        ValueError: `frozen_problems` has something to say.
+        ValueError: `frozen_problems` is not empty.
     """
     if problems := frozen_problems(config, axes):
         raise ValueError(" ".join(problems))
@@ -22,23 +22,23 @@ def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
 
 
 def is_frozen(config: OptimConfig, name: str) -> bool:
-    """Whether `config.freeze` names this parameter, e.g. "layers/mlp/up"."""
+    """Return whether `config.freeze` names this parameter, e.g. "layers/mlp/up"."""
     return any(_below(name, _plain(part)) for part in config.freeze)
 
 
 def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
-    """What is wrong with `config.freeze` for a model with these parameters."""
+    """Return the problems of `config.freeze` for a model with these parameters."""
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes)]
     parts = [_plain(part) for part in config.freeze]
     unknown = [part for part in parts if not any(_below(name, part) for name in names)]
-    found = [
+    problems = [
         f"optim.freeze names {part!r}, and the model has no such part. It has {', '.join(names)}, "
-        "and what these lie in."
+        "and the folders above these."
         for part in unknown
     ]
     if all(is_frozen(config, name) for name in names):
-        found.append(f"optim.freeze={config.freeze} leaves nothing to train. Take a part out.")
-    return found
+        problems.append(f"optim.freeze={config.freeze} leaves nothing to train. Remove a part.")
+    return problems
 
 
 def _plain(part: str) -> str:

@@ -1,11 +1,13 @@
-"""The learning rate of each step."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 from jaxdist.core.types import Array
 from jaxdist.optim.config import OptimConfig
@@ -13,14 +15,14 @@ from jaxdist.optim.config import OptimConfig
 LrSchedule = Callable[[Array], Array]
 
 WSD_DECAY_RATIO = 0.2
-"""Share of a run that wsd spends decaying where `decay_steps` says nothing (Hägele et al. 2024,
+"""Share of a run that wsd spends decaying if `decay_steps` is 0 (Hägele et al. 2024,
 "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations": 10 to 20 %)."""
 
 
 def make_lr_schedule(
     config: OptimConfig, *, total_steps: int, global_batch_size: int
 ) -> LrSchedule:
-    """The learning rate of each step.
+    """Make the function that maps steps to learning rates.
 
     Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1), so that step w is the
     first at the peak. After the decay the rate stays at `min_lr_ratio * peak`. `total_steps` count
@@ -40,8 +42,8 @@ def make_lr_schedule(
     warmup = config.warmup_steps
     start, decay = _decay_span(config, total_steps)
 
-    def lr(step: Array) -> Array:
-        """The rate, float32 [...], of steps int32 [...]."""
+    def lr(step: Any) -> Float32[Array, "*steps"]:
+        """Return the rates of steps, int32 [*steps]."""
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - start) / decay, 0.0, 1.0)
         if config.schedule == "cosine":
@@ -65,7 +67,7 @@ def _lr_scale(config: OptimConfig, global_batch_size: int) -> float:
 
 
 def _decay_span(config: OptimConfig, total_steps: int) -> tuple[int, int]:
-    """First step of the decay and its length in steps (at least 1)."""
+    """Return the first step of the decay and its number of steps, at least 1."""
     if config.schedule == "wsd":
         decay = config.decay_steps or max(1, round(total_steps * WSD_DECAY_RATIO))
         return max(config.warmup_steps, total_steps - decay), decay

@@ -1,8 +1,8 @@
-"""Muon: momentum of matrices, made orthogonal; divided over the devices that shard it.
+"""Muon: orthogonalized momentum of matrices, with the work split over the devices that shard it.
 
-An orthogonal matrix needs the whole matrix, and a device holds a slice of each. An all-to-all turns
-slices of every matrix into every n-th matrix whole, each device orthogonalises its own, and a
-second all-to-all brings the slices back: no device ever holds more than its share of the stack.
+Orthogonalizing needs a complete matrix, and a device holds a slice of each. An all-to-all exchanges
+slices of every matrix for every n-th complete matrix, each device orthogonalizes its own, and a
+second all-to-all returns the slices: no device ever holds more than its share of the stack.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float32, Shaped
 
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of
@@ -24,13 +25,13 @@ from jaxdist.core.types import Array, Params
 from jaxdist.optim.config import OptimConfig
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz step x -> a x + b (x xᵀ) x + c (x xᵀ)² x (Jordan, 2024)."""
+"""Coefficients of a quintic Newton-Schulz step: a x + b (x xᵀ) x + c (x xᵀ)² x (Jordan, 2024)."""
 
 _NUM_ITERATIONS = 5
 
 _ADAM_RMS = 0.2
-"""RMS of an AdamW update in practice, which Muon's is scaled to, so that both take the same
-learning rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2."""
+"""Usual RMS of an AdamW update. Muon's update is scaled to it, so that both use the same learning
+rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2."""
 
 
 class MuonState(NamedTuple):
@@ -48,21 +49,21 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     config: OptimConfig, sides: Params, shardings: Params | None
 ) -> optax.GradientTransformation:
-    """Orthogonal updates with the RMS of AdamW's, for trees of nothing but matrices.
+    """Make orthogonal updates with the RMS of AdamW's, for trees of matrices only.
 
     Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. Deviations: the
-    momentum is debiased as in NAdam before it is orthogonalised, as optax does; the update is then
+    momentum is debiased as in NAdam before it is orthogonalized, as optax does; the update is then
     scaled to AdamW's RMS (Liu et al., 2025).
 
-    `sides` is a tree of `Sides`, `shardings` one of the `NamedSharding` that gradients and momentum
-    have; None where one device holds everything. A leaf is float32 [*stacked, *rows, *columns] in
+    `sides` is a tree of `Sides`, `shardings` a tree of the `NamedSharding` of gradients and
+    momentum; None = one device holds everything. A leaf is float32 [*stacked, *rows, *columns] in
     any order of dims.
 
     Wire, per leaf of B bytes over n shards: 2·B/n·(n−1)/n per device, in float32, and the padding
     of its matrices to a multiple of n.
     """
 
-    def init(params: Params) -> MuonState:
+    def init(params: Any) -> MuonState:
         return MuonState(
             jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=config.moment_dtype)
         )
@@ -88,9 +89,9 @@ def scale_by_muon(
 
 
 def _direction(
-    x: Array, sides: Sides, sharding: NamedSharding | None = None, *, eps: float
-) -> Array:
-    """Momentum float32 [*stacked, *rows, *columns], each of its matrices made orthogonal."""
+    x: Float32[Array, "*leaf"], sides: Sides, sharding: NamedSharding | None = None, *, eps: float
+) -> Float32[Array, "*leaf"]:
+    """Orthogonalize each matrix of the momentum."""
     size = lambda dims: math.prod(x.shape[i] for i in dims)
     scale = _ADAM_RMS * math.sqrt(max(size(sides.rows), size(sides.columns)))
     orthogonal = functools.partial(_orthogonal, eps=eps)
@@ -98,17 +99,16 @@ def _direction(
         shape = (-1, size(sides.rows), size(sides.columns))
         made = jax.vmap(orthogonal)(_stack(x, sides).reshape(shape))
         return scale * _unstack(made, x, sides)
-    divided = functools.partial(
-        _divided, orthogonal=orthogonal, sides=sides, axes=_matrix_axes(x, sides, sharding)
-    )
+    axes = _matrix_axes(x, sides, sharding)
+    split = functools.partial(_split_over_devices, orthogonal=orthogonal, sides=sides, axes=axes)
     spec = sharding.spec
-    return scale * jax.shard_map(divided, mesh=sharding.mesh, in_specs=spec, out_specs=spec)(x)
+    return scale * jax.shard_map(split, mesh=sharding.mesh, in_specs=spec, out_specs=spec)(x)
 
 
-def _orthogonal(x: Array, eps: float) -> Array:
-    """A matrix [rows, columns] with its singular values brought to about 1, float32.
+def _orthogonal(x: Float32[Array, "rows columns"], eps: float) -> Float32[Array, "rows columns"]:
+    """Move the singular values of a matrix to about 1.
 
-    Newton-Schulz steps on the orientation with fewer rows, whose products are the smaller ones.
+    Newton-Schulz steps run on the orientation with fewer rows, because its products are smaller.
     """
     if x.shape[0] > x.shape[1]:
         return _orthogonal(x.T, eps).T
@@ -120,12 +120,13 @@ def _orthogonal(x: Array, eps: float) -> Array:
     return x
 
 
-def _divided(x: Array, *, orthogonal: Any, sides: Sides, axes: list[tuple[str, ...]]) -> Array:
-    """Every matrix of a stack orthogonalised by one of the devices that shard it.
+def _split_over_devices(
+    x: Float32[Array, "*slice"], *, orthogonal: Any, sides: Sides, axes: list[tuple[str, ...]]
+) -> Float32[Array, "*slice"]:
+    """Orthogonalize every matrix of a stack on one of the devices that shard it.
 
-    `x` [*stacked, *rows, *columns] in any order of dims, float32, is this device's slice of the
-    stack, and so is the result. `axes` are the mesh axes that split each dim of a matrix, rows
-    before columns. Runs inside `jax.shard_map`.
+    `x` is this device's slice of the stack, and so is the result. `axes` are the mesh axes that
+    split each dim of a matrix, rows before columns. Runs inside `jax.shard_map`.
     """
     stack = _stack(x, sides)  # [count, *dims], dims local
     count, *dims = stack.shape
@@ -135,7 +136,7 @@ def _divided(x: Array, *, orthogonal: Any, sides: Sides, axes: list[tuple[str, .
     padded = jnp.pad(stack, [(0, devices * each - count)] + [(0, 0)] * len(dims))
     slices = collectives.all_to_all(padded, group, 0, 0)  # of this device's matrices, by sender
 
-    # [*group, each, *dims] -> [each, *(axes of a dim, the dim)]: a dim's slices lie side by side.
+    # [*group, each, *dims] -> [each, *(axes of a dim, the dim)]: slices of a dim become adjacent.
     sizes = [collectives.group_size(axis) for axis in group]
     order, first = [len(sizes)], 0
     for i, names in enumerate(axes):
@@ -147,28 +148,32 @@ def _divided(x: Array, *, orthogonal: Any, sides: Sides, axes: list[tuple[str, .
     )
 
     # One matrix at a time: the products of a single one fill a device.
-    whole = jax.lax.map(orthogonal, by_axis.reshape(each, rows, -1))
+    matrices = jax.lax.map(orthogonal, by_axis.reshape(each, rows, -1))
 
-    back = whole.reshape(by_axis.shape).transpose([order.index(i) for i in range(len(order))])
+    back = matrices.reshape(by_axis.shape).transpose([order.index(i) for i in range(len(order))])
     returned = collectives.all_to_all(back.reshape(padded.shape), group, 0, 0)
     return _unstack(returned[:count], x, sides)
 
 
-def _matrix_axes(x: Array, sides: Sides, sharding: NamedSharding) -> list[tuple[str, ...]]:
-    """The mesh axes that split each dim of the matrices of a leaf [...], rows before columns."""
+def _matrix_axes(
+    x: Shaped[Array, "*leaf"], sides: Sides, sharding: NamedSharding
+) -> list[tuple[str, ...]]:
+    """Return the mesh axes that split each dim of the leaf's matrices, rows before columns."""
     entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
     return [axes_of(P(entries[i])) for i in sides.rows + sides.columns]
 
 
-def _stack(x: Array, sides: Sides) -> Array:
-    """[...] -> [count, *rows, *columns], the stacked dims as one."""
+def _stack(x: Shaped[Array, "*leaf"], sides: Sides) -> Shaped[Array, "count ..."]:
+    """Reshape to [count, *rows, *columns]."""
     order = sides.stacked + sides.rows + sides.columns
     moved = x.transpose(order)
     return moved.reshape(-1, *moved.shape[len(sides.stacked) :])
 
 
-def _unstack(stack: Array, x: Array, sides: Sides) -> Array:
-    """What `_stack` did to `x`, undone: [...], of the shape of `x`."""
+def _unstack(
+    stack: Shaped[Array, "*stack"], x: Shaped[Array, "*leaf"], sides: Sides
+) -> Shaped[Array, "*leaf"]:
+    """Undo `_stack` of x."""
     order = sides.stacked + sides.rows + sides.columns
     moved = stack.reshape([x.shape[i] for i in order])
     return moved.transpose(sorted(range(x.ndim), key=lambda i: order[i]))

@@ -1,4 +1,4 @@
-"""Update directions, by name, and what they leave alone."""
+"""Update rules by name, and the parameters that each of them skips."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from jaxdist.optim.muon import scale_by_muon
 def make_optimizer(
     config: OptimConfig, axes: Params, shardings: Params | None = None
 ) -> optax.GradientTransformation:
-    """The update direction, weight decay included, without the learning rate.
+    """Make the update direction, weight decay included, without the learning rate.
 
-    The model's tree of `Dims` says which leaves are matrices, which dims are their two sides, and
-    which leaves stack one matrix per layer. `shardings`, a tree of `NamedSharding` like it, says
-    where moments lie; with them Muon divides its work over the devices, None = one device.
+    `axes` is the model's tree of `Dims`: it determines which leaves are matrices, which dims are
+    their two sides, and which leaves stack one matrix per layer. `shardings` is a tree of the
+    `NamedSharding` of moments, with which Muon splits its work over devices; None = one device.
 
     Returns:
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
-        parameters. Gradients are float32. The state holds trees like `params`, found by
-        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves that another rule takes care
-        of.
+        parameters. Gradients are float32. The state holds trees like `params`, for
+        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule.
     """
     if not config.freeze:
         return _chain(config, axes, shardings)
-    # The rule sees holes where leaves are frozen: they have no moments, and their update is 0.
+    # Frozen leaves are holes in the tree of the rule: they have no moments, and their update is 0.
     frozen = frozen_leaves(config, axes)
     moving = jax.tree.map(lambda hole: not hole, frozen)
     punch = lambda tree: jax.tree.map(
@@ -62,15 +61,15 @@ def _chain(
 
 
 def decay_mask(axes: Params) -> Params:
-    """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
+    """Return a tree of booleans like `axes`: the leaves with weight decay."""
     return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 
 def hidden_matrices(axes: Params) -> Params:
-    """Tree of booleans like `axes`: the leaves that Muon updates.
+    """Return a tree of booleans like `axes`: the leaves that Muon updates.
 
-    With stacked layers, the matrices in the stack. Without (a CNN), every matrix or kernel but
-    those that touch a vocabulary or the classes.
+    With stacked layers these are the matrices of the stack. Without (a CNN) they are every matrix
+    or kernel without a dim of the vocabulary or the classes.
     """
     has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
 
@@ -114,7 +113,7 @@ def _muon(
 
 
 def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same rule with a scalar 0 for each `MaskedNode` of its state: every leaf is an array."""
+    """Replace each `MaskedNode` of a rule's state by a scalar 0: every leaf is an array."""
 
     def is_hole(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)

@@ -93,7 +93,7 @@ def attend(query: Array, key: Array, value: Array, queries: Span, keys: Span, ru
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """The same arrays [...], declared to vary over the axes over which any of them does."""
+    """The same arrays [*dims], declared to vary over the axes over which any of them does."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
@@ -217,7 +217,7 @@ def forward(
 
 
 def wide_dtype(query: Array) -> Any:
-    """What attention of a query [...] sums in: float32, or float64 where the query is."""
+    """What attention of a query [*dims] sums in: float32, or float64 where the query is."""
     return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 

@@ -270,7 +270,7 @@ class _Group(NamedTuple):
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
 
     def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
-        """Exchange x [...]: `split_dim` shrinks, and `concat_dim` grows, by the group's size."""
+        """Exchange x [*dims]: `split_dim` shrinks, and `concat_dim` grows, by the group's size."""
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
 
 

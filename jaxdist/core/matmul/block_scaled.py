@@ -4,17 +4,17 @@ mxfp8: everything, gradients too, is rounded to E4M3, and each 32 numbers along 
 share a scale that is a power of two (E8M0). All three products of a weight are such products.
 
 nvfp4: forward, everything is rounded to E2M1, each 16 numbers share a scale in E4M3, and the array
-has one more, a power of two, under which the scales fit. Both products of backward are in mxfp8, of
-what was given rather than of what forward rounded it to.
+has one more, a power of two, under which the scales fit. Both products of the backward pass are in
+mxfp8, computed from the unrounded inputs.
 
 A block lies along the dims that a product sums over. Those differ between forward and backward, so
 that an array is rounded once for each product that it is in, and weights travel as they are.
 Numbers are laid out with the summed dims last, in the order in which the first factor has them, and
-the last block is filled up with zeros.
+the last block is padded with zeros.
 
-A GPU multiplies the narrow numbers (`jax.nn.scaled_matmul`, which is the product of
-`jax.nn.scaled_dot_general`). Elsewhere the values that they stand for are multiplied in the compute
-dtype, where they are exact: E2M1 times E4M3 has six significant bits.
+A GPU multiplies the rounded numbers (`jax.nn.scaled_matmul`, the product of
+`jax.nn.scaled_dot_general`). Elsewhere the values that they represent are multiplied in the compute
+dtype, in which they are exact: E2M1 times E4M3 has six significant bits.
 
 Sources: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", section 5: the blocks.
 Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", sections 2 and 3: E4M3 throughout,
@@ -30,12 +30,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Float32, Shaped
 
 from jaxdist.core import collectives, types
 from jaxdist.core.matmul.fp8 import E4M3, SCALE, largest_of, scale_of
@@ -51,35 +52,31 @@ BLOCK = {"mxfp8": 32, "nvfp4": 16}
 
 _LARGEST_E2M1 = 6.0
 
+Scales: TypeAlias = tuple[Float32[Array, ""], Float32[Array, ""]]
+"""Scales of two complete arrays."""
+
 
 class Blocks(NamedTuple):
-    """A rounded array.
+    """A rounded array: values in E4M3 or E2M1, the scale of each block in E8M0 or E4M3.
 
-    Attributes:
-        values: E4M3 or E2M1 [batch, rows, summed].
-        scales: E8M0 or E4M3 [batch, rows, blocks].
-        scale: of the whole array, float32 []; None in mxfp8.
+    `scale` is that of the complete array; None in mxfp8.
     """
 
-    values: Array
-    scales: Array
-    scale: Array | None
+    values: Float[Array, "batch rows summed"]
+    scales: Shaped[Array, "batch rows blocks"]
+    scale: Float32[Array, ""] | None
 
-    def widen(self, dtype: Any) -> Array:
-        """The values that this stands for, exactly: [batch, rows, summed] in `dtype`."""
+    def widen(self, dtype: Any) -> Float[Array, "batch rows summed"]:
+        """Return the represented values in `dtype`, exactly."""
         size = self.values.shape[-1] // self.scales.shape[-1]
         wide = self.values.astype(dtype) * jnp.repeat(self.scales.astype(dtype), size, axis=-1)
         return wide if self.scale is None else wide * self.scale.astype(dtype)
 
 
-def round_mxfp8(x: Array) -> Blocks:
-    """Round each 32 numbers to E4M3 under their own scale.
+def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
+    """Round each 32 numbers to E4M3 under their own scale; `summed` is padded with zeros.
 
-    Args:
-        x: [batch, rows, summed]; `summed` is filled up with zeros to a multiple of 32.
-
-    Returns:
-        Blocks, the largest magnitude of each in (224, 448]. NaN where one has a NaN or Inf.
+    The largest magnitude of each block is in (224, 448]. A block with a NaN or Inf is NaN.
     """
     blocks = _cut(x, BLOCK["mxfp8"])
     scales = scale_of(jnp.max(jnp.abs(blocks), axis=-1), E4M3)
@@ -87,16 +84,11 @@ def round_mxfp8(x: Array) -> Blocks:
     return Blocks(_join(values), scales.astype(E8M0), None)
 
 
-def round_nvfp4(x: Array, scale: Array) -> Blocks:
-    """Round each 16 numbers to E2M1 under their own scale and that of the array.
+def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""]) -> Blocks:
+    """Round each 16 numbers to E2M1 under their own scale and `scale`, that of the array.
 
-    Args:
-        x: [batch, rows, summed]; `summed` is filled up with zeros to a multiple of 16.
-        scale: of the array, float32 [], as `scale_of_nvfp4` gives it.
-
-    Returns:
-        Blocks. One whose scale would be below E4M3's smallest number is zeros. All is NaN where
-        the scale is.
+    `scale` is a result of `scale_of_nvfp4`; if it is NaN, so are all blocks. `summed` is padded
+    with zeros. A block whose scale would be below E4M3's smallest number is zeros.
     """
     blocks = _cut(x, BLOCK["nvfp4"]) * (1 / scale)
     scales = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST_E2M1).astype(E4M3)
@@ -109,19 +101,19 @@ def round_nvfp4(x: Array, scale: Array) -> Blocks:
     return Blocks(_join(values), scales, scale)
 
 
-def scale_of_nvfp4(largest: Array) -> Array:
-    """The scale of an array of a largest magnitude, float32 []: blocks' scales then fit E4M3."""
+def scale_of_nvfp4(largest: Float32[Array, ""]) -> Float32[Array, ""]:
+    """Return the scale of an array from its largest magnitude; blocks' scales then fit E4M3."""
     return scale_of(largest / _LARGEST_E2M1, E4M3)
 
 
-def _cut(x: Array, size: int) -> Array:
-    """Float32 blocks [batch, rows, blocks, size] of x [batch, rows, summed]."""
+def _cut(
+    x: Float[Array, "batch rows summed"], size: int
+) -> Float32[Array, "batch rows blocks {size}"]:
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, -x.shape[-1] % size)))
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def _join(blocks: Array) -> Array:
-    """[batch, rows, summed] of blocks [batch, rows, blocks, size]."""
+def _join(blocks: Float[Array, "batch rows blocks size"]) -> Float[Array, "batch rows summed"]:
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
@@ -133,16 +125,15 @@ def make_dot(
     axes: tuple[str, ...],
     platform: str,
     *,
-    is_wide: Array | None = None,
+    is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
-    """A `Context.dot` in mxfp8 or nvfp4; arguments and result as in `matmul.make_dot`.
+    """Make a `Context.dot` in mxfp8 or nvfp4; a product [*dims], as of `matmul.make_dot`.
 
-    `is_wide` is bool [] or None. Wire: 4 bytes for each array in nvfp4, whose scale is that of all
-    `axes`; nothing in mxfp8.
+    Wire: 4 bytes for each array in nvfp4, whose scale is that of all `axes`; nothing in mxfp8.
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-        """The product [*dims named after the arrow]; arguments as in `types.dot`."""
+        """Multiply as `types.dot` does: [*dims named after the arrow]."""
         w = w.astype(x.dtype)
         both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
         x, w, wide = collectives.vary((x, w, is_wide), both)
@@ -155,7 +146,7 @@ def make_dot(
 
 
 class _Scaled(NamedTuple):
-    """One product and its gradients' two.
+    """A product and the two products of its gradients.
 
     Attributes:
         matmul_dtype: "mxfp8" or "nvfp4", of the product; gradients' are in mxfp8.
@@ -163,7 +154,7 @@ class _Scaled(NamedTuple):
         dtype: of x, w and their gradients.
         out_dtype: of the result.
         axes: over which the scale of an array is equal.
-        is_narrow: whether narrow numbers are multiplied, or the values that they stand for.
+        is_narrow: multiply the rounded numbers; False = the values that they represent.
     """
 
     matmul_dtype: str
@@ -173,26 +164,26 @@ class _Scaled(NamedTuple):
     axes: tuple[str, ...]
     is_narrow: bool
 
-    def scales(self, x: Array, w: Array) -> tuple[Array, Array] | None:
-        """Of the arrays [*dims] as wholes, float32 [] each; None in mxfp8, which has none."""
+    def scales(self, x: Array, w: Array) -> Scales | None:
+        """Return the scales of x [*dims] and w [*dims]; None in mxfp8, which has none."""
         if self.matmul_dtype == "mxfp8":
             return None
         x_scale, w_scale = (scale_of_nvfp4(largest_of(array, self.axes)) for array in (x, w))
         return checkpoint_name(x_scale, SCALE), checkpoint_name(w_scale, SCALE)
 
-    def forward(self, x: Array, w: Array, scales: tuple[Array, Array] | None) -> Array:
-        """The product [*dims]; `scales` as above."""
+    def forward(self, x: Array, w: Array, scales: Scales | None) -> Array:
+        """Return the product [*dims] of x [*dims] and w [*dims]."""
         names = _names(self.dims)
         return checkpoint_name(self._multiply(names, x, w, self.out_dtype, scales), PRODUCT)
 
     def backward(self, x: Array, w: Array, g: Array) -> tuple[Array, Array]:
-        """Gradients of x [*dims] and w [*dims] from the result's."""
+        """Return gradients of x [*dims] and w [*dims], from g [*dims] of the result."""
         left, right, out = _names(self.dims)
         dx = self._multiply((out, right, left), g, w, x.dtype)
         return dx, self._multiply((left, out, right), x, g, x.dtype)
 
     def wide(self, x: Array, w: Array) -> Array:
-        """The product [*dims] of what was given."""
+        """Return the product [*dims] of unrounded x [*dims] and w [*dims]."""
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
     def _multiply(
@@ -201,9 +192,9 @@ class _Scaled(NamedTuple):
         a: Array,
         b: Array,
         dtype: Any,
-        scales: tuple[Array, Array] | None = None,
+        scales: Scales | None = None,
     ) -> Array:
-        """The product [*last dims named] of a [*first] and b [*second dims named]."""
+        """Return the product [*last dims named] of a [*first] and b [*second dims named]."""
         left, right, out = names
         shared = [name for name in left if name in right]
         batch = [name for name in shared if name in out]
@@ -213,29 +204,28 @@ class _Scaled(NamedTuple):
         first = _lay_out(a, left, (batch, rows, summed))
         second = _lay_out(b, right, (batch, columns, summed))
         if scales is None:
-            found = self._product(round_mxfp8(first), round_mxfp8(second), dtype)
+            product = self._product(round_mxfp8(first), round_mxfp8(second), dtype)
         else:
-            near, other = round_nvfp4(first, scales[0]), round_nvfp4(second, scales[1])
-            found = self._product(near, other, dtype)
+            blocks = round_nvfp4(first, scales[0]), round_nvfp4(second, scales[1])
+            product = self._product(*blocks, dtype)
         sizes = dict(zip((*left, *right), (*a.shape, *b.shape), strict=True))
         order = [*batch, *rows, *columns]
-        found = found.reshape([sizes[name] for name in order])
-        return jnp.transpose(found, [order.index(name) for name in out])
+        product = product.reshape([sizes[name] for name in order])
+        return jnp.transpose(product, [order.index(name) for name in out])
 
-    def _product(self, a: Blocks, b: Blocks, dtype: Any) -> Array:
-        """[batch, rows, columns] of [batch, rows, summed] and [batch, columns, summed]."""
+    def _product(self, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "batch rows columns"]:
         if not self.is_narrow:
             numbers = (((2,), (2,)), ((0,), (0,)))
             wide, other = a.widen(self.dtype), b.widen(self.dtype)
             return lax.dot_general(wide, other, numbers, preferred_element_type=dtype)
-        found = jax.nn.scaled_matmul(
+        product = jax.nn.scaled_matmul(
             a.values, b.values, a.scales, b.scales, preferred_element_type=dtype
         )
         # It forgets over which axes its arguments vary.
-        found = collectives.vary(found, tuple(collectives.varying_axes(a.values)))
+        product = collectives.vary(product, tuple(collectives.varying_axes(a.values)))
         if a.scale is None or b.scale is None:
-            return found
-        return found * a.scale.astype(dtype) * b.scale.astype(dtype)
+            return product
+        return product * a.scale.astype(dtype) * b.scale.astype(dtype)
 
 
 def _names(dims: str) -> tuple[list[str], list[str], list[str]]:
@@ -245,21 +235,23 @@ def _names(dims: str) -> tuple[list[str], list[str], list[str]]:
 
 
 def _lay_out(x: Array, names: list[str], groups: Sequence[list[str]]) -> Array:
-    """X [*names] as an array with one dim for each group of names."""
+    """Reshape x [*names] to an array with one dim for each group of names."""
     sizes = dict(zip(names, x.shape, strict=True))
     order = [name for group in groups for name in group]
-    turned = jnp.transpose(x, [names.index(name) for name in order])
-    return turned.reshape([math.prod(sizes[name] for name in group) for group in groups])
+    transposed = jnp.transpose(x, [names.index(name) for name in order])
+    return transposed.reshape([math.prod(sizes[name] for name in group) for group in groups])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product: _Scaled, x: Array, w: Array, wide: Array | None) -> Array:
-    """The product [*dims named after the arrow]; `wide` is bool [] or None, as in `make_dot`."""
+def _dot(product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None) -> Array:
+    """Return the product [*dims named after the arrow]; `wide` is `is_wide` of `make_dot`."""
     return _dot_forward(product, x, w, wide)[0]
 
 
-def _dot_forward(product: _Scaled, x: Array, w: Array, wide: Array | None) -> tuple[Array, Any]:
-    """The product [*dims], and what its gradients are computed from."""
+def _dot_forward(
+    product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None
+) -> tuple[Array, Any]:
+    """Return the product [*dims] and the inputs of its backward pass."""
     scales = product.scales(x, w)
     if wide is None:
         return product.forward(x, w, scales), (x, w, None)
@@ -268,7 +260,7 @@ def _dot_forward(product: _Scaled, x: Array, w: Array, wide: Array | None) -> tu
 
 
 def _dot_backward(product: _Scaled, kept: Any, gradient: Array) -> tuple[Array, Array, None]:
-    """Gradients of x [*dims] and w [*dims]."""
+    """Return gradients of x [*dims] and w [*dims]."""
     x, w, wide = kept
     if wide is None:
         return *product.backward(x, w, gradient), None

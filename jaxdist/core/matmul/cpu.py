@@ -1,8 +1,8 @@
-"""Products of float32 on CPU, whose gradients of weights are summed the faster way.
+"""Float32 products on CPU with faster gradients of weights.
 
-XLA:CPU sums over the rows of both inputs more slowly than it multiplies, at two thirds of the speed
-where they are many and wide. One of them is turned around first, and a barrier keeps it so: the
-compiler would undo it (`scripts/bench/results/cpu.md`).
+XLA:CPU contracts the rows of two inputs at two thirds of the speed of a plain product if they are
+many and wide. So one input is transposed first. A barrier keeps the compiler from undoing that
+(`scripts/bench/results/cpu.md`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float
 
 from jaxdist.core import collectives, types
 from jaxdist.core.types import Array
 
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """`types.dot`: the same product [*dims named after the arrow], of x and w as it takes them.
+    """Multiply as `types.dot` does: [*dims named after the arrow].
 
-    The gradient of w is summed in another order. Other dtypes than float32, and other orders of
-    dims than "rows inner, inner outer -> rows outer", are left to it altogether.
+    The gradient of w is summed in another order. Dtypes other than float32, and other orders of
+    dims than "rows inner, inner outer -> rows outer", fall back to `types.dot`.
     """
     if _num_inner(dims) == 0 or x.dtype != jnp.float32 or (out_dtype or x.dtype) != x.dtype:
         return types.dot(dims, x, w, out_dtype=out_dtype)
@@ -32,10 +33,12 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     return _dot(dims, *collectives.vary((x, w), both))
 
 
-def weight_gradient(x: Array, g: Array) -> Array:
-    """[inner, outer] from activations [rows, inner] and the product's gradient [rows, outer].
+def weight_gradient(
+    x: Float[Array, "rows inner"], g: Float[Array, "rows outer"]
+) -> Float[Array, "inner outer"]:
+    """Return the gradient of a weight from activations and the gradient of their product.
 
-    Float32 or wider. The narrower of the two is turned around: the copy is small.
+    Float32 or wider. The narrower of the two is transposed, because that copies less.
     """
     wide = jnp.promote_types(g.dtype, jnp.float32)
     x, g = x.astype(wide), g.astype(wide)
@@ -46,22 +49,22 @@ def weight_gradient(x: Array, g: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(dims: str, x: Array, w: Array) -> Array:
-    """The product [*dims named after the arrow]."""
+    """Return the product [*dims named after the arrow]."""
     return types.dot(dims, x, w)
 
 
 def _forward(dims: str, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    """The product [*dims named after the arrow], and what backward reads."""
+    """Return the product [*dims named after the arrow] and the inputs of its backward pass."""
     return types.dot(dims, x, w), (x, w)
 
 
 def _backward(dims: str, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    """Gradients of x [*first dims named] and w [*second dims named]."""
+    """Return gradients of x [*first dims named] and w [*second dims named]."""
     x, w = saved
     inner = w.shape[: _num_inner(dims)]
     outer = w.shape[len(inner) :]
     flat = lambda a, last: a.reshape(-1, math.prod(last))
-    # Of a weight with several outer dims XLA would copy the transpose: flat, a product reads it.
+    # XLA would copy the transpose of a weight with several outer dims, and reads a flat one.
     dx = lax.dot_general(flat(g, outer), flat(w, outer), (((1,), (1,)), ((), ())))
     dw = weight_gradient(flat(x, inner), flat(g, outer))
     return dx.reshape(x.shape), dw.reshape(w.shape)
@@ -71,7 +74,7 @@ _dot.defvjp(_forward, _backward)
 
 
 def _num_inner(dims: str) -> int:
-    """How many dims are summed over; 0 where they are not x's last and w's first, in this order."""
+    """Count the summed dims; 0 if they are not the last of x and the first of w in this order."""
     inputs, _, out = dims.partition("->")
     left, right = (part.split() for part in inputs.split(","))
     inner = [name for name in left if name in right]

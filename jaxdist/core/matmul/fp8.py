@@ -1,20 +1,20 @@
-"""Products in 8 bits: what is rounded to which format with which scale.
+"""Products in fp8: formats and scales.
 
 Activations and weights are rounded to E4M3, gradients of a product's result to E5M2, each with one
 scale for the whole array, taken from its own largest magnitude. All three products of a weight,
 forward and backward, then multiply 8 bit numbers and add up wider ones.
 
-A GPU multiplies the 8 bit numbers themselves and scales the result. Elsewhere the values that they
-stand for are multiplied in the compute dtype. That is the same, as scaling by a power of two is
-exact. On a GPU it would not do: XLA takes a value that is narrowed and widened for one with excess
+A GPU multiplies the 8-bit numbers and scales the result. Elsewhere the values that they represent
+are multiplied in the compute dtype, which gives the same result because scaling by a power of two
+is exact. On a GPU that would not work: XLA treats narrowing and widening a value as excess
 precision, and drops the rounding.
 
-Scales are powers of two. Then a value rounds the same way under every scale, but for the tiniest
-(below 2^-14 of the largest in E4M3), and how rows are cut into microbatches hardly matters.
+Scales are powers of two. So a value rounds the same way under every scale, except the smallest
+(below 2^-14 of the largest in E4M3), and the split of rows into microbatches hardly matters.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats,
-and which tensor takes which. Deviations: a scale follows from the array it scales rather than from
-earlier steps, it is a power of two, and nothing saturates: the largest magnitude fits by
+and the format of each tensor. Deviations: a scale is computed from the current array rather than
+from earlier steps, it is a power of two, and nothing saturates: the largest magnitude fits by
 construction.
 """
 
@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Float32, Shaped
 
 from jaxdist.core import collectives, types
 from jaxdist.core.types import Array
@@ -43,16 +44,11 @@ _LARGEST_MANTISSA = 0x600000  # of 1.75, as float32 stores it
 _SMALLEST_SCALE = -100  # 2^-100 and its inverse are far from overflow
 
 
-def scale_of(largest: Array, dtype: Any) -> Array:
-    """The power of two by which an array is divided before it is rounded.
+def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "*arrays"]:
+    """Return the powers of two by which arrays are divided before they are rounded to `dtype`.
 
-    Args:
-        largest: magnitudes, float32 [...], each the largest of one array.
-        dtype: `E4M3` or `E5M2`.
-
-    Returns:
-        Float32 [...]: `largest` / scale is in (max / 2, max] of the format. 1 where the array is
-        all zeros. NaN where it has a NaN or Inf, so that nothing hides those.
+    `largest` holds the largest magnitude of each array. `largest` / scale is in (max / 2, max] of
+    the format. The scale is 1 for zeros, and NaN if the array has a NaN or Inf.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = (bits >> 23) - 127 - _LARGEST_EXPONENT[dtype]
@@ -63,11 +59,13 @@ def scale_of(largest: Array, dtype: Any) -> Array:
     return jnp.where(jnp.isfinite(largest), scale, jnp.full_like(scale, jnp.nan))
 
 
-def largest_of(x: Array, axes: tuple[str, ...], dims: tuple[int, ...] | None = None) -> Array:
-    """The largest magnitude of an array whose parts lie on the devices of mesh `axes`, float32.
+def largest_of(
+    x: Float[Array, "*dims"], axes: tuple[str, ...], dims: tuple[int, ...] | None = None
+) -> Float32[Array, "*rest"]:
+    """Return the largest magnitude of an array that mesh `axes` split, over `dims` (None = all).
 
-    `dims` are reduced, all by default: x [...] -> []. Inf where any part has a NaN: whether the
-    maximum over devices would keep a NaN is up to their library. Wire: 4 bytes each.
+    Inf if any part has a NaN, because collectives may drop a NaN from a maximum. Wire: 4 bytes
+    each.
     """
     largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
     largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
@@ -75,66 +73,60 @@ def largest_of(x: Array, axes: tuple[str, ...], dims: tuple[int, ...] | None = N
     return collectives.all_reduce(largest, over, "max") if over else largest
 
 
-def narrow(x: Array, scale: Array, dtype: Any) -> Array:
-    """Divide by the scale and round to nearest even: x [...] -> [...] of the 8 bit dtype."""
+def narrow(
+    x: Float[Array, "*dims"], scale: Float32[Array, "*#dims"], dtype: Any
+) -> Float[Array, "*dims"]:
+    """Divide by the scale and round to the nearest even number of the 8-bit `dtype`."""
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
 
 
-def widen(x: Array, scale: Array, dtype: Any) -> Array:
-    """The values that 8 bit x [...] and its scale stand for, exactly: [...] in `dtype`."""
+def widen(x: Float[Array, "*dims"], scale: Float32[Array, ""], dtype: Any) -> Float[Array, "*dims"]:
+    """Return the values that 8-bit x and its scale represent, exactly, in `dtype`."""
     return x.astype(dtype) * scale.astype(dtype)
 
 
 # --- products -------------------------------------------------------------------------------------
 
-Rounded = tuple[Array, Array]
-"""An array in 8 bits [...] and its scale, float32 []."""
+Rounded: TypeAlias = tuple[Shaped[Array, "..."], Float32[Array, ""]]
+"""An array in 8 bits and its scale."""
 
-
-Known = Sequence[tuple[Array, Rounded]]
-"""Weights as a model is handed them, each with what it is in 8 bits."""
+RoundedWeights: TypeAlias = Sequence[tuple[Array, Rounded]]
+"""Weights that the model receives, each with its 8-bit version."""
 
 
 def make_dot(
     axes: tuple[str, ...],
     platform: str,
     *,
-    known: Known = (),
-    is_wide: Array | None = None,
+    rounded: RoundedWeights = (),
+    is_wide: Bool[Array, ""] | None = None,
 ) -> Any:
-    """A `Context.dot` in 8 bits.
+    """Make a `Context.dot` in fp8; a product [*dims], as of `matmul.make_dot`.
 
-    Args:
-        axes: mesh axes over whose devices activations may be split; their scales are equal there.
-        platform: "gpu" multiplies 8 bit numbers, any other the values that they stand for.
-        known: weights that are in 8 bits already, as `gather` gives them. Others are rounded here.
-        is_wide: bool []: whether this layer multiplies in the compute dtype after all. None: never.
-
-    Returns:
-        (dims, x, w, out_dtype=None) -> product, as `types.dot`.
+    `rounded` comes from `fp8_weights.gather`. Other weights are rounded here.
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-        """The product [*dims named after the arrow]; arguments as in `types.dot`."""
-        near = next((rounded for weight, rounded in known if weight is w), None)
+        """Multiply as `types.dot` does: [*dims named after the arrow]."""
+        w8 = next((narrowed for weight, narrowed in rounded if weight is w), None)
         w = w.astype(x.dtype)
         both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
-        x, w, near, wide = collectives.vary((x, w, near, is_wide), both)
+        x, w, w8, wide = collectives.vary((x, w, w8, is_wide), both)
         product = _Product(dims, x.dtype, out_dtype or x.dtype, axes, platform == "gpu")
-        return _dot(product, x, w, near, wide)
+        return _dot(product, x, w, w8, wide)
 
     return dot
 
 
 class _Product(NamedTuple):
-    """One product and its gradients' two.
+    """A product and the two products of its gradients.
 
     Attributes:
         dims: as `types.dot` takes them.
         dtype: of x, w and their gradients.
         out_dtype: of the result.
         axes: over which scales are equal.
-        in_8_bits: whether 8 bit numbers are multiplied, or the values that they stand for.
+        in_8_bits: multiply 8-bit numbers; False = the values that they represent.
     """
 
     dims: str
@@ -144,22 +136,21 @@ class _Product(NamedTuple):
     in_8_bits: bool
 
     def forward(self, x: Rounded, w: Rounded) -> Array:
-        """The product [*dims]."""
+        """Return the product [*dims]."""
         left, right, out = self._names()
         return self._multiply((left, right, out), x, w, self.out_dtype)
 
     def backward(self, x: Rounded, w: Rounded, g: Rounded) -> tuple[Array, Array]:
-        """Gradients of x [*dims] and w [*dims] from the result's."""
+        """Return gradients of x [*dims] and w [*dims], from g of the result."""
         left, right, out = self._names()
         dx = self._multiply((out, right, left), g, w, self.dtype)
         return dx, self._multiply((left, out, right), x, g, self.dtype)
 
     def wide(self, x: Array, w: Array) -> Array:
-        """The product [*dims] of what was given."""
+        """Return the product [*dims] of unrounded x [*dims] and w [*dims]."""
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
-    def rounded(self, x: Array, dtype: Any) -> Rounded:
-        """An array [...] in 8 bits, and its scale, float32 []."""
+    def rounded(self, x: Float[Array, "*dims"], dtype: Any) -> Rounded:
         scale = checkpoint_name(scale_of(largest_of(x, self.axes), dtype), SCALE)
         return narrow(x, scale, dtype), scale
 
@@ -171,43 +162,45 @@ class _Product(NamedTuple):
     def _multiply(
         self, names: tuple[list[str], list[str], list[str]], a: Rounded, b: Rounded, dtype: Any
     ) -> Array:
-        """The product [*last dims named] of [*first] and [*second dims named]."""
+        """Return the product [*last dims named] of a [*first] and b [*second dims named]."""
         left, right, out = names
         shared = [name for name in left if name in right]
         batch = [name for name in shared if name in out]
         summed = [name for name in shared if name not in out]
-        places = lambda names: (tuple(map(left.index, names)), tuple(map(right.index, names)))
-        numbers = (places(summed), places(batch))
+        indices = lambda names: (tuple(map(left.index, names)), tuple(map(right.index, names)))
+        numbers = (indices(summed), indices(batch))
         if self.in_8_bits:
-            found = lax.dot_general(a[0], b[0], numbers, preferred_element_type=dtype)
-            found = found * a[1].astype(dtype) * b[1].astype(dtype)
+            product = lax.dot_general(a[0], b[0], numbers, preferred_element_type=dtype)
+            product = product * a[1].astype(dtype) * b[1].astype(dtype)
         else:
             wide, other = widen(*a, self.dtype), widen(*b, self.dtype)
-            found = lax.dot_general(wide, other, numbers, preferred_element_type=dtype)
+            product = lax.dot_general(wide, other, numbers, preferred_element_type=dtype)
         order = [*batch, *(n for n in left + right if n not in shared)]
-        return jnp.transpose(found, [order.index(name) for name in out])
+        return jnp.transpose(product, [order.index(name) for name in out])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product: _Product, x: Array, w: Array, near: Rounded | None, wide: Array | None) -> Array:
-    """The product [*dims named after the arrow]; `wide` is bool [] or None, as in `make_dot`."""
-    return _dot_forward(product, x, w, near, wide)[0]
+def _dot(
+    product: _Product, x: Array, w: Array, w8: Rounded | None, wide: Bool[Array, ""] | None
+) -> Array:
+    """Return the product [*dims named after the arrow]; `wide` is `is_wide` of `make_dot`."""
+    return _dot_forward(product, x, w, w8, wide)[0]
 
 
 def _dot_forward(
-    product: _Product, x: Array, w: Array, near: Rounded | None, wide: Array | None
+    product: _Product, x: Array, w: Array, w8: Rounded | None, wide: Bool[Array, ""] | None
 ) -> tuple[Array, Any]:
-    """The product [*dims], and what its gradients are computed from."""
-    x8, w8 = product.rounded(x, E4M3), near or product.rounded(w, E4M3)
+    """Return the product [*dims] and the inputs of its backward pass."""
+    x8, near = product.rounded(x, E4M3), w8 or product.rounded(w, E4M3)
     if wide is None:
-        # A gathered weight is never kept, whatever it is; see `fsdp.keep_all_but_weights`.
-        return product.forward(x8, w8), (_as_bytes(x8), near or _as_bytes(w8), None)
-    out = lax.cond(wide, lambda: product.wide(x, w), lambda: product.forward(x8, w8))
+        # A gathered weight is never kept; see `fsdp.keep_all_but_weights`.
+        return product.forward(x8, near), (_as_bytes(x8), w8 or _as_bytes(near), None)
+    out = lax.cond(wide, lambda: product.wide(x, w), lambda: product.forward(x8, near))
     return out, (x, w, wide)
 
 
 def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array, Array, None, None]:
-    """Gradients of x [*dims] and w [*dims]."""
+    """Return gradients of x [*dims] and w [*dims]."""
     x, w, wide = kept
     g8 = product.rounded(gradient, E5M2)
     if wide is None:
@@ -225,10 +218,10 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _as_bytes(x: Rounded) -> Rounded:
-    """The same, its 8 bits [...] as integers.
+    """Reinterpret the 8 bits as integers.
 
-    `jax.checkpoint` passes floats that it keeps through reduce_precision, which takes E4M3 for a
-    format with infinities and makes NaN of its largest values.
+    `jax.checkpoint` passes floats that it keeps through reduce_precision, which treats E4M3 as a
+    format with infinities and turns its largest values into NaN.
     """
     return lax.bitcast_convert_type(x[0], jnp.uint8), x[1]
 

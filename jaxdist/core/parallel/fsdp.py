@@ -97,7 +97,7 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
     """
 
     def leaf(spec: P, grad: Array) -> Array:
-        """This device's shard [...] of the sum of a gradient; one that is not sharded, as it is."""
+        """Return this device's shard [*dims] of the sum of a gradient."""
         axes = axes_of(spec)
         if not axes:
             return grad

@@ -33,7 +33,7 @@ def scatter_gradients(
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
-        """The local sum [...], or what this device keeps of it where `target` shards it."""
+        """The local sum [*dims], or what this device keeps of it where `target` shards it."""
         for axis in axes:
             dim = dim_of(target, axis)
             if dim is not None and dim_of(source, axis) is None:

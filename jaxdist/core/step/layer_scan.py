@@ -156,8 +156,8 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
-        weights, known = fp8_weights.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-        dot = _make_dot(layout, plan, known=known)
+        weights, rounded = fp8_weights.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        dot = _make_dot(layout, plan, rounded=rounded)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
     return _NarrowLayer(
@@ -166,7 +166,7 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
 
 
 def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., Array]:
-    """Make the product of x [...] and w [...] in `plan.matmul_dtype`, as `matmul.make_dot`."""
+    """Make the product [*dims named] of x and w in `plan.matmul_dtype`, as `matmul.make_dot`."""
     # Devices of these axes may hold parts of one activation; those of stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
     return matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options)

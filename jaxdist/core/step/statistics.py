@@ -41,7 +41,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
     found = dict(jax.tree_util.tree_leaves_with_path(shown))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
-        """The gradient [...], or what the batch showed of a running average of that shape."""
+        """The gradient [*dims], or what the batch showed of a running average of that shape."""
         if not isinstance(dims, RunningDims):
             return grad
         if path not in found:

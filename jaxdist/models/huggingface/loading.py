@@ -89,7 +89,7 @@ def _shape(parts: list[Piece]) -> tuple[int, ...]:
 
 
 def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    """One array, shaped as `leaf` [...] and in its dtype, shard by shard.
+    """One array, shaped as `leaf` [*dims] and in its dtype, shard by shard.
 
     Devices that hold the same slice share what is read.
     """
@@ -177,7 +177,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
-    """The shard [...], donated, with values [...] of its dtype from its index `corner` on."""
+    """The shard [*dims], donated, with values [*part] of its dtype from its index `corner` on."""
     return jax.lax.dynamic_update_slice(shard, values, corner)
 
 

@@ -249,7 +249,7 @@ def _is_known(var: Any, known: set[Any]) -> bool:
 def _function(
     traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
 ) -> Callable[..., list[Array]]:
-    """The part of a traced program that leads from inputs to outputs, arrays [...] each."""
+    """The part of a traced program that leads from inputs to outputs, arrays [*dims] each."""
     program = traced.jaxpr
     equations = _needed(program.eqns if equations is None else equations, outputs)
     part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)
