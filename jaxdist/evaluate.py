@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = run.weights(step, config.weights)
     means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
     facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
-    parts = run.parts_for(dataset)
+    parts = run.parts_for(dataset.fields)
     result = {**facts, "mesh": str(parts.spec), "step_plan": parts.plan.digest, **means}
     shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, shown(value)) for name, value in result.items()], left=2)

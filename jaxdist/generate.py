@@ -139,15 +139,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     step = None if config.step < 0 else config.step
     run = open_run(config.run, step=step, mesh=config.mesh, simulate=config.simulate)
-    writer = open_writer(run.parts, config, chat=config.chat)
+    parts = run.parts_for()
+    writer = open_writer(parts, config, chat=config.chat)
     requests = [] if config.is_interactive else list(config.requests())
     if not requests and not config.is_interactive:
         raise ConfigError("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
     prompts = writer.encode(requests)
     weights = run.weights(step, config.weights)
-    writer.decoder = make_decoder(run.parts, weights.params, config)
+    writer.decoder = make_decoder(parts, weights.params, config)
     of = "EMA weights of " if weights.kind == "ema" else ""
-    where = f"mesh {run.parts.spec}, step plan {run.parts.plan.digest}"
+    where = f"mesh {parts.spec}, step plan {parts.plan.digest}"
     print(f"{of}checkpoint {weights.step} of {run.path}, {where}", file=sys.stderr)
     if config.is_interactive:
         _converse(writer, config)

@@ -6,7 +6,6 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -50,14 +49,14 @@ def run(
     import jax
 
     from jaxdist.data import open_datasets
-    from jaxdist.plan.estimate.memory_check import Budget, needs_of
+    from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import (
         assemble,
         check_data_fits,
-        compare_kernel,
+        decide_step,
         in_examples,
     )
     from jaxdist.run.startup import (
@@ -76,7 +75,7 @@ def run(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
     )
     check_objective(config, program.objective)
-    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
+    budget = parts.budget(job.host_of)
     if budget is not None and "memory" not in config.override:
         budget.check()
     data = open_datasets(
@@ -85,12 +84,9 @@ def run(
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may differ
         check_data_fits(parts, part)
-    parts = compare_kernel(parts, data[0].fields)
-    if budget is not None:
-        budget = budget.replanned(parts.packed, parts.check)
-        if "memory" not in config.override:
-            budget.check()
-        parts = dataclasses.replace(parts, remat=budget.job.remat)
+    parts, budget = decide_step(parts, data[0].fields, budget)
+    if budget is not None and "memory" not in config.override:
+        budget.check()
     if config.replay:
         return replay(parts, data[0])
     audit = None if "audit" in config.override else check_mesh(parts, data[0].fields)

@@ -190,8 +190,8 @@ def test_steps_are_done_again_with_the_kernel_of_training(tmp_path, monkeypatch,
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
     data = [SimpleNamespace(fields=fields)] * 2
     kernels = []
-    compared = lambda own, fields: dataclasses.replace(own, check=fields)
-    monkeypatch.setattr(rerun, "compare_kernel", compared)
+    compared = lambda own, fields, _: (dataclasses.replace(own, check=fields), None)
+    monkeypatch.setattr(rerun, "decide_step", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))

@@ -123,9 +123,9 @@ def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
 
 def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
-    budget.check_executable(stats(72 * GIB))
+    budget.fit(lambda _: stats(72 * GIB))
     with refused("80.0 GiB", "72.0 GiB", "Add --"):
-        budget.check_executable(stats(80 * GIB))
+        budget.fit(lambda _: stats(80 * GIB))
 
 
 def test_donated_arguments_count_once():
@@ -241,6 +241,43 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
     forced = ["--override=memory", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0
+
+
+def test_training_takes_the_next_policy_before_the_state_is_made(monkeypatch, tmp_path, capsys):
+    """On CPU devices that pose as GPUs, of which the first executable takes too much."""
+    from jaxdist import train
+    from jaxdist.plan.estimate import memory_check as room
+    from jaxdist.run import session
+
+    order, of, restore, build = [], room.Budget.of, session.restore_or_init, setup.make_step
+    judged = lambda config, spec, devices, *rest: of(config, spec, gpus(len(devices), 72.0), *rest)
+
+    def measured(stats):
+        order.append(executable_bytes(stats))
+        return 73 * GIB if len(order) < 3 else order[-1]
+
+    def restored(*arguments):
+        order.append("restore")
+        return restore(*arguments)
+
+    def built(*arguments):
+        order.append(arguments[4].remat)
+        return build(*arguments)
+
+    monkeypatch.setattr(room.Budget, "of", judged)
+    monkeypatch.setattr(room.Budget, "compare", lambda self, stats: "")
+    monkeypatch.setattr(room, "executable_bytes", measured)
+    monkeypatch.setattr(session, "restore_or_init", restored)
+    monkeypatch.setattr(setup, "make_step", built)
+    flags = ["--skip-audit", "--run-dir", str(tmp_path / "run")]
+    assert train.main([*SMALL, *flags]) == 0
+    first, _, second, _, last = order
+    assert {first, second} <= set(POLICIES) and first != second and last == "restore"
+    out = capsys.readouterr().out
+    assert f"remat {second}: " in out and f"compiled step with {first}" in out
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    events = [record["event"] for record in records if record["kind"] == "event"]
+    assert events.count("compile") == 1 and "recompile" not in events
 
 
 def needed_state(run_dir) -> int:

@@ -1,19 +1,22 @@
 """Remat policies by the estimate: they rank as compiled programs do, and auto takes the best."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
+from refusals import refused
 from test_estimate import job
-from test_estimate_budget import gpus, run
+from test_estimate_budget import gpus, run, stats
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.models import CnnConfig, DecoderConfig
 from jaxdist.plan.estimate.activations import kept_per_layer
 from jaxdist.plan.estimate.flops import layer_backward
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.plan.estimate.remat import POLICIES, choose_remat, policies_of
+from jaxdist.plan.estimate.remat import POLICIES, RematChoice, choose_remat, policies_of
 from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.settings import ConfigError
 
 LLAMA = dict(vocab_size=128256)
 GPT2 = DecoderConfig(
@@ -116,3 +119,60 @@ def test_a_policy_that_the_settings_name_stays():
     budget = Budget.of(run(remat="none"), MeshSpec(fsdp=8), gpus(8, 140), None)
     assert budget.remat is None and budget.job.remat == "none"
     assert choose_remat(job(train={"remat": "names:qkv"}), 0) is None
+
+
+def fitted(budget, needs, agree=lambda _, own: [own]):
+    """Policies whose steps are compiled, of which each needs so many bytes."""
+    tried = []
+
+    def compile_with(budget):
+        tried.append(budget.job.remat)
+        assert budget.memory.total_bytes == budget.remat.bytes[budget.job.remat]
+        return stats(needs(budget))
+
+    with contextlib.suppress(ConfigError):
+        budget.fit(compile_with, agree)
+        tried.append("fits")
+    return tried
+
+
+def test_a_compiled_step_that_does_not_fit_saves_less_for_backward():
+    budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 72), None)
+    choice, estimate = budget.remat, lambda budget: budget.memory.total_bytes
+    first = choice.job.remat
+    assert fitted(budget, estimate) == [first, "fits"]
+    # The estimate is too low by a fixed share: what fits by the corrected estimate is next.
+    scale = budget.limit_bytes / estimate(budget) * 1.01
+    _, second, end = fitted(budget, lambda budget: scale * estimate(budget))
+    assert end == "fits" and choice.bytes[second] < choice.bytes[first]
+    rest = [p for p in choice.bytes if choice.bytes[p] * scale <= budget.limit_bytes]
+    assert second == min(rest, key=choice.seconds.get)
+    # Far off: the smallest is next, and then nothing is left.
+    smallest = min(choice.bytes, key=choice.bytes.get)
+    assert fitted(budget, lambda _: 1000 * budget.limit_bytes) == [first, smallest]
+
+
+def test_no_more_than_three_steps_are_compiled():
+    budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 140), None)
+    names = iter(sorted(budget.remat.bytes, key=budget.remat.bytes.get, reverse=True)[1:])
+    chosen = lambda self, *_: dataclasses.replace(
+        self, job=self.job.changed("train", remat=next(names))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RematChoice, "smaller", chosen)
+        assert len(fitted(budget, lambda _: 2 * budget.limit_bytes)) == 3
+
+
+def test_processes_agree_on_the_policy():
+    """The step fits here, and not in another process."""
+    budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 72), None)
+    estimate = lambda budget: budget.memory.total_bytes
+    agree = lambda topic, own: [own, [own[0], own[1] / 2]]
+    expected = fitted(dataclasses.replace(budget, limit_bytes=budget.limit_bytes / 2), estimate)
+    assert fitted(budget, estimate, agree) == expected != fitted(budget, estimate)
+
+
+def test_a_policy_of_the_settings_is_kept():
+    budget = Budget.of(run(remat="dots"), MeshSpec(fsdp=8), gpus(8, 72), None)
+    with refused("compiled step", "--force"):
+        budget.fit(lambda _: stats(80 * 2**30))

@@ -22,6 +22,8 @@ from jaxdist.core.step_plan import Device, StepSettings, plan_step
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig
 from jaxdist.plan import planner
+from jaxdist.plan.estimate import memory_check
+from jaxdist.plan.estimate import remat as estimate_remat
 from jaxdist.plan.estimate.job import Job
 from jaxdist.tools.audit import __main__ as audit
 
@@ -51,6 +53,25 @@ def test_every_command_prints_the_same_digest(tmp_path, capsys):
     assert train.main([*SMALL, *flags[:2], f"--replay={run}:2"]) == 0
     captured = capsys.readouterr()
     assert digest_in(captured.out + captured.err) == digest
+
+
+def test_every_command_prints_the_digest_of_the_remat_that_costs_choose(
+    tmp_path, capsys, monkeypatch
+):
+    """On CPU devices with the memory of H100s, for which another policy is the fastest."""
+    cluster = Cluster.of(GPUS["h100"], 8)
+    monkeypatch.setattr(memory_check, "_cluster_of", lambda *_: (cluster, 72 * 2.0**30))
+    monkeypatch.setattr(estimate_remat, "POLICIES", ("dots", "full"))
+    run = str(tmp_path / "run")
+    flags = ["--train.num-microbatches=1", "--train.steps=2", f"--run-dir={run}"]
+    assert train.main([*SMALL, *flags, "--eval.final-max-batches=1"]) == 0
+    digest = digest_in(capsys.readouterr().out)
+    assert evaluate.main([run, "--mesh=dp=8", "--json", "--max-batches=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_plan"] == digest
+    assert generate.main([run, "--mesh=dp=8", "--prompt=a", "--max-new-tokens=1"]) == 0
+    assert digest_in(capsys.readouterr().err) == digest
+    assert audit.main([*SMALL, "--json"]) == 0  # of CPUs
+    assert json.loads(capsys.readouterr().out)["step_plan"] != digest
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "cp=2,tp=4", "pp=2,fsdp=4"])

@@ -28,7 +28,7 @@ from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.monitoring.environment import environment, versions
 from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.monitoring.timers import StepTimer
+from jaxdist.run.monitoring.timers import CompileTracker, StepTimer
 from jaxdist.run.resilience.anomalies import LossGuard, Rollback
 from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
@@ -113,6 +113,9 @@ class Session:
             stack.callback(self.checkpointer.close)
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
+            self.train_step = CompileTracker(parts.step.train, name="train step")
+            if budget is not None and "memory" not in self.config.override:
+                self._compile_to_fit(budget)
             self.state, self.step, self.loader = self._restore()
             self._times.mark("restore")
             if (local := self.checkpointer.survivable(self.state)) is not None:
@@ -135,13 +138,12 @@ class Session:
                 )
             )
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
-            announce(parts, self.train_data, self.monitor, budget)
+            announce(self.parts, self.train_data, self.monitor, self.budget)
             # On CPU devices a dispatch waits for the step before it.
             self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
-            self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
-            if budget is not None and "memory" not in self.config.override:
-                # The compiled step may be too large.
-                self._compile(parts.abstract_batch(self.train_data.fields), math.inf)
+            self.train_step = self.monitor.track_compiles(self.train_step, "train step")
+            if self._compiled:
+                self._finish_preflight()
             self._commit(open_log, job.process_id)
             self._stack = stack.pop_all()
         self.reporter = StepReporter(
@@ -198,7 +200,10 @@ class Session:
         """
         limit = self.guard.update_limit(self.step + 1)
         if not self._compiled:
-            self._compile(batch, limit)
+            self._times.mark("setup")
+            self.timer.dispatch(self._compile, self.state, batch, limit)
+            self._finish_preflight()
+            self._times.mark("compile")
         self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
         self.step += 1
         return metrics
@@ -379,32 +384,48 @@ class Session:
         )
         return code if committed else runtime.EXIT_FAILURE
 
-    def _compile(self, batch: Mapping[str, Any], limit: float) -> None:
-        """Before the first step of a start: compile it, while the save path is tried.
-
-        Says how long the program took to compile the last time, and compares what the compiled step
-        takes of a GPU with the estimate and the GPU's memory.
+    def _compile_to_fit(self, budget: Budget) -> None:
+        """Compile the step before the state takes memory, with the remat policy that fits.
 
         Raises:
-            CheckpointError: checkpoints cannot be saved.
             ConfigError: the step takes more memory than there is, and it is not overridden.
         """
+
+        def compile_with(budget: Budget) -> Any:
+            if budget is not self.budget:
+                self.budget, self.parts = budget, self.parts.within(budget)
+                self.train_step = CompileTracker(self.parts.step.train, name="train step")
+            batch = self.parts.abstract_batch(self.train_data.fields)
+            return self._compile(self.parts.abstract_state(), batch, math.inf)
+
         self._times.mark("setup")
+        budget.fit(compile_with)
+        self._times.mark("compile")
+
+    def _compile(self, state: Any, batch: Mapping[str, Any], limit: float) -> Any:
+        """Compile the step for arrays, or for their shapes; returns its `memory_analysis()`.
+
+        Logs how long the last compilation of the program took, and how far the estimate of memory
+        is off.
+        """
         times = CompileTimes(self.parts)
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
         with waiting(f"compiling the train step{took}"):
-            compiled = self.timer.dispatch(self.train_step.compile, self.state, batch, limit)
-        if self.budget is not None:
-            stats = compiled.memory_analysis()
-            if warning := self.budget.compare(stats):
-                log.warning("%s", warning)
-            if "memory" not in self.config.override:
-                self.budget.check_executable(stats)
+            stats = self.train_step.compile(state, batch, limit).memory_analysis()
+        if self.budget is not None and (warning := self.budget.compare(stats)):
+            log.warning("%s", warning)
+        self._compiled = True
+        if self.run.is_writer:
+            times.keep(self.train_step.seconds)
+        return stats
+
+    def _finish_preflight(self) -> None:
+        """Wait for the check of the save path.
+
+        Raises:
+            CheckpointError: checkpoints cannot be saved.
+        """
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()
         self.forward_events()
-        self._compiled = True
-        self._times.mark("compile")
-        if self.run.is_writer:
-            times.keep(self.train_step.seconds)

@@ -39,6 +39,7 @@ from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
+from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.runtime import coordination
 from jaxdist.settings import ConfigError
 
@@ -101,6 +102,14 @@ class Parts:
             frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
         )
         return make_step(self.model, self.model.objective, optimizer, self.layout, self.plan)
+
+    def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
+        """Estimate the memory of one GPU; None on CPUs. `host_of` is as in `assemble`."""
+        return Budget.of(self.config, self.spec, self.devices, self.model, host_of)
+
+    def within(self, budget: Budget) -> Parts:
+        """Return the parts with the remat policy of a budget; their step is built anew."""
+        return dataclasses.replace(self, remat=budget.job.remat)
 
     @property
     def devices(self) -> list[Any]:
@@ -166,16 +175,20 @@ class Parts:
             state = dataclasses.replace(state, ema_params=average)
         return state, meta, step
 
+    @property
+    def fields(self) -> Fields:
+        """Fields of the rows that the model reads, by default text, as the settings pack it."""
+        fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
+        packed = self.config.data.packs_documents
+        return fields or text_fields(self.config.train.seq_len, packed=packed)
+
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows.
 
-        None: the rows that the model says it reads, or text.
+        None: `fields` of the parts.
         """
         train = self.config.train
-        if fields is None:
-            fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
-            packed = self.config.data.packs_documents
-            fields = fields or text_fields(train.seq_len, packed=packed)
+        fields = self.fields if fields is None else fields
         batch = {
             name: jax.ShapeDtypeStruct((train.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in fields.items()
@@ -361,6 +374,19 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
         parts = dataclasses.replace(parts, packed=packed)
     found = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
     return parts if found is None else dataclasses.replace(parts, check=found)
+
+
+def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
+    """Return the parts, and their budget, with every decision about the step for rows of `fields`.
+
+    cuDNN's kernel is compared first (`compare_kernel`), because the choice of remat "auto" depends
+    on the kernel.
+    """
+    parts = compare_kernel(parts, fields)
+    if budget is None:
+        return parts, None
+    budget = budget.replanned(parts.packed, parts.check)
+    return parts.within(budget), budget
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:

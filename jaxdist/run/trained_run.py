@@ -18,12 +18,13 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.data.config import settings_of_tokens
+from jaxdist.data.packing import Fields
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import (
     Parts,
     assemble,
     check_data_fits,
-    compare_kernel,
+    decide_step,
     in_examples,
 )
 from jaxdist.runtime.storage import Location, locate
@@ -124,7 +125,7 @@ class TrainedRun:
     ) -> dict[str, float]:
         """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
         return evaluate(
-            self.parts_for(dataset).step,
+            self.parts_for(dataset.fields).step,
             params,
             dataset,
             global_batch_size=self.parts.config.train.global_batch_size,
@@ -132,11 +133,15 @@ class TrainedRun:
             max_batches=max_batches,
         )
 
-    def parts_for(self, dataset: Dataset) -> Parts:
-        """The parts as training has them for such rows; equal ones are made once."""
-        packed = "segments" in dataset.fields
+    def parts_for(self, fields: Fields | None = None) -> Parts:
+        """Return the parts as training has them for rows of these fields; equal ones are made once.
+
+        None: the fields that the settings suggest.
+        """
+        fields = self.parts.fields if fields is None else fields
+        packed = "segments" in fields
         if packed not in self._parts_of:
-            self._parts_of[packed] = compare_kernel(self.parts, dataset.fields)
+            self._parts_of[packed], _ = decide_step(self.parts, fields, self.parts.budget())
         return self._parts_of[packed]
 
 
@@ -169,10 +174,13 @@ def open_run(
     devices = list(jax.devices())
     spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
     devices = devices[: spec.num_devices if spec is not None else 1]
+    # Evaluation has none, and on another mesh those of training may be illegal.
+    is_same = spec is not None and spec == config.mesh.spec and not train
+    changes = {**(train or {}), **({} if is_same else {"num_microbatches": 0})}
     config = dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1"),
-        train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
+        train=dataclasses.replace(config.train, **changes),
     )
     given = model(config.train.seq_len) if model is not None else None
     parts = assemble(config, devices, model=given, objective=objective)

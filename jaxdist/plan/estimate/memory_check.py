@@ -6,6 +6,7 @@ Only GPUs are checked: the memory of simulated devices is the host's.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,8 +22,13 @@ from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
+from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+_MAX_RETRIES = 2  # a compilation takes minutes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,17 +110,40 @@ class Budget:
             "this run are off by as much"
         )
 
-    def check_executable(self, stats: Any) -> None:
-        """Refuse a compiled step that cannot run, before it is tried.
+    def fit(
+        self,
+        compile_with: Callable[[Budget], Any],
+        agree: Callable[[str, Any], list[Any]] = coordination.gather,
+    ) -> None:
+        """Compile the step; if it needs more memory than there is, save less for the backward pass.
+
+        With remat "auto" the next policy is compiled, at most twice. `compile_with` compiles the
+        step of a budget and returns its `memory_analysis()`. `agree` gathers a value of every
+        process, so that all choose the same policy.
 
         Raises:
-            ConfigError: it takes more than the allocator may give out.
+            ConfigError: the compiled step takes more than the allocator may give out.
         """
-        needed = executable_bytes(stats)
-        if needed > self.limit_bytes:
-            # What the estimate must come down to, if it stays as far off as it is here.
-            target = self.limit_bytes * self.memory.total_bytes / needed
-            self._refuse("the compiled step takes", needed, target)
+        budget = self
+        for tries in range(_MAX_RETRIES + 1):
+            own = [executable_bytes(compile_with(budget)), budget.limit_bytes]
+            everyone = agree("compiled_memory", own)
+            needed, limit = max(one[0] for one in everyone), min(one[1] for one in everyone)
+            if needed <= limit:
+                return
+            # The estimate must come down to this, if its relative error stays the same.
+            target = limit * budget.memory.total_bytes / needed
+            remat = None if budget.remat is None else budget.remat.smaller(target)
+            if remat is None or tries == _MAX_RETRIES:
+                budget = dataclasses.replace(budget, limit_bytes=limit)
+                budget._refuse("the compiled step takes", needed, target)
+            log.warning(
+                "memory: the compiled step with remat %s takes %s of each GPU, and %s may be used: "
+                "remat %s instead",
+                *(budget.job.remat, in_bytes(needed), in_bytes(limit), remat.job.remat),
+            )
+            memory = estimate_memory(remat.job)
+            budget = dataclasses.replace(budget, job=remat.job, memory=memory, remat=remat)
 
     def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
         """Say what to change so that the estimate is within `target` bytes."""

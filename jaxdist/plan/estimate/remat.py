@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from jaxdist.hardware import GIB
 from jaxdist.plan.estimate.job import Job
@@ -38,12 +39,14 @@ class RematChoice:
         seconds: policy -> estimated seconds of a step.
         bytes: policy -> estimated bytes of one device.
         limit_bytes: what a device may use, in whole GiB, so that hosts agree.
+        rejected: policies whose compiled step took more memory than there is.
     """
 
     job: Job
     seconds: dict[str, float]
     bytes: dict[str, float]
     limit_bytes: float
+    rejected: tuple[str, ...] = ()
 
     def line(self) -> str:
         """One line for the start of a run: the policy, and what each would cost."""
@@ -53,11 +56,34 @@ class RematChoice:
             f"{name} {1e3 * self.seconds[name]:.0f} ms {in_bytes(self.bytes[name])}"
             for name in self.seconds
         )
-        return f"remat {chosen}: {why} {in_bytes(self.limit_bytes)} by the estimate ({costs})"
+        why += f" {in_bytes(self.limit_bytes)} by the estimate"
+        if self.rejected:
+            why = f"the compiled step with {' and with '.join(self.rejected)} did not fit"
+        return f"remat {chosen}: {why} ({costs})"
 
     def fits(self, policy: str) -> bool:
         """Whether a policy fits even where the estimate is too low by its own error."""
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
+
+    def smaller(self, limit_bytes: float) -> RematChoice | None:
+        """Return the choice after the compiled step with this one's policy did not fit.
+
+        It is the fastest that needs less and is within `limit_bytes` by the estimate, else the one
+        that needs least; None if no policy needs less.
+        """
+        now = self.job.remat
+        less = [name for name in self.bytes if self.bytes[name] < self.bytes[now]]
+        fitting = [name for name in less if self.bytes[name] <= limit_bytes]
+        if not less:
+            return None
+        job = self.job.changed("train", remat=self._best(fitting, less))
+        return dataclasses.replace(self, job=job, rejected=(*self.rejected, now))
+
+    def _best(self, fitting: list[str], others: Iterable[str]) -> str:
+        """Return the fastest policy that fits, else the one of the others that needs least."""
+        if fitting:
+            return min(fitting, key=self.seconds.__getitem__)
+        return min(others, key=self.bytes.__getitem__)
 
 
 def policies_of(job: Job) -> list[str]:
@@ -80,9 +106,4 @@ def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
         limit_bytes=math.floor(limit_bytes / GIB) * GIB,
     )
     fitting = [policy for policy in jobs if choice.fits(policy)]
-    best = (
-        min(fitting, key=choice.seconds.__getitem__)
-        if fitting
-        else min(jobs, key=choice.bytes.__getitem__)
-    )
-    return dataclasses.replace(choice, job=jobs[best])
+    return dataclasses.replace(choice, job=jobs[choice._best(fitting, jobs)])

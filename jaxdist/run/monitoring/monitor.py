@@ -302,13 +302,18 @@ class Monitor:
         self._say_block([*console.header_rows(known), ("run", str(self.run.path))])
 
     def track_compiles(
-        self, function: Callable[..., Any], name: str | None = None
+        self, function: Callable[..., Any] | CompileTracker, name: str | None = None
     ) -> CompileTracker:
-        """`function` (made by `jax.jit`), with each of its compilations logged.
+        """Return `function` (made by `jax.jit`, or tracked already) with its compilations logged.
 
         A run needs one; each further one is a warning that says what changed.
         """
-        tracker = CompileTracker(function, self._alerts.compilation, name)
+        tracker = (
+            function
+            if isinstance(function, CompileTracker)
+            else CompileTracker(function, name=name)
+        )
+        tracker.report_to(self._alerts.compilation)
         self._trackers.append(tracker)
         return tracker
 

@@ -49,14 +49,16 @@ class CompileTracker:
     def __init__(
         self,
         function: Callable[..., Any],
-        report: Callable[[Compilation], None],
+        report: Callable[[Compilation], None] | None = None,
         name: str | None = None,
     ):
+        """Without `report`, compilations are kept for `report_to`."""
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
         self._function: Any = function
-        self._report = report
+        self._unreported: list[Compilation] = []
+        self._report = report or self._unreported.append
         self._signature: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +66,12 @@ class CompileTracker:
         before = self._function._cache_size()
         with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
             return self._function(*args, **kwargs)
+
+    def report_to(self, report: Callable[[Compilation], None]) -> None:
+        """Report compilations from now on, and those before at once."""
+        self._report = report
+        while self._unreported:
+            report(self._unreported.pop(0))
 
     def compile(self, *args: Any) -> Any:
         """Compile for these arguments without a call; returns the `jax.stages.Compiled`.

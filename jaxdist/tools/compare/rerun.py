@@ -17,7 +17,7 @@ from jaxdist.data import Loader, open_datasets
 from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
 from jaxdist.run.replay import History, loss_and_norm, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.run.setup import Parts, compare_kernel
+from jaxdist.run.setup import Parts, decide_step
 
 log = logging.getLogger("jaxdist")
 
@@ -116,7 +116,7 @@ def rerun(
         for run, own in zip(runs, parts, strict=True):
             config = own.config
             data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
-            own = compare_kernel(own, data[0].fields)  # as in training, which sums in this order
+            own, _ = decide_step(own, data[0].fields, own.budget())  # the program of training
             history = read_history(run)
             state, loader = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)
