@@ -1,8 +1,8 @@
-"""What a mesh axis is: one record that the mesh, sharding, planner, elastic jobs and help read.
+"""The record of a mesh axis, read by mesh, sharding, planner, elastic jobs and help texts.
 
 Each axis of the product is one `Axis` in one file of `core/parallel/`, and one entry in the list of
-`core/parallel/axes.py`. What must hold for any axis iterates over that list. Rooms that are about
-one axis (the pipeline's schedules, the plan's pipeline and context estimates) import that one.
+`core/parallel/axes.py`. Rules for all axes iterate over that list. Code about one axis (pipeline
+schedules, the planner's pipeline and context estimates) imports that axis.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxdist.settings.schema import join_choices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a mesh must fit: the sizes of a run's model and batch.
+    """Sizes of a run's model and batch, which a mesh must fit.
 
     Attributes:
-        dims: logical dim -> size (`Model.dims`); `layers` is absent when nothing is stacked.
+        dims: logical dim -> size (`Model.dims`); `layers` is absent if no layers are stacked.
         rules: logical dim -> mesh axis, for dims of the model's own (`Model.rules`).
         settings: logical dim -> the setting that gives its size, for messages.
         zero: ZeRO stage (`mesh.zero`).
@@ -30,8 +30,8 @@ class Workload:
         num_microbatches: microbatches that a device's rows are cut into.
         rows_per_example: adjacent rows that no replica and no microbatch may separate.
         num_virtual_stages: groups of consecutive layers on each pipeline stage.
-        context_attention: how devices that share rows see all keys (`mesh.context_attention`).
-        context_len: positions of a row where the context axis may split them, else None.
+        context_attention: exchange of keys and values (`mesh.context_attention`).
+        context_len: positions of a row if the context axis may split them, else None.
         attention_dropout: share of attention probabilities dropped.
     """
 
@@ -48,7 +48,7 @@ class Workload:
     attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:
-        """`model.num_layers=8`: a dim with its size, by the setting it comes from."""
+        """Format a dim with its size, by the setting that gives it: `model.num_layers=8`."""
         return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
 
 
@@ -64,19 +64,19 @@ class ActivationSizes:
         num_tokens: tokens of a microbatch, rows × seq.
         num_layers: layers that the device runs.
         num_microbatches: microbatches of a step.
-        num_forwards: how often a microbatch goes forward through a layer; 2 where a pipeline's
-            backward repeats it.
-        recomputes: whether backward recomputes what a layer does not keep.
-        reduces_again: whether that is also attention's output, summed over `tensor`.
-        sequence_parallel: whether sequences are split between blocks.
+        num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
+            repeats it.
+        recomputes: the backward pass recomputes values that a layer does not save.
+        reduces_again: they include attention's output, summed over `tensor`.
+        sequence_parallel: sequences are split between blocks.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
-        segment_bytes: documents of packed rows, int32 [rows, seq]; 0 where rows hold one.
+        segment_bytes: documents of packed rows, int32 [rows, seq]; 0 if rows are not packed.
         widening: bytes of a float32 in bytes of the compute dtype.
-        repeats_attention: whether backward runs attention's forward again.
-        exchange: how devices that share rows see all keys ("ring", ...); "" where none do.
+        repeats_attention: the backward pass runs attention's forward again.
+        exchange: how devices that share rows exchange keys ("ring", ...); "" if none do.
         context_size: devices that share a row.
-        exchanged_heads: neighbours of them that exchange heads for positions.
+        exchanged_heads: neighbors of them that exchange heads for positions.
     """
 
     stream_bytes: float
@@ -103,10 +103,10 @@ class Traffic:
 
     Attributes:
         kind: the collective.
-        purpose: what is moved, e.g. "activations".
-        num_bytes: whole arrays each time: before a reduce-scatter, after an all-gather.
-        times: how often one step runs it.
-        neighbours: devices of each group, on one node; 0 = all of the axis are one.
+        purpose: the data that move, e.g. "activations".
+        num_bytes: of the complete array each time: before a reduce-scatter, after an all-gather.
+        times: runs in one step.
+        neighbors: devices of each group, on one node; 0 = all of the axis form one group.
     """
 
     kind: Kind
@@ -118,16 +118,16 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of the device mesh, with all that the rest of the package asks of it.
+    """One axis of the device mesh, with its properties for all other modules.
 
     Attributes:
         name: name in `jax.sharding.Mesh` and in every `PartitionSpec`.
         short: name in `--mesh`, e.g. "tp" in `--mesh tp=4`.
-        help: what it does, one phrase for help texts.
-        moves: what its devices exchange in one step, one phrase for the planner and the doctor.
-        weights: what its devices hold of the parameters.
+        help: its purpose, one phrase for help texts.
+        moves: the data that its devices exchange in one step, one phrase for planner and doctor.
+        weights: the parameters that its devices hold.
             "replicated" = all of them, unless ZeRO shards them over the axis;
-            "gathered" = a shard, made whole just before it is used;
+            "gathered" = a shard, gathered just before its use;
             "split" = the part they compute with.
         splits_rows: each of its devices takes other rows of the batch.
         splits_positions: each of its devices takes other positions of every row.
@@ -136,14 +136,14 @@ class Axis:
             between its devices, and must be summed.
         sums_loss: the loss of a step is summed over it.
         shrinks: an elastic job may use fewer devices along it.
-        complexity: how much harder it makes a run; the planner prefers simple meshes when two are
-            equally fast.
+        complexity: added difficulty of a run; of two equally fast meshes the planner prefers the
+            simpler one.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
-        problems: (size > 1, workload) -> what makes the size illegal, besides dims it does not
-            divide. Each problem says what was given, what is allowed and the fix.
-        traffic: what it moves of activations in one step of a decoder. Weights and gradients
-            follow from `weights` and `sums_gradients`.
-        hooks: whether sequences are split -> the `Context` hooks that it gives a model.
+        problems: (size > 1, workload) -> reasons that make the size illegal, besides dims it does
+            not divide. Each has the value, the allowed values and the fix.
+        traffic: activations that it moves in one step of a decoder. The traffic of weights and
+            gradients follows from `weights` and `sums_gradients`.
+        hooks: sequence parallelism is on -> members of `Context` that the axis implements.
     """
 
     name: str
@@ -165,13 +165,13 @@ class Axis:
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-    """Names of the mesh axes that a spec mentions, in its order."""
+    """Return the names of the mesh axes in a spec, in its order."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return tuple(axis for entry in entries for axis in entry if axis is not None)
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """The dim that the mesh axis `axis` splits, or None."""
+    """Return the dim that the mesh axis `axis` splits, or None."""
     for dim, entry in enumerate(spec):
         if axis == entry or (isinstance(entry, tuple) and axis in entry):
             return dim
@@ -179,7 +179,7 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def spec_over(spec: P, axes: tuple[str, ...]) -> P:
-    """The same spec with every mesh axis but `axes` left out."""
+    """Return the spec without any mesh axis but `axes`."""
     kept: list[Any] = []
     for entry in spec:
         names = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a in axes)
@@ -190,12 +190,12 @@ def spec_over(spec: P, axes: tuple[str, ...]) -> P:
 
 
 def divisors_of(number: int) -> list[int]:
-    """Whole numbers that divide it, ascending."""
+    """Return the divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def allowed_sizes(size: int) -> str:
-    """The divisors of a dim as text: `1, 2, 4 or 8`."""
+    """Format the divisors of a dim: `1, 2, 4 or 8`."""
     sizes = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
     return f"{', '.join(sizes[:7])} … {sizes[-1]}" if len(sizes) > 8 else join_choices(sizes)

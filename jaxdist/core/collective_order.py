@@ -1,15 +1,15 @@
-"""The same order of collectives on every device of a simulated (CPU) mesh.
+"""Order the collectives of a simulated (CPU) mesh alike on every device.
 
 XLA:CPU starts the collectives of one computation in one order, but it counts a loop or a branch as
 started when its first operation starts. A later collective that does not read its result may then
 overtake the collectives inside it, on one device and not on another. All collectives of a program
 share one rendezvous per group of devices, so two such collectives exchange each other's data, or
-wait forever. We saw this in a pipeline whose last ticks compute weight gradients only: gradients
-of two weights were wrong in every second step. GPUs run collectives in program order and need none
-of this.
+wait forever. We saw this in a pipeline whose last ticks compute weight gradients only: gradients of
+two weights were wrong in every second step. GPUs run collectives in program order and need none of
+this.
 
-`in_order` rewrites the traced program (a jaxpr). Each loop and branch that holds collectives waits
-for the collectives before it, and those after it wait for it: data dependences (`dependences`).
+`in_order` rewrites the traced program (a jaxpr). Each loop and branch that contains collectives
+waits for the collectives before it, and those after it wait for it (`core/dependences.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ COLLECTIVES = frozenset(
 
 
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
-    """`function`, its collectives in program order; for use inside `jax.shard_map` on CPU devices.
+    """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
 
-    It takes and gives trees of arrays, of any shapes and dtypes. The result has the same values and
-    cannot be differentiated. Where loops and branches hold `hidden` collectives, because XLA
-    partitions an axis by itself, the trace does not show them.
+    Arguments and results are trees of arrays, of any shapes and dtypes. The result has the same
+    values and cannot be differentiated. `hidden`: XLA partitions an axis by itself, so loops and
+    branches may contain collectives that the trace does not contain.
     """
 
     def ordered(*args: Any) -> Any:
@@ -61,7 +61,7 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
-    """The program with its control flow and its collectives made to wait for each other.
+    """Make the control flow and the collectives of a program wait for each other.
 
     `flat` collects results of collectives outside of loops; the next loop waits for all of them,
     and its own end (`block`) is one boolean that the collectives after it wait for.
@@ -100,7 +100,7 @@ def _with_parts(
 
 
 def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
-    """Whether there are any inside it, at any depth."""
+    """Return True if there are collectives inside, at any depth."""
     if hidden and equation.primitive.name in ("scan", "while", "cond"):
         return True
     return any(
@@ -111,7 +111,7 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Indices of operands that everything inside an equation needs before it starts.
+    """Return indices of operands that everything inside an equation needs before it starts.
 
     As few as possible, because an operand that waits is copied: the branch index of a `cond`, the
     carry of a `while` or `scan`.
@@ -135,7 +135,7 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
 def _tie(
     equation: core.JaxprEqn, operands: Iterable[int], waits_for: list[Any]
 ) -> list[core.JaxprEqn]:
-    """The equation after those that make these of its operands wait."""
+    """Return the equation after those that make these of its operands wait."""
     if not waits_for:
         return [equation]
     ties, invars = [], list(equation.invars)
@@ -156,7 +156,7 @@ def _usable(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_usable(variable: Any) -> bool:
-    """Whether it has an element that a computation can look at; keys have none."""
+    """Return True if it has an element that a computation can read; keys have none."""
     return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
 
 

@@ -1,9 +1,9 @@
 """Collectives between the devices of a mesh axis, for use inside `jax.shard_map`.
 
-Each function names the mesh axis (or axes, slow to fast) it moves data over and says what goes on
+Each function names the mesh axis (or axes, slow to fast) it moves data over and states the bytes on
 the wire for a group of n devices and an array of B bytes per device. Arrays are local, of any shape
-and dtype unless said, and keep their dtype. All functions are differentiable unless they say
-otherwise. JAX tracks over which axes a value may differ between devices ("varying"): `vary`
+and dtype unless stated otherwise, and keep their dtype. All functions are differentiable unless
+stated otherwise. JAX tracks over which axes a value may differ between devices ("varying"): `vary`
 declares it, and a reduction ends it.
 """
 
@@ -27,12 +27,12 @@ Same: TypeAlias = Shaped[Array, "*dims"]
 
 
 def group_size(axes: Axes) -> int:
-    """Devices in the group that `axes` spans."""
+    """Return the number of devices in the group that `axes` spans."""
     return math.prod(lax.axis_size(axis) for axis in _names(axes))
 
 
 def group_index(axes: Axes) -> Array:
-    """This device's place in its group, int32 []; the first axis is the slowest."""
+    """Return this device's index in its group, int32 []; the first axis is the slowest."""
     return lax.axis_index(_names(axes))
 
 
@@ -64,10 +64,10 @@ OWN_VALUE = "own_value"
 
 
 def own(tree: Tree) -> Tree:
-    """Declare that each device's own value of every leaf [...] is what is meant; moves nothing.
+    """Declare that every leaf [...] is meant to be each device's own value; moves nothing.
 
-    Without it the mesh audit takes a sum over a device's rows for a term of the sum over all rows,
-    and refuses what computes with it before the other terms are added.
+    Without it the mesh audit interprets a sum over a device's rows as a term of the sum over all
+    rows, and rejects computations with it before the other terms are added.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, OWN_VALUE), tree)
 
@@ -79,13 +79,13 @@ TOKEN_VALUES = "token_values"
 def per_token(x: Array) -> Array:
     """Declare that x [batch, seq] is split over the devices as the tokens of the batch are.
 
-    The mesh audit cannot see that itself if x was computed in chunks of tokens.
+    The mesh audit cannot infer that if x was computed in chunks of tokens.
     """
     return checkpoint_name(x, TOKEN_VALUES)
 
 
 def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
-    """Zeros [*lead, *shape of x] of its dtype that vary as it does, e.g. a loop's first carry."""
+    """Return zeros [*lead, *shape of x] of its dtype that vary as it does, e.g. a loop's carry."""
     return vary(jnp.zeros((*lead, *x.shape), x.dtype), tuple(varying_axes(x)))
 
 
@@ -151,7 +151,7 @@ def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
 
 
 def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
-    """Each device gets its part of the root's array: [..., d, ...] -> [..., d/n, ...].
+    """Send each device its part of the root's array: [..., d, ...] -> [..., d/n, ...].
 
     Wire: B·(n−1)/n per device.
 
@@ -164,10 +164,10 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
 
 
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
-    """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
+    """Send the i-th part of `split_dim` to device i, and concatenate along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group`
-    the n devices are that many neighbours of the one axis, else all of the group.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group` the
+    n devices are that many neighbors of the one axis, else all of the group.
     """
     groups = _neighbours(axes, group) if group and isinstance(axes, str) else None
     return lax.all_to_all(
@@ -176,19 +176,19 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
 
 
 def permute(x: Same, axis: str, shift: int = 1) -> Same:
-    """Send x to the device `shift` places further on the ring. Wire: B per device."""
+    """Send x to the device `shift` positions further on the ring. Wire: B per device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
 def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
-    """Permute by exchanges between pairs, for code that not all devices run.
+    """Permute by exchanges between pairs, for code that only some devices run.
 
     A permute waits for every device of the mesh, an exchange only for the devices of its group. A
     negative shift sends back. Wire: B per device on a ring of two, else 2·B.
 
     Raises:
-        ValueError: the ring that the shift makes has an odd number of devices.
+        ValueError: the ring of the shift has an odd number of devices.
     """
     size, stride = lax.axis_size(axis), abs(shift)
     length = size // stride
@@ -226,7 +226,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def _neighbours(axis: str, group: int) -> list[list[int]] | None:
-    """The axis's devices in groups of neighbours; None where one group is all of them."""
+    """Return the axis's devices in groups of neighbors; None if all form one group."""
     size = lax.axis_size(axis)
     if group == size:
         return None

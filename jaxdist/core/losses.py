@@ -1,8 +1,8 @@
 """Losses as sums over rows or tokens: token cross-entropy over a split vocabulary, and labels.
 
-The token loss fuses the head's product with its softmax. When differentiated it forms gradients in
-the same pass, chunk by chunk, so the logits of a large vocabulary never exist whole: neither in the
-forward pass nor kept for the backward pass, and no product is computed twice.
+The token loss fuses the head's product with its softmax. When differentiated it computes gradients
+in the same pass, chunk by chunk, so the logits of a large vocabulary are never materialized
+completely: neither in the forward pass nor for the backward pass. No product is computed twice.
 
 Source of the idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"
 (section 4). Deviation: plain XLA products over chunks of tokens instead of a fused GPU kernel.
@@ -24,12 +24,12 @@ from jaxdist.core.types import Array, Sums, TokenHead
 
 
 def sum_over_tokens(x: Array, dlogits: Array) -> Array:
-    """The kernel's gradient, float32 [d_model, vocab], from x [tokens, d_model] and the logits'."""
+    """Compute the kernel's gradient, float32 [d_model, vocab], of x [tokens, d_model]."""
     return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
 
 
 class Vocabulary(NamedTuple):
-    """How the vocabulary of a head is laid out, and how its kernel's gradient is summed.
+    """Layout of a head's vocabulary, and the sum that gives its kernel's gradient.
 
     Attributes:
         size: real entries; columns from `size` on are padding and get no probability.
@@ -50,12 +50,12 @@ class Vocabulary(NamedTuple):
 def token_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> Sums:
-    """Summed cross-entropy of next tokens.
+    """Compute the summed cross-entropy of next tokens.
 
     Args:
         x: [batch, seq, d_model], compute dtype.
         kernel: [d_model, vocab_shard], compute dtype.
-        targets: int32 [batch, seq], in the whole vocabulary.
+        targets: int32 [batch, seq], in the complete vocabulary.
         weights: float32 [batch, seq].
         vocabulary: layout of the kernel's columns.
 
@@ -74,10 +74,9 @@ def make_token_loss(
     chunk: int = 0,
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., Sums]:
-    """`Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
+    """Build `Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
-    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` gives float32 [d_model,
-    vocab], as `Vocabulary` has it.
+    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`.
     """
 
     def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
@@ -89,7 +88,7 @@ def make_token_loss(
 
 
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
-    """Summed cross-entropy of labels.
+    """Compute the summed cross-entropy of labels.
 
     Args:
         logits: [batch, classes], any float dtype; the loss is computed in float32.
@@ -113,9 +112,9 @@ def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array]:
-    """(loss, correct) of x [tokens, d_model] and kernel [d_model, vocab_shard]; float32 scalars.
+    """Return (loss, correct), float32 [], of x [tokens, d_model] and kernel [d_model, vocab_shard].
 
-    targets int32 [tokens], weights float32 [tokens]. Gradients are made by `_forward`.
+    targets int32 [tokens], weights float32 [tokens]. `_forward` computes the gradients.
     """
 
     def chunk(
@@ -135,10 +134,10 @@ def _linear_cross_entropy(
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """The same, and the gradients of the loss in x [tokens, d_model] and kernel [d_model, vocab].
+    """Return the same, and gradients of the loss for x [tokens, d_model], kernel [d_model, vocab].
 
-    They are made here, where probabilities exist anyway, and only scaled by the backward pass: the
-    logits are neither kept nor computed again.
+    They are computed here, where the probabilities exist, and only scaled by the backward pass: the
+    logits are neither saved nor recomputed.
     """
     # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
     # scaled cotangent.
@@ -147,7 +146,7 @@ def _forward(
     def chunk(
         carry: tuple[Array, Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
-        """Add the loss, hits and dkernel of a chunk of tokens; give its dx [chunk, d_model]."""
+        """Add the loss, hits and dkernel of a chunk of tokens; return its dx [chunk, d_model]."""
         part_x, part_targets, part_weights = part
         probs, hit, slope, loss, correct = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
@@ -169,9 +168,10 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
-    """Gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes.
+    """Return gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes.
 
-    Those saved, times the cotangent of the loss, float32 []. Hits are not differentiated.
+    They are the saved ones times the cotangent of the loss, float32 []. Hits are not
+    differentiated.
     """
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
@@ -189,7 +189,7 @@ _linear_cross_entropy.defvjp(_forward, _backward)
 def _chunk_loss(
     x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array, Array | float, Array, Array]:
-    """Softmax of one chunk of tokens, over a vocabulary that `vocabulary.axis` may split.
+    """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
     x [tokens, d_model], targets int32 [tokens], weights float32 [tokens], kernel [d_model,
     vocab_shard] -> (probabilities float32, one-hot targets bool and the soft cap's slope float32
@@ -225,7 +225,7 @@ def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, A
 
 
 def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """[tokens, ...] -> [chunks, chunk, ...], padded with zeros (weight 0)."""
+    """Cut [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0)."""
     tokens = arrays[0].shape[0]
     size = min(chunk, tokens) if chunk else tokens
     padding = -tokens % size
@@ -239,7 +239,7 @@ def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 
 
 def scan_chunks(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
-    """`lax.scan` over parts [chunks, ...], without a loop when there is one chunk."""
+    """Scan over parts [chunks, ...], without a loop if there is one chunk; as `lax.scan`."""
     if parts[0].shape[0] > 1:
         return lax.scan(body, carry, parts)
     return body(carry, tuple(x[0] for x in parts))

@@ -1,4 +1,4 @@
-"""Which leaves are matrices, what their two sides are, and what they stack."""
+"""Find the matrices among parameters: their two sides, and the dims that stack them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.core.types import Dims, Params
 
 @dataclass(frozen=True)
 class Sides:
-    """Positions of an array's dims: the sides of its matrix, and what it stacks.
+    """Positions of an array's dims: the sides of its matrix, and the dims that stack it.
 
     A vector has rows only.
     """
@@ -23,21 +23,21 @@ class Sides:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two sides."""
+        """Return True if it has two sides."""
         return bool(self.columns)
 
 
 def sides_of(axes: Params) -> Params:
-    """Tree of `Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
+    """Return a tree of `Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
     return jax.tree_util.tree_map_with_path(_sides, axes)
 
 
 def _sides(path: Any, dims: Dims) -> Sides:
-    """How an array is a matrix or a vector, or a stack of them.
+    """Split the dims of an array into stacked dims, rows and columns.
 
     A row side that begins with `d_model` is that alone, else it is all but the last dim (`head_dim`
-    belongs to the dim before it). A dim without a name on the column side holds fused projections
-    (query, key, value; gate, up): a matrix of its own for each.
+    belongs to the dim before it). A dim without a name on the column side contains fused
+    projections (query, key, value; gate, up): a matrix of its own for each.
     """
     is_vector = jax.tree_util.keystr(path[-1:], simple=True).endswith(("bias", "scale"))
     stacked = [i for i, name in enumerate(dims) if name == "layers"]

@@ -1,6 +1,6 @@
-"""The device mesh: how many devices along each axis, the `dp=4,tp=4` notation, the device count.
+"""The device mesh: devices along each axis, the `dp=4,tp=4` notation, the device count.
 
-Which axes there are, and in which order, `core/parallel/axes.py` says.
+The axes and their order are in `core/parallel/axes.py`.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class MeshSpec:
 
     @classmethod
     def over(cls, axis: Axis, size: int) -> MeshSpec:
-        """A mesh with one axis."""
+        """Return a mesh with one axis."""
         return cls(**{axis.name: size})
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshSpec:
-        """The sizes of a built mesh."""
+        """Return the sizes of a built mesh."""
         return cls(**{name: mesh.shape.get(name, 1) for name in axes.names()})
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
-        """Read `dp=2,tp=4`; short or long names of axes, `-1` for the devices left over.
+        """Read `dp=2,tp=4`; short or long names of axes, `-1` for the remaining devices.
 
-        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, those
-        that are visible, a `-1` stays open.
+        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, the
+        number of visible devices, a `-1` stays open.
 
         Raises:
-            ConfigError: with every problem of the text, not only the first.
+            ConfigError: every problem of the text.
         """
         sizes, problems = _read_sizes(text)
         unknown = [name for name, size in sizes.items() if size == _OPEN]
@@ -80,14 +80,14 @@ class MeshSpec:
 
     @property
     def is_open(self) -> bool:
-        """Whether an axis takes the devices left over, which are not counted yet."""
+        """Return True if an axis takes the remaining devices, which are not counted yet."""
         return any(size == _OPEN for _, size in self._sizes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """The mesh with its open axis, if any, as large as the devices left over.
+        """Return the mesh with its open axis, if any, as large as the remaining devices.
 
         Raises:
-            ConfigError: the sizes given do not divide the devices.
+            ConfigError: the sizes do not divide the devices.
         """
         if not self.is_open:
             return self
@@ -103,11 +103,11 @@ class MeshSpec:
         )
 
     def replace(self, **sizes: int) -> MeshSpec:
-        """The same mesh with other sizes for some axes."""
+        """Return the mesh with other sizes for some axes."""
         return MeshSpec(**{**self.sizes, **sizes})
 
     def __getitem__(self, axis: Axis | str) -> int:
-        """Size of an axis, given itself or its name."""
+        """Return the size of an axis, by itself or by its name."""
         return self.sizes[axis if isinstance(axis, str) else axis.name]
 
     @property
@@ -117,12 +117,12 @@ class MeshSpec:
 
     @property
     def used(self) -> tuple[Axis, ...]:
-        """Axes of more than one device, in mesh order."""
+        """Return the axes of more than one device, in mesh order."""
         return tuple(axis for axis in axes.AXES if self[axis] != 1)
 
     @property
     def num_devices(self) -> int:
-        """Devices that the mesh takes.
+        """Return the number of devices of the mesh.
 
         Raises:
             ConfigError: an axis is open.
@@ -136,7 +136,7 @@ class MeshSpec:
 
     @property
     def num_replicas(self) -> int:
-        """Parts into which the rows of a batch are split."""
+        """Return the number of parts into which the rows of a batch are split."""
         return math.prod(self[axis] for axis in axes.AXES if axis.splits_rows)
 
     def __str__(self) -> str:
@@ -147,10 +147,10 @@ class MeshSpec:
         return f"MeshSpec({self})"
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Lay the mesh over devices (default: all of this job's).
+        """Build the mesh of devices (default: all of this job's).
 
         Raises:
-            ConfigError: the mesh needs another number of devices than there are.
+            ConfigError: the mesh needs another number of devices.
         """
         import jax
         import numpy as np
@@ -181,17 +181,17 @@ class MeshSpec:
 
 
 def in_devices(count: int) -> str:
-    """`1 device`, `8 devices`."""
+    """Format a number of devices: `1 device`, `8 devices`."""
     return f"{count} device{'' if count == 1 else 's'}"
 
 
 def notation() -> str:
-    """How a mesh is written, for help texts and errors: every axis with what it does."""
+    """Describe the notation of a mesh for help texts and errors: every axis with its purpose."""
     return ", ".join(f"{axis.short} = {axis.help}" for axis in axes.AXES)
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1.
+    """Return every mesh of exactly `num_devices` devices whose axes `without` have size 1.
 
     Of a number with very many divisors, which no cluster has, the first `_MOST_MESHES`.
     """
@@ -210,7 +210,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
 
 
 def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> list[MeshSpec]:
-    """The `count` candidates closest to `spec`, by the sum of |log2| ratios of their axes."""
+    """Return the `count` candidates closest to `spec` by the sum of |log2| ratios of their axes."""
 
     def distance(other: MeshSpec) -> float:
         return sum(abs(math.log2(spec[axis] / other[axis])) for axis in axes.AXES)
@@ -221,11 +221,11 @@ def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> l
 def shrink(
     asked: MeshSpec, num_devices: int, is_legal: Callable[[MeshSpec], bool]
 ) -> MeshSpec | None:
-    """The legal mesh for at most `num_devices`, fewer than `asked` takes; None without one.
+    """Return the legal mesh for at most `num_devices` < those of `asked`; None without one.
 
-    Axes that do not shrink stay as asked. The others use as many devices as they legally can; among
-    equals those nearer to the fast interconnect have the size asked for, else the next larger one,
-    so that no device holds more of the state, else the next smaller one.
+    Axes that do not shrink keep their size. The others use as many devices as they legally can.
+    Among equals, axes near the fast interconnect keep their size, else have the next larger one, so
+    that no device holds more of the state, else the next smaller one.
     """
     for count in range(num_devices // fixed_devices(asked), 0, -1):
         for spec in _with_shrunk(asked, count):
@@ -235,19 +235,19 @@ def shrink(
 
 
 def shrunk_sizes(asked: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
-    """Device counts below that of `asked` of which `shrink` would use every device."""
+    """Return the device counts below that of `asked` of which `shrink` uses every device."""
     fixed = fixed_devices(asked)
     fewer = range(1, asked.num_devices // fixed)
     return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(asked, n)))]
 
 
 def fixed_devices(asked: MeshSpec) -> int:
-    """Devices that axes which do not shrink multiply to: the least step of an elastic job."""
+    """Return the product of the axes that do not shrink: the device step of an elastic job."""
     return math.prod(asked[axis] for axis in axes.AXES if not axis.shrinks)
 
 
 def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
-    """Meshes whose shrinking axes multiply to `count`, in the order of preference of `shrink`."""
+    """Return meshes whose shrinking axes multiply to `count`, as `shrink` prefers them."""
     slowest, *others = (axis for axis in axes.AXES if axis.shrinks)
 
     def fill(sizes: Mapping[str, int], left: int, todo: Sequence[Axis]) -> Iterator[MeshSpec]:
@@ -264,7 +264,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
 
 
 def _rows_axis() -> Axis:
-    """The first axis that splits rows: `data`, which takes devices where nothing else is asked."""
+    """Return the first axis that splits rows: `data`, the default for free devices."""
     return next(axis for axis in axes.AXES if axis.splits_rows)
 
 

@@ -1,4 +1,4 @@
-"""Which meshes are legal for a model and a batch, and the one used where none is asked for."""
+"""Check meshes against a model and a batch, and choose the default mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.settings import ConfigError
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Every rule that a model and batch break on a mesh, before anything is built."""
+    """Return every rule that a model and a batch break on a mesh, before anything is built."""
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -29,7 +29,7 @@ def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
 
 
 def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
-    """Dims that the axis which splits them does not divide."""
+    """Report dims that their mesh axis does not divide."""
     rules, by_name = {**axes.rules(), **workload.rules}, axes.by_name()
     for dim, size in workload.dims.items():
         name = rules.get(dim)
@@ -61,7 +61,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 
 
 def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """An exchange of keys and values, asked for by name, that heads or stages do not allow."""
+    """Report an exchange of keys and values in the settings that heads or stages do not allow."""
     heads, kv_heads = workload.dims.get("heads", 0), workload.dims.get("kv_heads", 0)
     tensor = spec[TENSOR]
     if spec[CONTEXT] == 1 or heads % tensor or kv_heads % tensor or not kv_heads:
@@ -81,7 +81,7 @@ def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
 
 
 def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
-    """A global batch whose rows the devices cannot share equally."""
+    """Report a global batch whose rows the devices cannot share equally."""
     batch = workload.global_batch_size
     rows = spec.num_replicas * workload.num_microbatches * workload.rows_per_example
     if batch is None or batch % rows == 0:
@@ -103,7 +103,7 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 def legal_meshes(
     asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
 ) -> Sequence[MeshSpec]:
-    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for."""
+    """Return up to `count` meshes of `num_devices` without problems, nearest to `asked` first."""
     # Splitting rows is proposed to those who asked for it: it serves long rows alone.
     without = () if asked[CONTEXT] > 1 else (CONTEXT,)
     candidates = factorisations(num_devices, without=without)
@@ -117,11 +117,11 @@ def default_mesh(
     memory_bytes: int | None,
     needs: Needs | None = None,
 ) -> tuple[MeshSpec, str]:
-    """The mesh used when none is asked for, and why.
+    """Return the mesh to use if the settings name none, and the reason.
 
-    `state_bytes` are parameters, gradients and moments of the whole model; `memory_bytes` is the
-    memory of one device, None when the backend does not say. Without the estimate `needs` the state
-    alone is looked at.
+    `state_bytes` are parameters, gradients and moments of the model; `memory_bytes` is the memory
+    of one device, None if the backend does not report it. Without the estimate `needs` only the
+    state counts.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"

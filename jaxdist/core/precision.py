@@ -1,6 +1,6 @@
 """Number formats: compute dtype, reduction dtype, and dynamic loss scaling for float16.
 
-Parameters and moments are float32 always; products run in the compute dtype; norms, softmax, loss
+Parameters and moments are always float32; products run in the compute dtype; norms, softmax, loss
 and accumulation are float32.
 
 Source of loss scaling: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
@@ -43,7 +43,7 @@ class PrecisionConfig:
     )
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
+        """Return every violated rule of this section."""
         if self.matmul_dtype != "auto" and self.compute_dtype == "float16":
             return [
                 f"precision.matmul_dtype={self.matmul_dtype} with precision.compute_dtype=float16: "
@@ -53,13 +53,13 @@ class PrecisionConfig:
         return []
 
     def resolve(self, platform: str) -> Any:
-        """The compute dtype on a platform ("cpu" or "gpu")."""
+        """Return the compute dtype on a platform ("cpu" or "gpu")."""
         if self.compute_dtype != "auto":
             return jnp.dtype(self.compute_dtype)
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
     def resolve_reduce(self, compute_dtype: Any) -> Any:
-        """The dtype of sums of gradients as they leave layers that compute in `compute_dtype`."""
+        """Return the dtype of sums of gradients that leave layers computing in `compute_dtype`."""
         if self.reduce_dtype != "auto":
             return jnp.dtype(self.reduce_dtype)
         # The range of float16 is too narrow for sums.
@@ -68,7 +68,7 @@ class PrecisionConfig:
 
 
 def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
-    """`scale` float32 [] and `finite_steps` int32 []; {} unless the compute dtype is float16."""
+    """Return `scale` float32 [] and `finite_steps` int32 []; {} unless the dtype is float16."""
     if jnp.dtype(compute_dtype) != jnp.float16:
         return {}
     return {
@@ -80,7 +80,7 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
     """Halve after a step with NaN or Inf (never below 1), double after `GROWTH_STEPS` finite ones.
 
-    `finite`, bool [], is whether loss and gradients of the step were.
+    `finite`, bool [], is True if loss and gradients of the step are finite.
     """
     if not loss_scale:
         return {}

@@ -1,7 +1,7 @@
-"""How arrays lie on the mesh: logical dims -> mesh axes.
+"""Placement of arrays on the mesh: logical dims -> mesh axes.
 
-Each axis says which logical dims it splits; a model adds dims of its own in `Model.rules`. Models
-name their dims; the mesh never meets a model. The ways to train are then only choices of this room:
+Each axis names the logical dims it splits; a model adds dims of its own in `Model.rules`. Models
+name their dims and never see a mesh. The kinds of data parallelism are choices of this module:
 
     DDP      parameters and moments replicated over `data`
     ZeRO-1   moments (and the update) sharded over `data`           mesh.zero=1
@@ -11,7 +11,7 @@ name their dims; the mesh never meets a model. The ways to train are then only c
     context  its devices shard what `fsdp` shards
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5. Deviation: vectors (norm scales, biases) stay whole on every device, because
+Models", section 5. Deviation: vectors (norm scales, biases) are replicated on every device, because
 gathering a few kilobytes costs a latency and saves nothing.
 """
 
@@ -36,7 +36,7 @@ from jaxdist.settings import ConfigError, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the model is spread over the devices."""
+    """Settings of the mesh and of sharding."""
 
     shape: str = setting(
         "auto",
@@ -60,7 +60,7 @@ class MeshConfig:
     )
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
+        """Return every violated rule of this section."""
         found = []
         if self.elastic and (self.shape == "auto" or "-1" in self.shape):
             found.append(
@@ -78,25 +78,25 @@ class MeshConfig:
 
     @functools.cached_property
     def spec(self) -> MeshSpec | None:
-        """The mesh asked for, read from its text once; None for "auto".
+        """Return the mesh of the settings, parsed once; None for "auto".
 
         Raises:
-            ConfigError: with every problem of the text.
+            ConfigError: every problem of the text.
         """
         return None if self.shape == "auto" else MeshSpec.parse(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where every array of a run lies. Axes of size 1 never appear in a spec.
+    """Placement of every array of a run. Axes of size 1 never appear in a spec.
 
     Attributes:
         mesh: the device mesh.
         rules: logical dim -> mesh axis for dims of the model's own, besides those of the axes.
-        zero: what is sharded over `data` (see the module's docstring).
+        zero: ZeRO stage over `data` (see the module's docstring).
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
-        context_attention: how attention sees a whole row (`attention/context_parallel.py`).
+        context_attention: exchange of keys and values (`attention/context_parallel.py`).
         host_of: process -> its host; a process that is not named has a host of its own.
     """
 
@@ -110,51 +110,51 @@ class Layout:
 
     @functools.cached_property
     def mesh_spec(self) -> MeshSpec:
-        """Sizes of the mesh."""
+        """Return the sizes of the mesh."""
         return MeshSpec.of(self.mesh)
 
     def size(self, axis: Axis) -> int:
-        """Devices along an axis."""
+        """Return the devices along an axis."""
         return self.mesh_spec[axis]
 
     @property
     def used(self) -> tuple[Axis, ...]:
-        """Axes of more than one device whose collectives the step writes itself, in mesh order."""
+        """Return axes of more than one device whose collectives the step writes, in mesh order."""
         return tuple(axis for axis in self.mesh_spec.used if axis.name in self.manual_axes)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """Axes whose collectives the step writes itself."""
+        """Return the axes whose collectives the step writes."""
         names = tuple(self.mesh.axis_names)
         return tuple(a for a in names if not (a == TENSOR.name and self.auto_tensor))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes in use that split the rows of a batch."""
+        """Return the axes in use that split the rows of a batch."""
         return tuple(axis.name for axis in self.mesh_spec.used if axis.splits_rows)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Axes in use over which a replicated parameter's local gradients differ."""
+        """Return the axes in use over which a replicated parameter's local gradients differ."""
         when = ("always", "sequence_parallel") if self.sequence_parallel else ("always",)
         return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_gradients in when)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Axes in use over which the loss of a step is summed."""
+        """Return the axes in use over which the loss of a step is summed."""
         return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_loss)
 
     @property
     def num_replicas(self) -> int:
-        """Parts into which the rows of a batch are split."""
+        """Return the number of parts into which the rows of a batch are split."""
         return self.mesh_spec.num_replicas
 
     def param_specs(self, dims: Any) -> Any:
-        """Where parameters lie: a spec for each leaf of a tree of `Dims`, or for one `Dims`."""
+        """Return specs of parameters, for each leaf of a tree of `Dims` or for one `Dims`."""
         return self._specs(dims, with_zero=self.zero == 3)
 
     def gather_specs(self, dims: Any) -> Any:
-        """`param_specs` with only the axes over which a parameter is gathered before use."""
+        """Return `param_specs` with only the axes over which a parameter is gathered before use."""
         split = tuple(axis.name for axis in axes.AXES if axis.weights != "split")
         return jax.tree.map(
             lambda spec: spec_over(spec, split),
@@ -163,36 +163,36 @@ class Layout:
         )
 
     def moment_specs(self, dims: Any) -> Any:
-        """Where optimizer moments lie, and updates are computed; as `param_specs`."""
+        """Return specs of optimizer moments and of the update; as `param_specs`."""
         return self._specs(dims, with_zero=self.zero > 0)
 
     def gradient_specs(self, dims: Any) -> Any:
-        """Where a microbatch's gradients lie while they are accumulated; as `param_specs`."""
+        """Return specs of a microbatch's gradients during accumulation; as `param_specs`."""
         return self.moment_specs(dims) if self.zero >= 2 else self.param_specs(dims)
 
     def batch_spec(self) -> P:
-        """Rows and positions over the axes that split them, every other dim whole."""
+        """Return the spec of a batch: rows and positions over the axes that split them."""
         positions = tuple(axis.name for axis in self.used if axis.splits_positions)
         return P(self.batch_axes or None, *([positions] if positions else []))
 
     def batch_specs(self, batch: Mapping[str, Any]) -> dict[str, P]:
-        """`batch_spec` for each leaf of a batch [rows, ...], as far as it has dims."""
+        """Return `batch_spec` for each leaf of a batch [rows, ...], cut to its number of dims."""
         return {name: P(*self.batch_spec()[: x.ndim]) for name, x in batch.items()}
 
     def sharding(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
-        """A spec on this mesh."""
+        """Return a spec on this mesh."""
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
 
     def shardings(self, specs: Any, memory_kind: str | None = None) -> Any:
-        """A tree of specs on this mesh."""
+        """Return a tree of specs on this mesh."""
         return jax.tree.map(
             lambda spec: self.sharding(spec, memory_kind), specs, is_leaf=lambda x: isinstance(x, P)
         )
 
     def constrain(self, tree: Any, specs: Any) -> Any:
-        """Lay a tree of arrays, of any shapes, out as `specs` inside a jitted function.
+        """Constrain a tree of arrays, of any shapes, to `specs` inside a jitted function.
 
-        Values, shapes and dtypes stay. XLA moves what lies elsewhere.
+        Values, shapes and dtypes stay. XLA moves data that are elsewhere.
         """
         return jax.tree.map(
             lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
@@ -202,7 +202,7 @@ class Layout:
         )
 
     def _specs(self, tree: Any, *, with_zero: bool) -> Any:
-        """Where arrays lie; `with_zero`: their shards are cut again over the replicated axes."""
+        """Return a tree of specs; `with_zero` shards them over the replicated axes too."""
         return jax.tree.map(lambda dims: self._spec(dims, with_zero), tree)
 
     def _spec(self, dims: Dims, with_zero: bool) -> P:
@@ -226,7 +226,7 @@ class Layout:
 
 
 def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` when two dims of one array would be split by the same mesh axis."""
+    """Raise `ConfigError` if one mesh axis would split two dims of an array."""
     taken: dict[str, str] = {}
     for name in dims:
         axis = rules.get(name) if name else None

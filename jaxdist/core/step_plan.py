@@ -1,7 +1,7 @@
 """The decisions about one train step, made once: `plan_step` returns them in a frozen record.
 
-The step, evaluation, the audit and the estimates read the record and decide nothing again. Building
-it traces nothing and starts no device, so that a search over meshes can build thousands.
+The step, evaluation, the audit and the estimates read the record and make none of the decisions
+again. Building it traces nothing and starts no device, so a mesh search can build thousands.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROW_CHUNKS = 4  # the first and the last have nothing beside their collectives
 
 
 class StepSettings(NamedTuple):
-    """The sections of the settings that decide about the step."""
+    """The sections of the settings that affect the step."""
 
     train: TrainConfig
     precision: PrecisionConfig = PrecisionConfig()
@@ -95,13 +95,13 @@ class StepPlan:
     """The decisions about one step on one layout.
 
     Attributes:
-        attention: the devices, how they share rows, and what cuDNN may not do there.
+        attention: the devices, the exchange between devices that share rows, the limits of cuDNN.
         kernel: attention kernel of training's rows; "" = none, or the settings' cannot run here.
         compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations, of sums
             of gradients as they leave a layer, and over microbatches of a pipeline.
         matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
         device: the kind of device.
-        packed: rows hold several documents.
+        packed: rows contain several documents.
         remat: the policy of recomputation, "auto" resolved.
         gathers_layers: a layer gathers its weights when it runs.
         layers_per_body: layers in the body of the loop over them.
@@ -114,9 +114,9 @@ class StepPlan:
         updates_in_turn: averages, parameters and moments are written one after the other.
         orders_collectives: collectives run in one order on all devices.
         offload_optimizer: moments are in host memory.
-        avoids_zeroed_buffers: XLA leaves memory that a loop fills as it is before.
+        avoids_zeroed_buffers: XLA does not zero memory that a loop will fill.
         memory_bytes: memory of a GPU for XLA's schedule; 0 = unknown, or a CPU.
-        reasons: decision -> why.
+        reasons: decision -> its reason.
     """
 
     attention: AttentionPlan
@@ -145,22 +145,22 @@ class StepPlan:
 
     @property
     def platform(self) -> str:
-        """Platform of the devices, "cpu" or "gpu"."""
+        """Return the platform of the devices, "cpu" or "gpu"."""
         return self.attention.platform
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """How devices that share rows exchange keys and values; None = rows are whole."""
+        """Return how devices that share rows exchange keys and values; None if none do."""
         return self.attention.exchange
 
     @property
     def accumulation(self) -> int:
-        """Microbatches of a step without pipeline stages."""
+        """Return the microbatches of a step without pipeline stages."""
         return self.num_microbatches or 1
 
     @functools.cached_property
     def digest(self) -> str:
-        """Short hash of all decisions; equal decisions have equal digests in every command."""
+        """Return a short hash of all decisions, the same in every command."""
         decisions = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -187,10 +187,10 @@ def plan_step(
         model: the model.
         layout: placement of its arrays, on real or abstract devices.
         device: the kind of device.
-        packed: rows hold several documents, as far as is known.
+        packed: rows contain several documents; before the data are open, as the settings suggest.
         settings: sections of the run's settings.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
-        remat: the policy that costs decided; None = as in the settings.
+        remat: the policy chosen by estimated costs; None = as in the settings.
 
     Raises:
         ConfigError: the heads or the stages do not allow the exchange of the settings.
@@ -332,7 +332,6 @@ def obstacle_of(layout: Layout, device: Device, check: Admission | None) -> str:
 
 
 def _choose_remat(setting: str, chosen: str | None, platform: str) -> tuple[str, str]:
-    """The policy of recomputation, and why."""
     if setting != "auto":
         return setting, "from the settings"
     if chosen is not None:
@@ -343,12 +342,12 @@ def _choose_remat(setting: str, chosen: str | None, platform: str) -> tuple[str,
 def layers_of_a_body(
     model: Model, layout: Layout, platform: str, remat: str, *, gathers: bool
 ) -> tuple[int, str]:
-    """Choose the layers in the body of the loop over them, all or one, and say why.
+    """Choose the layers in the body of the loop over them, all or one, and return the reason.
 
-    A part of them pays on no platform. A pipeline holds its layers in several loop bodies:
-    unrolled, they would take long to compile. So would collectives in every layer on GPUs, where
-    moreover a layer that keeps its input alone has next to nothing to copy. ZeRO-2, which saves
-    memory, would take more of it: unrolled, GPT-2 keeps whole gradients longer (6.5 for 5.1 GiB).
+    A part of them pays on no platform. A pipeline has its layers in several loop bodies: unrolled,
+    they would take long to compile. So would collectives in every layer on GPUs, where moreover a
+    layer that saves only its input has next to nothing to copy. ZeRO-2, which saves memory, would
+    need more of it: unrolled, GPT-2 keeps complete gradients longer (6.5 instead of 5.1 GiB).
     """
     if layout.size(PIPELINE) > 1:
         return 1, "stages hold their layers in several loops"
@@ -364,13 +363,13 @@ def layers_of_a_body(
 
 
 def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int, str]:
-    """Choose the most parts in which rows of a microbatch go through the layers, and say why.
+    """Choose the most parts in which rows of a microbatch go through the layers, with the reason.
 
-    More than one where `tensor` splits layers on GPUs: XLA then runs one's collectives beside
-    another's products (Wang et al. 2024, "Domino", section 3). Beside a ring, whose steps have
+    More than one if `tensor` splits layers on GPUs: XLA then overlaps the collectives of one with
+    the products of another (Wang et al. 2024, "Domino", section 3). With a ring, whose steps have
     collectives of their own, they gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
-    each part would have a scale of its own, and round otherwise than on a mesh without parts;
-    block-scaled formats were not tried.
+    each part would have a scale of its own, and round differently from a mesh without parts; block-
+    scaled formats were not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:
@@ -379,11 +378,11 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
 
 
 def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
-    """The product with weights, and why.
+    """Choose the product with weights, and return the reason.
 
-    On GPUs where `tensor` gathers and scatters positions, these stand outermost in memory: XLA
-    would turn whole activations around before and behind every product. On CPU gradients of weights
-    are summed the faster way; stages put these off, and tell them from others by their form.
+    On GPUs, if `tensor` gathers and scatters positions, positions are the outermost dim in memory:
+    otherwise XLA would transpose the activations before and after every product. On CPUs gradients
+    of weights use the faster sum; stages postpone these, and recognize them by their form.
     """
     if platform == "cpu" and PIPELINE not in layout.used:
         return "cpu", "sums gradients of weights faster on CPU"
@@ -394,18 +393,18 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
 
 
 def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:
-    """Tokens whose logits exist at once where the settings leave it open; 0 = all.
+    """Return the default number of tokens whose logits exist at once; 0 = all.
 
-    Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4:
-    12 bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
+    Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4: 12
+    bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
     passes below `_HEAD_PASSES` of the products' time, while float32 logits stay below
-    `_LOGITS_SHARE` of its memory, in multiples of 128, the tile of a product. A CPU takes what its
-    caches like.
+    `_LOGITS_SHARE` of its memory, in multiples of 128, the tile of a product. A CPU takes as many
+    as fit its caches.
 
     Args:
         vocab_shard: columns of the head on one device.
         platform: "cpu" or "gpu".
-        device_kind: `jax.Device.device_kind`; of an unknown GPU the smallest usual one is assumed.
+        device_kind: `jax.Device.device_kind`; for an unknown GPU the smallest usual one is assumed.
     """
     if not vocab_shard:
         return 0

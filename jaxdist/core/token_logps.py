@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of each token, from a head whose vocabulary may be split.
 
-Logits exist for one chunk of tokens at a time, and are computed again in the backward pass: only
-then is the gradient of each token known. That is one head product more than the fused
-cross-entropy of `losses.py` needs.
+Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass, which has
+the gradient of each token. That is one head product more than in the fused cross-entropy of
+`losses.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIGN = np.uint32(1 << 31)
 
 
 class LogitFilter(NamedTuple):
-    """How tokens were drawn: temperature first, then top-k, then top-p; see `Context.token_logps`.
+    """Filter of the sampled tokens: temperature, then top-k, then top-p; see `Context.token_logps`.
 
     Tokens whose logits are equal at the boundary of top-k or top-p are all kept.
     """
@@ -162,7 +162,7 @@ def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | 
     """Keep the largest logits [tokens, vocab_shard] of which `measure` reaches `needed`.
 
     `measure` maps the columns that are kept, bool like the logits, to float32 [tokens] over all
-    devices. The threshold is found bit by bit, in integers that are ordered as the floats are, so
+    devices. The threshold is set bit by bit, in integers that are ordered as the floats are, so
     that no device needs the logits of another.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)

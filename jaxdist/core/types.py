@@ -1,11 +1,11 @@
-"""What rooms exchange: batches, the `Model` record, its `Context`, errors and config fields.
+"""Types that modules exchange: batches, the `Model` record, its `Context`.
 
-Nothing here computes but the plain defaults of one device. Shape vocabulary used in every docstring
-of the package:
+Only the plain defaults of one device compute here. Shape vocabulary used in every docstring of the
+package:
 
     batch    rows of a global batch (inside the compiled step: this device's rows of one microbatch)
-    seq      positions of a row that this device has, all of them unless the context axis splits
-             rows; `seq_shard` = seq / tensor where sequence parallelism splits those again
+    seq      positions of a row on this device, all of them unless the context axis splits
+             rows; `seq_shard` = seq / tensor if sequence parallelism splits those again
     d_model  width of the residual stream
     heads, kv_heads, head_dim, mlp, vocab, layers   as in the literature
 """
@@ -70,7 +70,7 @@ def trained_loss(sums: Sums) -> Array:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Sums, [] each, of both by name; a name that one of them lacks counts as 0 there."""
+    """Add both sums, [] each, by name; a name that one of them lacks counts as 0 there."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 
@@ -85,9 +85,10 @@ class Dims(tuple[str | None, ...]):
 
 
 class RunningDims(Dims):
-    """`Dims` of a running average: training moves it by what batches show, not by a gradient.
+    """`Dims` of a running average, which training updates from batch statistics, not by a gradient.
 
-    It has at most one dim besides `layers`, so that every device that splits rows holds it whole.
+    It has at most one dim besides `layers`, so that every device that splits rows has a complete
+    copy.
     """
 
     __slots__ = ()
@@ -95,18 +96,18 @@ class RunningDims(Dims):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """What decides which keys a query sees; never the [queries, keys] mask itself.
+    """The rule for the keys that a query sees; never the [queries, keys] mask itself.
 
-    So an implementation that holds only a part of the keys can form its part of the mask.
+    So an implementation that has only a part of the keys can form its part of the mask.
 
     Attributes:
         causal: a query sees the keys up to its own position.
         sliding_window: newest keys that a query sees, itself included; 0 = all.
         segments: int32 [batch, seq], documents of packed rows: a query sees its own; None = one.
-        query_positions: int32 [batch, queries], place of each query among the keys; None = queries
+        query_positions: int32 [batch, queries], index of each query among the keys; None = queries
             and keys are the same positions 0, 1, ...
         full_every: every such layer, from the end of each group, has no window; 0 = none.
-        layer: index of the layer in the model, int32 scalar; read where `full_every` is set.
+        layer: index of the layer in the model, int32 scalar; read if `full_every` is set.
     """
 
     causal: bool = True
@@ -118,13 +119,13 @@ class AttentionMask:
 
     @property
     def has_no_window(self) -> Any:
-        """Whether this layer is one without a window, bool scalar."""
+        """Return True, bool scalar, if this layer has no window."""
         return (self.layer + 1) % self.full_every == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDropout:
-    """Dropping attention probabilities with the same bits on every mesh.
+    """Dropout of attention probabilities with the same bits on every mesh.
 
     Attributes:
         rate: share of probabilities dropped.
@@ -139,7 +140,7 @@ class AttentionDropout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What a model's layers ask of `Context.attend`, whatever the rows hold.
+    """The arguments that a model's layers pass to `Context.attend` for rows of any kind.
 
     Attributes:
         sliding_window: newest keys that a query sees, itself included; 0 = all before it.
@@ -157,13 +158,13 @@ class AttentionCall:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Newest keys that a query sees in each kind of layer; 0 = all before it."""
+        """Return the newest keys that a query sees in each kind of layer; 0 = all before it."""
         differ = self.full_every and self.sliding_window
         return (self.sliding_window, 0) if differ else (self.sliding_window,)
 
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Matrix product of activations and a weight, its dims named: the plain `Context.dot`.
+    """Multiply activations by a weight, with named dims: the plain `Context.dot`.
 
     Args:
         dims: names of the dims, "batch seq d_model, d_model mlp -> batch seq mlp"; those that the
@@ -187,7 +188,7 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
 
 
 class TokenHead(NamedTuple):
-    """The product that makes logits, left to the objective so that they never exist whole.
+    """The factors of the logits, which the objective multiplies chunk by chunk.
 
     Attributes:
         x: input of the head, [batch, seq, d_model], compute dtype.
@@ -203,7 +204,7 @@ class TokenHead(NamedTuple):
 
 
 class TokenLogps(NamedTuple):
-    """What the model predicts for each token.
+    """Predictions of the model for each token.
 
     Attributes:
         logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p leaves
@@ -311,7 +312,7 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a model generates: pure functions over a key/value cache.
+    """Text generation of a model: pure functions over a key/value cache.
 
     Attributes:
         init_cache: (batch, max_len, dtype) -> cache, each leaf [layers, batch, max_len, ...].

@@ -1,1 +1,1 @@
-"""Ways to split the work over the mesh, one file per axis; none of them knows a model."""
+"""Parallelism over the mesh, one file per axis; no file depends on a model."""

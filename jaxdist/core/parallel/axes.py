@@ -1,7 +1,7 @@
 """The list of mesh axes, slow to fast interconnect. A new axis is a file here and an entry in it.
 
-`tensor` comes last, so that its devices are neighbours inside a node. Everything that depends on
-which axes there are reads `AXES` when it is called; a test may replace it with a longer list.
+`tensor` is last, so that its devices are neighbors inside a node. Code for all axes reads `AXES`
+when it is called; a test may replace it with a longer list.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
 
 
 def names() -> tuple[str, ...]:
-    """Names of the axes, in mesh order."""
+    """Return the names of the axes, in mesh order."""
     return tuple(axis.name for axis in AXES)
 
 
 def row_axes() -> tuple[str, ...]:
-    """Names of the axes over which the rows of a batch are split, in mesh order."""
+    """Return the names of the axes over which the rows of a batch are split, in mesh order."""
     return tuple(axis.name for axis in AXES if axis.splits_rows)
 
 
 def by_name() -> dict[str, Axis]:
-    """Name -> axis; long names and the short ones of `--mesh`."""
+    """Return name -> axis, for long names and the short ones of `--mesh`."""
     return {name: axis for axis in AXES for name in (axis.name, axis.short)}
 
 
 def joining_fsdp(zero: int) -> tuple[str, ...]:
-    """Axes of replicated weights that shard what fsdp shards, in the order of the shards.
+    """Return the axes that shard replicated weights together with fsdp, in order of the shards.
 
     `zero` is the ZeRO stage of the array, 0 = not sharded by it.
     """
@@ -42,5 +42,5 @@ def joining_fsdp(zero: int) -> tuple[str, ...]:
 
 
 def rules() -> dict[str, str | None]:
-    """Logical dim -> the mesh axis that splits it; dims not named are never split."""
+    """Return logical dim -> the mesh axis that splits it; other dims are never split."""
     return {dim: axis.name for axis in AXES for dim in axis.dims}

@@ -1,9 +1,9 @@
 """The context axis: the sequence of every row split over devices, for rows too long for one.
 
-Embedding, norms, products and the loss work on a device's own positions. Only attention looks at
-others' (`attention/context_parallel.py`). A row is cut into 2n chunks for n devices, and device i
-holds chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early
-ones, and each such pair sees the same number.
+Embedding, norms, products and the loss run on a device's own positions. Only attention reads others
+(`attention/context_parallel.py`). A row is cut into 2n chunks for n devices, and device i has
+chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early ones, and
+each such pair sees the same number.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
@@ -27,14 +27,14 @@ from jaxdist.core.types import Array, Batch
 
 
 def chunk_order(size: int) -> np.ndarray:
-    """Chunks of a row in the order in which `size` devices hold them, int [2 · size]."""
+    """Return the chunks of a row in their order on `size` devices, int [2 · size]."""
     return np.array([chunk for i in range(size) for chunk in (i, 2 * size - 1 - i)])
 
 
 def device_order(seq_len: int, size: int) -> np.ndarray:
-    """Positions of a row in the order in which `size` devices hold them, int64 [seq_len].
+    """Return the positions of a row in their order on `size` devices, int64 [seq_len].
 
-    A global array whose dim of positions is split over the context axis is laid out so.
+    It is the order of a global array whose dim of positions is split over the context axis.
     """
     if size == 1:
         return np.arange(seq_len)
@@ -42,11 +42,11 @@ def device_order(seq_len: int, size: int) -> np.ndarray:
 
 
 def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
-    """Whole rows of the host, leaves [rows, seq, ...], laid out on the devices for the step.
+    """Place complete rows of the host, leaves [rows, seq, ...], on the devices for the step.
 
     Args:
         batch: positions in their own order; the same on every process.
-        sharding: `Step.batch_sharding`: of rows and, where devices share rows, of positions.
+        sharding: `Step.batch_sharding`: of rows and, if devices share rows, of positions.
     """
     size = num_position_shards(sharding)
 
@@ -59,18 +59,18 @@ def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
 
 
 def num_position_shards(sharding: NamedSharding) -> int:
-    """Devices that share each row of a batch, as its sharding says."""
+    """Return the number of devices that share each row of a batch of this sharding."""
     return math.prod(sharding.mesh.shape[name] for name in axes_of(P(*sharding.spec[1:2])))
 
 
 def places(length: int) -> Array:
-    """Index in its row of each of this device's positions, int32 [length]."""
+    """Return the index in its row of each of this device's positions, int32 [length]."""
     size = collectives.group_size(CONTEXT.name)
     return places_of(collectives.group_index(CONTEXT.name), length, size)
 
 
 def places_of(device: Any, length: int, size: int) -> Array:
-    """The same of any device on an axis of `size`, int32 [length]; `device` may be traced."""
+    """Return those of any device on an axis of `size`, int32 [length]; `device` may be traced."""
     chunk = length // 2
     inside = jnp.arange(chunk, dtype=jnp.int32)
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
@@ -84,16 +84,16 @@ def imbalance(
     inner: int = 1,
     rows: int = 1,
 ) -> float:
-    """How many more keys the busiest device's queries see than those of the mean device, minus 1.
+    """Return the share of keys that the busiest device's queries see beyond the mean device's.
 
     Args:
         size: devices along the axis.
         seq_len: positions of a row, under a causal mask.
         window: newest keys that a query sees; 0 = all.
-        places: int [num_rows, seq_len], place of each query in its document, for the mean of such
-            rows; None = a row is one document.
-        inner: neighbours that exchange heads for positions, and so share their work.
-        rows: of a microbatch, whose work adds up; of `places` no more than there are.
+        position_ids: int [num_rows, seq_len], index of each query in its document, for the mean of
+            such rows; None = a row is one document.
+        inner: neighbors that exchange heads for positions, and so share their work.
+        rows: of a microbatch, whose work adds up; at most those of `position_ids`.
     """
     seen = 1 + (np.arange(seq_len)[None] if places is None else places.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)
@@ -125,7 +125,7 @@ def _problems(size: int, workload: Workload) -> list[str]:
 
 
 def dropout_problem(size: int, rate: float) -> str:
-    """Why attention probabilities cannot be dropped where `size` devices share a row."""
+    """Return why attention dropout is impossible if `size` devices share a row."""
     return (
         f"mesh cp={size} with model.attention_dropout={rate}: dropped probabilities would need the "
         "whole row on one device. Use cp=1, or model.attention_dropout=0."
@@ -133,9 +133,9 @@ def dropout_problem(size: int, rate: float) -> str:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Keys and values of every layer, forward and backward; their gradients in float32.
+    """Return keys and values of every layer, forward and backward; their gradients in float32.
 
-    Documents go with the keys that they belong to.
+    The documents of the keys are sent with them.
     """
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)

@@ -38,7 +38,7 @@ def number_rows(batch: Batch, axes: tuple[str, ...]) -> Batch:
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """[rows, ...] -> [num_microbatches, rows / num_microbatches, ...] of this device's rows.
+    """Cut this device's [rows, ...] into [num_microbatches, rows / num_microbatches, ...].
 
     Raises:
         ValueError: the rows cannot be cut into equal microbatches.

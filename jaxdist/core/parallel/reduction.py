@@ -2,12 +2,11 @@
 
 Parameters enter the differentiated function marked as varying (`collectives.vary` over
 `Layout.summed_axes`), so that its gradients are each device's own sums; `reduce_gradients` then
-adds them over every axis a leaf is not sharded on, by reduce-scatter where ZeRO wants the result
-sharded and by all-reduce elsewhere.
+adds them over every axis a leaf is not sharded on, by reduce-scatter if ZeRO shards the result,
+else by all-reduce.
 
 Everything here runs inside `jax.shard_map`: arrays are local. Specs are trees of `PartitionSpec`
-like the parameters. `axes` are names of mesh axes in use, in mesh order; which they are, `Layout`
-says.
+like the parameters. `axes` are names of mesh axes in use, in mesh order (`Layout`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def scatter_gradients(
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
-        """The local sum [*dims], or what this device keeps of it where `target` shards it."""
+        """Return the local sum [*dims], or this device's shard of it if `target` shards it."""
         for axis in axes:
             dim = dim_of(target, axis)
             if dim is not None and dim_of(source, axis) is None:
@@ -48,8 +47,8 @@ def reduce_gradients(
 ) -> Params:
     """Sum local float32 gradients [...], laid out as `from_specs`, over `axes`.
 
-    Each leaf ends as `to_specs` says, which may name more axes to shard it over. Axes that it is
-    sharded on already are left out.
+    The result has the layout `to_specs`, which may shard it over more axes. Axes that already shard
+    a leaf are left out.
     """
 
     def leaf(target: P, grad: Array) -> Array:
@@ -61,9 +60,9 @@ def reduce_gradients(
 
 
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
-    """Sum of squares of reduced gradients over the whole model, float32 [], equal on every device.
+    """Sum squares of reduced gradients over all parameters, float32 [], equal on every device.
 
-    `specs` say where gradients lie; the step itself writes the collectives of `axes`
+    `specs` are those of the gradients; the step itself writes the collectives of `axes`
     (`Layout.manual_axes`).
     """
     by_axes: dict[tuple[str, ...], Array] = {}

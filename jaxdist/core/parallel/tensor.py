@@ -1,8 +1,8 @@
 """The tensor axis: one layer split over several devices, and the hooks a model calls there.
 
 Column-parallel products follow `enter`, row-parallel products precede `leave`. With sequence
-parallelism the activations between blocks are split by sequence, so the all-reduce after a
-row-parallel product becomes a reduce-scatter and its other half, the all-gather, moves to the next
+parallelism the activations between blocks are split by sequence, so the all-reduce after a row-
+parallel product becomes a reduce-scatter and its other half, the all-gather, moves to the next
 `enter`: the same bytes on the wire, and norms, residuals and dropout on 1/tensor of the tokens.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing
@@ -24,7 +24,7 @@ _SEQUENCE_DIM = 1
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Activations of every layer, and three float32 scalars per token of the split vocabulary."""
+    """Return activations of every layer, and three float32 per token of the split vocabulary."""
     # The embedding's reduction and the head's gather, and their backwards.
     ends = 2
     # Two of each forward and two of the backward.
@@ -45,12 +45,10 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """Return `enter`, `leave`, `split` and `tensor_index` of a `Context`.
-
-    `seq_shard` = seq / tp.
+    """Return `enter`, `leave`, `split` and `tensor_index` of a `Context`; `seq_shard` = seq / tp.
 
     With sequence parallelism `enter` is [batch, seq_shard, ...] -> [batch, seq, ...], `leave` the
-    way back with a sum, `split` the same without one. Without it they keep the shape.
+    reverse with a sum, `split` the same without one. Otherwise they keep the shape.
     """
     index = {"tensor_index": lambda: collectives.group_index(TENSOR.name)}
     if not sequence_parallel:
@@ -69,10 +67,10 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Sums of several layers, each float32 [layers], added up: scalars equal on all tensor devices.
+    """Add up sums of several layers, float32 [layers] each: scalars equal on all tensor devices.
 
-    One that varies over the axis holds this device's part, of its tokens or heads, and is added
-    over the axis too. One that does not vary is the same everywhere and counts once.
+    A sum that varies over the axis is of this device's tokens or heads, and is added over the axis
+    too. One that does not vary is the same everywhere and counts once.
     """
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
@@ -84,7 +82,7 @@ def add_layers(sums: Sums) -> Sums:
 
 
 def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """`types.dot` of x [batch, seq, ...], computed as [seq, batch, ...]: the same values.
+    """Compute `types.dot` of x [batch, seq, ...] as [seq, batch, ...], with the same values.
 
     With one row the order is the same in memory, and with other dims first nothing is swapped.
     """
@@ -100,7 +98,7 @@ def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> 
 
 
 def _split_sequence(x: Array) -> Array:
-    """[batch, seq, ...] -> this device's [batch, seq_shard, ...]; moves nothing."""
+    """Return this device's [batch, seq_shard, ...] of [batch, seq, ...]; moves nothing."""
     length = x.shape[_SEQUENCE_DIM] // lax.axis_size(TENSOR.name)
     start = collectives.group_index(TENSOR.name) * length
     return lax.dynamic_slice_in_dim(x, start, length, axis=_SEQUENCE_DIM)

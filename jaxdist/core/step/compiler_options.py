@@ -1,8 +1,8 @@
-"""Compiler options of the train step on GPUs: which, why, and whether the compiler takes them.
+"""Compiler options of the train step on GPUs, and a check that the compiler accepts them.
 
-An option stands here once the compiled program pays for it
-(`scripts/bench/results/gpu_program.md`), and is used where the compiler that is here accepts it.
-What `XLA_FLAGS` says comes first. CPU programs have none.
+An option is listed here if the compiled program gains by it
+(`scripts/bench/results/gpu_program.md`), and is used if the installed compiler accepts it.
+`XLA_FLAGS` has priority. CPU programs have none.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _SCRATCH = 0.02  # of the memory: cuDNN's scratch, which the compiler counts as 
 
 
 class CompilerOption(NamedTuple):
-    """One option of the compiler, and why a run uses it."""
+    """One option of the compiler, and the reason for it."""
 
     name: str
     value: int | bool
     why: str
 
     def describe(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         return f"compiler option {self.name}={str(self.value).lower()}: {self.why}"
 
 
 def choose_options(
     plan: StepPlan, layout: Layout, make_state: Callable[[], TrainState]
 ) -> tuple[CompilerOption, ...]:
-    """The options of a train step on this layout that its compiler takes; none on CPUs.
+    """Return the options of a train step on this layout that its compiler accepts; none on CPUs.
 
-    One that the compiler refuses is left out, with one line in the log. `make_state` gives the
-    shapes, dtypes and shardings of the train state.
+    An option that the compiler rejects is left out, with one line in the log. `make_state` returns
+    the shapes, dtypes and shardings of the train state.
     """
     if not plan.avoids_zeroed_buffers:
         return ()
@@ -72,14 +72,14 @@ def choose_options(
 
 
 def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> CompilerOption | None:
-    """Lets the schedule use what the run may take; None where XLA has nothing to scale.
+    """Return the option for the memory of XLA's schedule; None if XLA has nothing to scale.
 
-    By itself XLA schedules for 0.8 of the memory, whatever share the process takes. A step that
-    needs more is computed with fewer collectives beside compute, and parts of it twice.
+    By default XLA schedules for 0.8 of the memory, whatever share the process takes. A step that
+    needs more is compiled with fewer collectives that overlap with compute, and recomputes parts.
 
     Args:
         memory_bytes: of one GPU.
-        fraction: of it, what the process takes.
+        fraction: share of it that the process takes.
         arguments: bytes of the program's arguments on one GPU.
     """
     room = _OWN_SHARE * memory_bytes - arguments
@@ -95,7 +95,7 @@ def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> Compiler
 
 
 def argument_bytes(state: TrainState) -> int:
-    """Bytes of one device's part of the train state, those in host memory among them."""
+    """Return the bytes of one device's part of the train state, including host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -105,7 +105,7 @@ def argument_bytes(state: TrainState) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _refused(device: Any, options: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
-    """Options that the compiler of this device does not take -> its words."""
+    """Return the options that the compiler of this device rejects -> its message."""
     program = jax.jit(lambda x: x + 1).lower(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     )

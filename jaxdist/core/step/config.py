@@ -1,4 +1,4 @@
-"""Settings of training's step and of evaluation."""
+"""Settings of the train step and of evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The run's length and the shape of one step."""
+    """Length of the run and shape of one step."""
 
     steps: int = setting(320, "optimizer steps of the whole run", ge=1)
     global_batch_size: int = setting(
@@ -41,11 +41,11 @@ class TrainConfig:
 
     @property
     def accumulation(self) -> int:
-        """Microbatches of a step that has no pipeline stages."""
+        """Return the microbatches of a step that has no pipeline stages."""
         return self.num_microbatches or 1
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
+        """Return every violated rule of this section."""
         problems = []
         kind, _, names = self.remat.partition(":")
         if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
@@ -64,7 +64,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """When the run evaluates, and on how much."""
+    """Interval and size of evaluation."""
 
     interval_steps: int = setting(
         100, "steps between evaluations; 0 = only after the last step", ge=0

@@ -46,15 +46,15 @@ def make_value_and_grad(
     *,
     frozen: Params | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
-    """The differentiated part of a step, as a function of global arrays.
+    """Make the differentiated part of a step, as a function of global arrays.
 
     Gradients of the leaves that `frozen` marks are 0, and nothing that only they need is computed
-    or moved. A running average has in its place the batch's own (`step/statistics.py`).
+    or moved. A running average has the batch's own instead (`step/statistics.py`).
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
-        gradients of `trained_loss` / weight, float32, sharded like the moments where ZeRO says so,
-        else like the parameters; their global norm, float32 []).
+        gradients of `trained_loss` / weight, float32, sharded like the moments with ZeRO-2, else
+        like the parameters; their global norm, float32 []).
     """
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
@@ -67,7 +67,7 @@ def make_value_and_grad(
         value_and_grad = _make_accumulation(forward, layout, plan.accumulation)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
-        """(global sums, this device's gradients, their norm) of its batch [rows, ...]."""
+        """Return (global sums, this device's gradients, their norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
@@ -90,7 +90,7 @@ def make_value_and_grad(
 def _make_pipeline(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Sums and local gradients by a pipeline.
+    """Make the sums and local gradients by a pipeline.
 
     Returns:
         As `_make_accumulation`, for this replica's batch [rows, ...].
@@ -115,7 +115,7 @@ def _make_pipeline(
 def _make_accumulation(
     forward: ForwardPass, layout: Layout, num_microbatches: int
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
+    """Make the sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
 
     Returns:
         (local params, rows, context, loss scale) -> (sums of this device, gradients of the scaled
@@ -128,7 +128,7 @@ def _make_accumulation(
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
     ) -> tuple[Sums, Params]:
-        """(sums, local gradients) of this device's batch [rows, ...]; scale is float32 []."""
+        """Return (sums, local gradients) of a device's batch [rows, ...]; scale is float32 []."""
 
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = forward.loss(params, micro, context)
@@ -145,7 +145,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
-    """Sums, float32 [] each, over replicas and stages: then equal on every device."""
+    """Add up sums, float32 [] each, over replicas and stages: then equal on every device."""
     axes = layout.loss_axes
     for name, value in sums.items():
         where = f"the sum {name!r} leaves {definition_of(model)}"
@@ -165,7 +165,7 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
 def make_evaluate(
     model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[..., Sums]:
-    """Evaluation, where the mesh has stages by a forward pipeline.
+    """Make the evaluation, a forward pipeline if the mesh has stages.
 
     Returns:
         (params, batch [rows, ...]) -> sums over the global batch, float32 [] each. No dropout.
@@ -195,7 +195,7 @@ def make_evaluate(
 def _accumulate(
     microbatch: Callable[[Batch], tuple[Sums, Params]], batch: Batch, num_microbatches: int
 ) -> tuple[Sums, Params]:
-    """Sums and gradients of a batch [rows, ...], added up over microbatches in float32."""
+    """Add up sums and gradients of a batch [rows, ...] over microbatches in float32."""
     if num_microbatches == 1:
         return microbatch(batch)
     parts = data.split_microbatches(batch, num_microbatches)
@@ -211,7 +211,7 @@ def _accumulate(
 def _manual(
     function: Any, model: Model, layout: Layout, plan: StepPlan, in_specs: Any, out_specs: Any
 ) -> Any:
-    """`function` on each device's own part; an argument's specs may follow from the argument."""
+    """Run `function` on each device's own part; an argument's specs may depend on the argument."""
     if plan.orders_collectives:
         function = in_order(function, hidden=layout.auto_tensor)
 
@@ -233,12 +233,12 @@ def _manual(
 
 
 def _over(specs: Any, axes: tuple[str, ...]) -> Any:
-    """Specs with every axis but `axes` left out."""
+    """Return specs without any axis but `axes`."""
     return jax.tree.map(
         lambda spec: spec_over(spec, axes), specs, is_leaf=lambda x: isinstance(x, P)
     )
 
 
 def divisor(weight: Array) -> Array:
-    """Float32 []: the global weight, or 1 where it is 0, so that such a batch has gradient 0."""
+    """Return the global weight, float32 [], or 1 if it is 0: then the gradient is 0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))

@@ -1,4 +1,4 @@
-"""The layer runner: stacked layers one by one, weights gathered as it goes, what backward keeps."""
+"""The loop over stacked layers: gathers weights layer by layer, saves values for backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxdist.core.types import Array, Context, Model, Params, Sums
 def make_run_layers(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[..., tuple[Array, Sums]]:
-    """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes.
+    """Make `ForwardPass.run_layers`: a scan over stacked layers that gathers each layer's weights.
 
     Returns:
         (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
@@ -46,10 +46,10 @@ def make_run_layers(
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
     ) -> tuple[Array, Sums]:
-        """(x [batch, seq_shard, d_model], Sums) behind the layers."""
+        """Return (x [batch, seq_shard, d_model], Sums) after the layers."""
 
         def run(layer: Any, layers: Any, x: Array, first: Any) -> tuple[Array, Sums]:
-            """(x [batch, seq_shard, d_model], sums [layers]) behind those from index `first` on."""
+            """Return (x [batch, seq_shard, d_model], sums [layers]) after layers `first`, ..."""
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
                 index, shards = index_and_shards
@@ -85,10 +85,10 @@ def make_run_layers(
 
 
 def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tuple[Array, Sums]]:
-    """One layer, its weights gathered, or only cast if the stage gathered them before.
+    """Make one layer, its weights gathered, or only cast if the stage gathered them before.
 
-    With a `plan.matmul_dtype` and stages, every layer but the model's first and last
-    multiplies in it, and rounds whole weights. Which layers a stage runs is known to it alone.
+    With a `plan.matmul_dtype` and stages, every layer but the model's first and last multiplies in
+    it, and quantizes complete weights. Only the stage has the indices of its layers.
 
     Returns:
         (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
@@ -104,7 +104,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
-        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
+        """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
@@ -116,12 +116,12 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
 
 class _NarrowLayer(NamedTuple):
-    """A layer whose products are in fewer bits.
+    """A layer whose products have low precision.
 
     Attributes:
-        round_weights: shards [layers, ...] -> what `fp8_weights.round_weights` returns for them; a
-            format that rounds weights once they are gathered has () instead.
-        layer: as `make_layer` returns it, but for (shards, rounded) in the place of shards.
+        round_weights: shards [layers, ...] -> the result of `fp8_weights.round_weights`; () for a
+            format that quantizes gathered weights.
+        layer: as the result of `make_layer`, with (shards, rounded) instead of shards.
     """
 
     round_weights: Callable[[Params], Any]
@@ -129,7 +129,7 @@ class _NarrowLayer(NamedTuple):
 
 
 def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowLayer | None:
-    """The layer between the first and the last; None where those are as all others."""
+    """Make the layer between the first and the last; None if all layers are alike."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
     if plan.matmul_dtype != "fp8":  # rounds weights once they are gathered in the compute dtype
@@ -138,7 +138,7 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
         def scaled(
             block: Any, both: Any, x: Array, index: Array, aux: Any, context: Context
         ) -> Any:
-            """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
+            """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
             return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
 
         return _NarrowLayer(lambda layers: (), scaled)
@@ -155,7 +155,7 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
-        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
+        """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
         weights, rounded = fp8_weights.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         dot = _make_dot(layout, plan, rounded=rounded)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
@@ -175,7 +175,7 @@ def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., A
 def _run(
     block: Any, weights: Params, x: Array, index: Array, aux: Any, context: Context
 ) -> tuple[Array, Sums]:
-    """(x [batch, seq_shard, d_model], Sums) behind the block, told its index, int32 []."""
+    """Return (x [batch, seq_shard, d_model], Sums) after the block of index `index`, int32 []."""
     key = context.dropout_key
     layer_key = None if key is None else jax.random.fold_in(key, index)
     told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
@@ -188,7 +188,7 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """What a block returned: x [batch, seq_shard, d_model], and scalars that vary as rows do.
+    """Check the result of a block: x [batch, seq_shard, d_model], and scalars that vary as rows do.
 
     Raises:
         TypeError: the block returned no such pair, or sums that are no float32 scalars.
@@ -212,7 +212,7 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
 
 
 def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
-    """What `jax.checkpoint` may keep for the backward pass; gathered weights never.
+    """Return the policy for values that `jax.checkpoint` saves; never gathered weights.
 
     Raises:
         ValueError: an unknown policy (`TrainConfig.problems` reports it first).
@@ -226,7 +226,6 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
 
 
 def _asked(remat: str) -> Callable[..., bool]:
-    """The policy of that name."""
     policies = jax.checkpoint_policies
     if remat == "dots":
         return policies.save_from_both_policies(

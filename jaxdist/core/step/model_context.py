@@ -1,4 +1,4 @@
-"""What the model is told inside the step: kernels, dtypes, losses, how to run its layers."""
+"""Build the `Context` and the `ForwardPass` of a model inside the step."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def describe_exchange(
     places: np.ndarray | None = None,
     rows: int = 1,
 ) -> list[str]:
-    """How devices share rows, for the start of a run; nothing where none do.
+    """Describe how devices share rows, for the start of a run; [] if none do.
 
-    `windows` are the newest keys that a query sees in each kind of layer, 0 = all. `places`, int
-    [num_rows, seq_len], are the positions of some rows' tokens in their documents, if rows are
+    `windows` are the newest keys that a query sees in each kind of layer, 0 = all. `position_ids`,
+    int [num_rows, seq_len], are the positions of some rows' tokens in their documents, if rows are
     packed and these can be read. A microbatch has `rows`.
     """
     used, size = plan.exchange, layout.size(CONTEXT)
@@ -111,9 +111,9 @@ def describe_exchange(
 def _more_even(
     model: Model, layout: Layout, plan: StepPlan, uneven_by: Callable[[int], float]
 ) -> str:
-    """Which exchanges would give the devices more equal work, where it is uneven by much.
+    """Suggest exchanges with better load balance, if the imbalance is large.
 
-    `uneven_by` says by how much with so many neighbours that exchange heads.
+    `imbalance_of` returns the imbalance of a number of neighbors that exchange heads.
     """
     assert plan.exchange is not None
     if (found := uneven_by(plan.exchange.inner)) <= _UNEVEN:
@@ -134,7 +134,7 @@ def _more_even(
 
 
 def _hooks(layout: Layout) -> dict[str, Any]:
-    """What the axes in use give a model to call."""
+    """Return the members of `Context` that the axes in use implement."""
     return {
         name: hook
         for axis in layout.used

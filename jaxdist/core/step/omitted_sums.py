@@ -1,4 +1,4 @@
-"""Refuse models in which the devices of a mesh axis differ on a value that must be equal there."""
+"""Reject models in which devices of a mesh axis differ on a value that must be equal there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_equal(value: Any, axes: set[str], name: str) -> None:
 
 
 def varying_axes(tree: Any) -> set[str]:
-    """Mesh axes over which any array [...] of the tree varies."""
+    """Return the mesh axes over which any array [...] of the tree varies."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in collectives.varying_axes(leaf)}
 
 
@@ -99,7 +99,7 @@ def _fix(axes: Sequence[str]) -> str:
 
 
 def _differing(message: str, axes: Sequence[str]) -> list[str]:
-    """Axes over which one type in jax's message varies and the type beside it does not."""
+    """Return the axes over which one type in jax's message varies and the other does not."""
     types = re.findall(r"type \w+\[[^\]]*\](?:\{V:\(?([\w, ]*)\)?\})?", message)
     varying = [set(re.findall(r"\w+", axes)) for axes in types]
     pairs = zip(varying[::2], varying[1::2], strict=False)
@@ -108,7 +108,7 @@ def _differing(message: str, axes: Sequence[str]) -> list[str]:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file holds neither a library nor generated code."""
+    """Return True if a file contains neither a library nor generated code."""
     in_python = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return not (file.startswith((*JAX, OWN, "<@")) or in_python)
 

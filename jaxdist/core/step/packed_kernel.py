@@ -1,9 +1,9 @@
-"""Whether a run may bind cuDNN's operations one by one: decided before its first step.
+"""Decide, before the first step, whether a run may bind cuDNN's operations one by one.
 
-Packed documents and the parts that travel round a ring need them. The kernel is compared for that
-(`attention/admission.py`) by every process on one of its devices; one that refuses it refuses it
-for all, since all must run the same program. What was not compared is not used, but where devices
-are described and not here: there a program is compiled and never run.
+Packed documents and the parts that a ring sends need them. Every process compares the kernel with
+the reference on one of its devices (`attention/admission.py`). If one process rejects it, it is
+rejected for all, since all must run the same program. A kernel that was not compared is not used,
+unless the devices are only described: there a program is compiled and never run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_kernel(
 
 
 def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> Admission:
-    """What this process's comparison found, or a refusal of another's; collective."""
+    """Return this process's comparison, or a rejection by another process; collective."""
     compare = {
         "packed": admission.compare_packed,
         "ring": admission.compare_ring,
@@ -74,7 +74,7 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> Admission
 
 
 def shapes_of(model: Model, layout: Layout, plan: StepPlan, config: TrainConfig) -> Shapes | None:
-    """Shapes of one device's attention; None if they are unknown, or XLA splits it."""
+    """Return the shapes of one device's attention; None if unknown, or if XLA splits it."""
     if not model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
         return None
     if layout.auto_tensor and TENSOR in layout.used:  # XLA cannot split the kernel

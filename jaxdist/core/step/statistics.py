@@ -1,8 +1,8 @@
-"""Running averages of batch statistics: leaves of the parameters that no gradient moves.
+"""Running averages of batch statistics: leaves of the parameters that no gradient updates.
 
-A model marks them in its axes with `RunningDims`. Its forward pass returns what the batch showed of
-each, as `Sums[BATCH_STATISTICS]`, and where the gradient of a trained leaf stands, the step carries
-that value for such a leaf. The optimizer never sees it.
+A model marks them in its axes with `RunningDims`. Its forward pass returns the batch's statistics
+as `Sums[BATCH_STATISTICS]`. In the step they take the position of a gradient in the tree. The
+optimizer never sees them.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 2; the momentum is PyTorch's.
 """
@@ -21,9 +21,9 @@ MOMENTUM = 0.1
 
 
 def take(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
-    """Sums without what the batch showed, and that: the mean over microbatches, {} if nothing.
+    """Split batch statistics from sums: their mean over microbatches, {} if there are none.
 
-    Sums are float32 []; what the batch showed is a tree of float32 [...] like the averages.
+    Sums are float32 []; batch statistics are a tree of float32 [...] like the averages.
     """
     rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
     shown: Any = sums.get(BATCH_STATISTICS, {})
@@ -31,17 +31,17 @@ def take(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
 
 
 def put(axes: Params, grads: Params, shown: Params) -> Params:
-    """Gradients with what the batch showed in the places of the running averages.
+    """Return gradients with the batch statistics at the positions of the running averages.
 
     Both are float32, [...] like the parameters.
 
     Raises:
-        TypeError: the model's head did not return it.
+        TypeError: the model's head did not return them.
     """
     found = dict(jax.tree_util.tree_leaves_with_path(shown))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
-        """The gradient [*dims], or what the batch showed of a running average of that shape."""
+        """Return the gradient [*dims], or the batch statistic of a running average of that shape."""
         if not isinstance(dims, RunningDims):
             return grad
         if path not in found:
@@ -56,7 +56,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
 
 
 def hide(axes: Params, grads: Params) -> Params:
-    """Gradients [...] with zeros in the places of the running averages, for the optimizer."""
+    """Return gradients [...] with zeros at the running averages, for the optimizer."""
     zero = lambda dims, g: collectives.zeros_like(g) if isinstance(dims, RunningDims) else g
     return jax.tree.map(zero, axes, grads)
 
@@ -64,7 +64,7 @@ def hide(axes: Params, grads: Params) -> Params:
 def move(
     axes: Params, updated: Params, old: Params, grads: Params, frozen: Params | None = None
 ) -> Params:
-    """Updated parameters [...] with running averages moved from `old` values towards the batch.
+    """Return updated parameters [...] with running averages moved from `old` values to the batch's.
 
     `frozen` marks the leaves that stay; None = none does.
     """
@@ -79,5 +79,5 @@ def move(
 
 
 def has_averages(axes: Params) -> bool:
-    """Whether a model keeps any."""
+    """Return True if a model has running averages."""
     return any(isinstance(dims, RunningDims) for dims in jax.tree.leaves(axes))

@@ -1,4 +1,4 @@
-"""The compiled functions of a run: train, evaluate, and what they need to know."""
+"""The compiled functions of a run: train and evaluate."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Step:
 
     Attributes:
         train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-            left out if the loss is above `limit` (float32 [], inf = no limit), if loss or
+            skipped if the loss is above `limit` (float32 [], inf = no limit), if loss or
             gradients are not finite, or if the global weight is 0 (no row has a label);
-            `applied` in the metrics tells.
+            the metric `applied` is False then.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
-        context: what the model is told (kernels, dtypes), for logs.
-        options: what the compiler is told about `train`, for logs; none on CPUs.
-        batch_sharding: where a batch's leaves must lie: rows, and positions where devices share
-            rows. `place_batch` of `core/parallel/context.py` lays whole rows out so.
+        context: execution context of the model (kernels, dtypes), for logs.
+        options: compiler options of `train`, for logs; none on CPUs.
+        batch_sharding: sharding of a batch's leaves: rows, and positions if devices share rows.
+            `place_batch` of `core/parallel/context.py` places complete rows so.
     """
 
     train: Any
@@ -59,14 +59,14 @@ class Step:
 
 
 class Optimizer(NamedTuple):
-    """How a step moves the parameters.
+    """The optimizer of a step.
 
     Attributes:
-        rule: gives the update direction without the learning rate.
+        rule: update direction without the learning rate.
         schedule: step, int32 [] -> learning rate, float32 [].
         max_grad_norm: largest norm of the gradients; 0 = no limit.
         ema_decay: of the average of the parameters; 0 = no average.
-        frozen: marks the leaves that the rule leaves alone; None = none.
+        frozen: marks the leaves that are not trained; None = none.
     """
 
     rule: optax.GradientTransformation
@@ -131,17 +131,17 @@ def _make_train(
     fetched_to: Any = None,
     in_turn: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-    """A whole step: gradients, the update, and whether to take it.
+    """Make a complete step: gradients, the update, and the decision to apply it.
 
-    `fetched_to` are the device shardings of optimizer state that lies in host memory, else None.
-    With `in_turn` averages are written first, then parameters, then the optimizer's state.
+    `fetched_to` are the device shardings of optimizer state in host memory, else None. With
+    `in_turn` averages are written first, then parameters, then the optimizer's state.
 
     Returns:
         (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
     """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
-        """(new state, metrics) of a batch [global_batch_size, ...]; `limit` is float32 []."""
+        """Return (new state, metrics) of a batch [global_batch_size, ...]; `limit` float32 []."""
         if fetched_to is not None:
             fetched = jax.device_put(state.opt_state, fetched_to)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -157,7 +157,7 @@ def _make_train(
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
-            """The update once more, from a part of the old state that waits for `written`."""
+            """Update once more, from a part of the old state that waits for `written`."""
             made = all_made(x for x in jax.tree.leaves(written) if x.size)
             waiting = jax.tree.map(lambda x: when(made, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
@@ -198,7 +198,7 @@ def make_update(
     max_grad_norm: float,
     frozen: Params | None = None,
 ) -> Callable[..., tuple[Params, Any]]:
-    """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
+    """Make (state, grads, norm, learning rate) -> (params, opt_state) with the same layout.
 
     Running averages that `frozen` marks stay as they are; other leaves are the optimizer's.
 
@@ -211,7 +211,7 @@ def make_update(
     averages = statistics.has_averages(model.axes)
 
     def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
-        """(params, opt_state) from gradients like the parameters; the others are float32 []."""
+        """Return (params, opt_state) from gradients like the parameters; others are float32 []."""
         grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
@@ -232,14 +232,14 @@ def make_update(
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """`decay` × average + (1 − `decay`) × params, float32 [...] like `average`; {} of {}."""
+    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}."""
     if not average:
         return {}
     return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
 
 
 def _means(sums: Sums) -> Metrics:
-    """Global means, sum / weight, of sums float32 []; hits (`correct`) become `accuracy`."""
+    """Return global means, sum / weight, of sums float32 []; `correct` becomes `accuracy`."""
     weight = divisor(sums["weight"])
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
     return {name: x if name == "weight" else x / weight for name, x in named.items()}
