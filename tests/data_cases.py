@@ -88,7 +88,7 @@ def laid_out(rows: dict, sharding: NamedSharding) -> dict:
     if len(sharding.spec) == 1:
         return rows
     size, length = sharding.mesh.shape["context"], rows["tokens"].shape[1]
-    order = np.concatenate([context.places_of(i, length // size, size) for i in range(size)])
+    order = np.concatenate([context.position_ids_of(i, length // size, size) for i in range(size)])
     return {name: x[:, order] for name, x in rows.items()}
 
 

@@ -132,7 +132,7 @@ def in_row(values, array):
     from jaxdist.core.parallel import context
 
     size = context.num_position_shards(array.sharding)
-    places = [context.places_of(i, values.shape[1] // size, size) for i in range(size)]
+    places = [context.position_ids_of(i, values.shape[1] // size, size) for i in range(size)]
     return values if size == 1 else values[:, np.argsort(np.concatenate(places))]
 
 

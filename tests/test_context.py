@@ -105,7 +105,9 @@ def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: i
     """The same by devices that share the rows."""
     mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
     attend = make_attend(AttentionPlan("cpu", exchange=plan))
-    order = np.concatenate([axis.places_of(i, LENGTH // shards, shards) for i in range(shards)])
+    order = np.concatenate(
+        [axis.position_ids_of(i, LENGTH // shards, shards) for i in range(shards)]
+    )
 
     def told(query, key, value, segments):
         layer = jnp.asarray(MASKS[mask].layer)
@@ -184,14 +186,14 @@ def merge_forgets_the_denominators(monkeypatch):
 
 def chunks_in_another_order(monkeypatch):
     """Positions of contiguous chunks, as if rows were not cut in zig-zag."""
-    places_of = axis.places_of
+    position_ids_of = axis.position_ids_of
 
     def contiguous(device, length, size):
         if isinstance(device, int):  # how this test lays rows out
-            return places_of(device, length, size)
+            return position_ids_of(device, length, size)
         return device * length + jnp.arange(length)
 
-    monkeypatch.setattr(axis, "places_of", contiguous)
+    monkeypatch.setattr(axis, "position_ids_of", contiguous)
 
 
 def mask_off_by_one(monkeypatch):

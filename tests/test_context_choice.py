@@ -101,29 +101,29 @@ def test_zig_zag_gives_every_device_the_same_work():
     # A document of 2 and one of 6: keys seen in the quarters 1+2, 1+2, 3+4, 5+6. Two neighbours
     # that exchange heads share the work of both.
     documents = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
-    assert axis.imbalance(2, 8, places=documents) == pytest.approx(14 / 12 - 1)
-    assert axis.imbalance(2, 8, places=np.repeat(documents, 3, 0), inner=2) == 0
+    assert axis.imbalance(2, 8, position_ids=documents) == pytest.approx(14 / 12 - 1)
+    assert axis.imbalance(2, 8, position_ids=np.repeat(documents, 3, 0), inner=2) == 0
     # The work of a microbatch's rows adds up.
     mirrored = np.array([[0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 0, 1]])
     seen = (mirrored + 1).reshape(2, 4, 2).sum(2)
     work = seen[:, :2] + seen[:, :1:-1]
     assert work.tolist() == [[14, 10], [6, 9]]
-    found = axis.imbalance(2, 8, places=mirrored, rows=2)
+    found = axis.imbalance(2, 8, position_ids=mirrored, rows=2)
     assert found == pytest.approx(20 / 19.5 - 1)
-    assert axis.imbalance(2, 8, places=mirrored, rows=16) == found
-    places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
+    assert axis.imbalance(2, 8, position_ids=mirrored, rows=16) == found
+    places = np.sort(np.concatenate([axis.position_ids_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))
 
 
-def uneven_rows(exchange: str, heads: int) -> str:
-    """What the start of a run says of 8 devices and five documents a row."""
+def unbalanced_rows(exchange: str, heads: int) -> str:
+    """Describe the exchange of 8 devices whose rows have five documents."""
     spec = MeshSpec.parse("cp=8")
     layout = Layout(mesh=spec.build(jax.devices()), context_attention=exchange)
     dims = {"heads": heads, "kv_heads": heads}
     model = dataclasses.replace(model_of("rotary"), dims=dims)
     plan = plan_of(model, layout, packed=True)
     places = np.concatenate([np.arange(length) for length in (5, 11, 3, 21, 24)])[None]
-    (line,) = describe_exchange(model, layout, plan, 64, places=places)
+    (line,) = describe_exchange(model, layout, plan, 64, position_ids=places)
     return line
 
 
@@ -131,12 +131,12 @@ def uneven_rows(exchange: str, heads: int) -> str:
     ("exchange", "heads", "named"),
     [
         ("ring", 8, ["all_to_all (0.0 %)", "hybrid (11.7 %)"]),
-        ("auto", 12, []),  # takes the hybrid, and no other is more even
+        ("auto", 12, []),  # takes the hybrid, and no other has less
         ("ring", 12, ["hybrid (11.7 %)"]),
     ],
 )
-def test_uneven_work_names_the_exchanges_that_are_more_even(exchange, heads, named):
-    line = uneven_rows(exchange, heads)
+def test_an_imbalance_names_the_exchanges_with_less(exchange, heads, named):
+    line = unbalanced_rows(exchange, heads)
     assert ("--mesh.context-attention" in line) == bool(named)
     assert all(name in line for name in named)
 
@@ -157,5 +157,5 @@ def test_gradients_behind_a_barrier_wait_for_each_other():
         assert np.array_equal(ours, theirs)
 
 
-def test_even_work_needs_no_advice():
-    assert "even with" not in uneven_rows("all_to_all", 8)
+def test_balanced_work_needs_no_advice():
+    assert "--mesh.context-attention" not in unbalanced_rows("all_to_all", 8)

@@ -269,7 +269,7 @@ def test_training_takes_the_next_policy_before_the_state_is_made(monkeypatch, tm
     monkeypatch.setattr(room, "executable_bytes", measured)
     monkeypatch.setattr(session, "restore_or_init", restored)
     monkeypatch.setattr(setup, "make_step", built)
-    flags = ["--skip-audit", "--run-dir", str(tmp_path / "run")]
+    flags = ["--override=audit", "--run-dir", str(tmp_path / "run")]
     assert train.main([*SMALL, *flags]) == 0
     first, _, second, _, last = order
     assert {first, second} <= set(POLICIES) and first != second and last == "restore"

@@ -174,5 +174,5 @@ def test_processes_agree_on_the_policy():
 
 def test_a_policy_of_the_settings_is_kept():
     budget = Budget.of(run(remat="dots"), MeshSpec(fsdp=8), gpus(8, 72), None)
-    with refused("compiled step", "--force"):
+    with refused("compiled step", "--override=memory"):
         budget.fit(lambda _: stats(80 * 2**30))

@@ -235,7 +235,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     if plan.kernel:
         notes.append(f"attention kernel{of}: {plan.kernel} ({plan.reasons['kernel']})")
     notes += describe_exchange(
-        model, parts.layout, plan, config.train.seq_len, places=_places(parts, data),
+        model, parts.layout, plan, config.train.seq_len, position_ids=_position_ids(parts, data),
         windows=model.attention_call.windows, rows=rows // microbatches,
     )  # fmt: skip
     notes += [parts.check.describe()] if parts.check is not None else []
@@ -282,7 +282,7 @@ def _precision(parts: Parts) -> str:
     )
 
 
-def _places(parts: Parts, data: TrainData) -> np.ndarray | None:
+def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
     """Places, int32 [some rows, seq_len], of tokens in their documents; None = not known.
 
     They are read only where devices share rows.

@@ -158,8 +158,8 @@ def make_attend_to_shared(
 
     Returns:
         As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
-        head_dim]. Queries and keys are those of one row, in the order of `parallel.context.places`.
-        It raises `ConfigError` for dropout.
+        head_dim]. Queries and keys are those of one row, in the order of
+        `parallel.context.local_position_ids`. It raises `ConfigError` for dropout.
     """
 
     def attend(
@@ -334,8 +334,8 @@ def _gather(tree: Any) -> Any:
 def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
     """Spans of this device's queries, places [1, seq_shard], and of all keys, places [1, seq]."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
-    everyone = jnp.concatenate([context.places_of(i, length, size) for i in range(size)])
+    everyone = jnp.concatenate([context.position_ids_of(i, length, size) for i in range(size)])
     return (
-        Span(context.places(length)[None], segments),
+        Span(context.local_position_ids(length)[None], segments),
         Span(everyone[None], None if segments is None else _gather(segments)),
     )

@@ -64,7 +64,7 @@ class Ring(NamedTuple):
         """Places [1, length] of the group that many places before this one, as it joins them."""
         first = (self.group - steps_back) % self.size * self.inner
         each, total = length // self.inner, collectives.group_size(CONTEXT.name)
-        parts = [context.places_of(first + i, each, total) for i in range(self.inner)]
+        parts = [context.position_ids_of(first + i, each, total) for i in range(self.inner)]
         return jnp.concatenate(parts)[None]
 
     def is_earlier(self, steps_back: Any) -> Array | None:

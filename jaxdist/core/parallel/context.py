@@ -63,13 +63,13 @@ def num_position_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[name] for name in axes_of(P(*sharding.spec[1:2])))
 
 
-def places(length: int) -> Array:
+def local_position_ids(length: int) -> Array:
     """Return the index in its row of each of this device's positions, int32 [length]."""
     size = collectives.group_size(CONTEXT.name)
-    return places_of(collectives.group_index(CONTEXT.name), length, size)
+    return position_ids_of(collectives.group_index(CONTEXT.name), length, size)
 
 
-def places_of(device: Any, length: int, size: int) -> Array:
+def position_ids_of(device: Any, length: int, size: int) -> Array:
     """Return those of any device on an axis of `size`, int32 [length]; `device` may be traced."""
     chunk = length // 2
     inside = jnp.arange(chunk, dtype=jnp.int32)
@@ -80,7 +80,7 @@ def imbalance(
     size: int,
     seq_len: int,
     window: int = 0,
-    places: np.ndarray | None = None,
+    position_ids: np.ndarray | None = None,
     inner: int = 1,
     rows: int = 1,
 ) -> float:
@@ -95,7 +95,7 @@ def imbalance(
         inner: neighbors that exchange heads for positions, and so share their work.
         rows: of a microbatch, whose work adds up; at most those of `position_ids`.
     """
-    seen = 1 + (np.arange(seq_len)[None] if places is None else places.astype(np.int64))
+    seen = 1 + (np.arange(seq_len)[None] if position_ids is None else position_ids.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)
     each = chunks[:, :size] + chunks[:, : size - 1 : -1]
     rows = min(rows, len(seen))
@@ -111,17 +111,17 @@ def _problems(size: int, workload: Workload) -> list[str]:
             "Model.context_parallel is false. It is for images, and for models of your own that do "
             "not set it. Use cp=1 and give the devices to another axis."
         ]
-    found = []
+    problems = []
     if workload.context_len % (2 * size):
         nearest = -(-workload.context_len // (2 * size)) * 2 * size
-        found.append(
+        problems.append(
             f"mesh cp={size} does not divide train.seq_len={workload.context_len}: each device "
             f"holds two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp "
             "of which twice divides it."
         )
     if workload.attention_dropout:
-        found.append(dropout_problem(size, workload.attention_dropout))
-    return found
+        problems.append(dropout_problem(size, workload.attention_dropout))
+    return problems
 
 
 def dropout_problem(size: int, rate: float) -> str:
@@ -142,10 +142,10 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
     held = keys + sizes.segment_bytes
     if sizes.exchange == "all_gather":
-        whole = sizes.context_size
+        devices = sizes.context_size
         return [
-            Traffic("all-gather", "keys and values", whole * held, forwards + layers),
-            Traffic("reduce-scatter", "keys and values", whole * wide, layers),
+            Traffic("all-gather", "keys and values", devices * held, forwards + layers),
+            Traffic("reduce-scatter", "keys and values", devices * wide, layers),
         ]
     moved = []
     if sizes.exchanged_heads > 1:
@@ -163,13 +163,13 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
             Traffic("all-to-all", "heads", sizes.query_bytes + keys, layers if again else 0, group),
             Traffic("all-to-all", "documents", documents, of_documents, group),
         ]
-    places = sizes.context_size // sizes.exchanged_heads
-    if places > 1:
+    steps = sizes.context_size // sizes.exchanged_heads
+    if steps > 1:
         # Backward begins as the forward that it repeats: own keys are sent once for both.
-        sends = (places - 1) * (forwards + layers) - layers * sizes.repeats_attention
+        sends = (steps - 1) * (forwards + layers) - layers * sizes.repeats_attention
         moved += [
             Traffic("collective-permute", "keys and values", held, sends),
-            Traffic("collective-permute", "gradients of keys", wide, (places - 1) * layers),
+            Traffic("collective-permute", "gradients of keys", wide, (steps - 1) * layers),
         ]
     return moved
 
@@ -177,7 +177,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
     """Return `position_ids` of a `Context`."""
     del sequence_parallel
-    return {"position_ids": places}
+    return {"position_ids": local_position_ids}
 
 
 CONTEXT = Axis(

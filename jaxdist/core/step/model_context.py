@@ -23,8 +23,8 @@ from jaxdist.core.types import Context, Model, Params, RunningDims
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
-_UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
-_BETTER = 0.8  # share of that which an exchange must stay below to be named
+_IMBALANCE = 0.05  # the log suggests another exchange above this
+_BETTER = 0.8  # share of it that another exchange must stay below
 
 
 def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
@@ -80,7 +80,7 @@ def describe_exchange(
     seq_len: int,
     *,
     windows: tuple[int, ...] = (0,),
-    places: np.ndarray | None = None,
+    position_ids: np.ndarray | None = None,
     rows: int = 1,
 ) -> list[str]:
     """Describe how devices share rows, for the start of a run; [] if none do.
@@ -93,30 +93,32 @@ def describe_exchange(
     if used is None:
         return []
     groups = f" in groups of {used.inner}" if 1 < used.inner < size else ""
-    # Of kinds of layers that differ, the one whose work differs most.
-    uneven_by = lambda inner: max(
-        imbalance(size, seq_len, window, places, inner, rows) for window in windows
+    # Of several kinds of layers, the one with the largest imbalance.
+    imbalance_of = lambda inner: max(
+        imbalance(size, seq_len, window, position_ids, inner, rows) for window in windows
     )
-    uneven = percent(uneven_by(used.inner))
+    load = percent(imbalance_of(used.inner))
     if plan.packed:
-        known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
-        uneven += f" ({known})"
-    uneven += _more_even(model, layout, plan, uneven_by)
+        of = "if a row were one document"
+        if position_ids is not None:
+            of = f"mean of {len(position_ids)} rows"
+        load += f" ({of})"
+    load += _suggest_balanced_exchange(model, layout, plan, imbalance_of)
     return [
         f"context attention: {used.exchange} over {size} devices{groups} ({used.reason}); "
-        f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
+        f"{seq_len // size} positions of a row on each, load imbalance {load}"
     ]
 
 
-def _more_even(
-    model: Model, layout: Layout, plan: StepPlan, uneven_by: Callable[[int], float]
+def _suggest_balanced_exchange(
+    model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
 ) -> str:
     """Suggest exchanges with better load balance, if the imbalance is large.
 
     `imbalance_of` returns the imbalance of a number of neighbors that exchange heads.
     """
     assert plan.exchange is not None
-    if (found := uneven_by(plan.exchange.inner)) <= _UNEVEN:
+    if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
         return ""
     others = {}
     for name in ("all_to_all", "hybrid"):
@@ -124,13 +126,13 @@ def _more_even(
             other = dataclasses.replace(layout, context_attention=name)
             exchange = exchange_of(model, other, plan.device.per_node, packed=plan.packed)
             assert exchange is not None
-            others[name] = uneven_by(exchange.inner)
+            others[name] = imbalance_of(exchange.inner)
     named = [
-        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * found
+        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * now
     ]
     if named:
-        return f"; more even with --mesh.context-attention {' or '.join(named)}"
-    return "; a cp that divides the query and key/value heads allows all_to_all, which is even"
+        return f"; --mesh.context-attention {' or '.join(named)} would balance it better"
+    return "; a cp that divides the query and key/value heads allows all_to_all, which is balanced"
 
 
 def _hooks(layout: Layout) -> dict[str, Any]:
@@ -175,10 +177,10 @@ def _make_gather(layout: Layout, model: Model, plan: StepPlan) -> Any:
     def gather(params: Params) -> Params:
         outer = {name: tree for name, tree in params.items() if name != "layers"}
         outer_specs = {name: specs[name] for name in outer}
-        whole = fsdp.gather(
+        gathered = fsdp.gather(
             outer, outer_specs, dtype=plan.compute_dtype, reduce_dtype=plan.reduce_dtype
         )
         outer_axes = {name: model.axes[name] for name in outer}
-        return {**params, **jax.tree.map(kept, outer_axes, outer, whole)}
+        return {**params, **jax.tree.map(kept, outer_axes, outer, gathered)}
 
     return gather
