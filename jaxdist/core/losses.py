@@ -76,7 +76,8 @@ def make_token_loss(
 ) -> Callable[..., Sums]:
     """Build `Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
-    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`.
+    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`:
+    float32 [d_model, vocab].
     """
 
     def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
