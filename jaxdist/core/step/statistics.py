@@ -41,7 +41,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
     found = dict(jax.tree_util.tree_leaves_with_path(shown))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
-        """Return the gradient [*dims], or the batch statistic of a running average of that shape."""
+        """Return the gradient [*dims], or the batch statistic of that running average."""
         if not isinstance(dims, RunningDims):
             return grad
         if path not in found:
