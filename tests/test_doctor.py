@@ -15,6 +15,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.settings import ConfigError
 from jaxdist.tools.doctor import software, variables
+from jaxdist.tools.doctor.checks import read_doctor
 from jaxdist.tools.doctor.findings import (
     Finding,
     error,
@@ -25,7 +26,6 @@ from jaxdist.tools.doctor.findings import (
     text_of,
     warning,
 )
-from jaxdist.tools.doctor.options import read_doctor
 
 
 def severities(findings: list[Finding]) -> list[str]:
@@ -80,9 +80,9 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "warning", "fragments"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "warning", "allocator"),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "0.92"),
-        ({"NCCL_P2P_DISABLE": "1"}, "warning", "through its memory"),
+        ({"NCCL_P2P_DISABLE": "1"}, "warning", "through host memory"),
         ({"NCCL_IB_DISABLE": "1"}, "warning", "TCP"),
-        ({"NCCL_SOCKET_IFNAME": "ib0"}, "error", "names no interface"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "error", "matches no interface"),
         ({"NCCL_SOCKET_IFNAME": "lo"}, "error", "loopback"),
         (
             {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --x=1"},
@@ -100,7 +100,7 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
             "error",
             "ends the process",
         ),
-        ({"http_proxy": "http://p:3128"}, "note", "catch the coordinator node1:29400"),
+        ({"http_proxy": "http://p:3128"}, "note", "applies to the coordinator node1:29400"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -304,7 +304,7 @@ def test_two_real_processes_meet_compare_and_add_up(tmp_path):
     codes, record, said = processes(tmp_path, shared=True, http_proxy="http://127.0.0.1:1")
     assert codes == [0, 0], said
     checks = {f["check"]: f for f in record["findings"]}
-    assert "all 2 ways" in checks["network"]["text"]
+    assert "all 2 connections" in checks["network"]["text"]
     assert checks["clocks"]["numbers"]["skew_s"] < 0.2
     assert checks["shared directory"]["severity"] == "ok"
     assert checks["same software"]["severity"] == "ok"

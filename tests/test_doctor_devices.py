@@ -13,7 +13,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.tools.doctor import devices, directory, network
+from jaxdist.tools.doctor import devices, processes
 from jaxdist.tools.doctor.findings import Finding
 
 
@@ -25,8 +25,8 @@ def severities(findings: list[Finding]) -> list[str]:
 
 
 def test_clocks_are_compared_over_a_real_connection(monkeypatch):
-    near, far = network.Listener(), network.Listener()
-    visit = network.visit([("127.0.0.1", 1), near.address, far.address], own=0)
+    near, far = processes.Listener(), processes.Listener()
+    visit = processes.visit([("127.0.0.1", 1), near.address, far.address], own=0)
     near.close()
     far.close()
     assert visit["failed"] == {}
@@ -52,10 +52,10 @@ class Elsewhen:
 
 @pytest.mark.parametrize(("offset_s", "severity"), [(0.0, "ok"), (-3.0, "warning"), (70, "error")])
 def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
-    visit = network.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
+    visit = processes.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
     assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
     back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
-    pairs, clocks = network.check_visits([visit, back], ["a", "b"])
+    pairs, clocks = processes.check_visits([visit, back], ["a", "b"])
     assert pairs.severity == "ok"
     assert clocks.severity == severity and "on a and b" in clocks.text
 
@@ -63,12 +63,12 @@ def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
 def test_a_pair_that_cannot_meet_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()
-    visit = network.visit([("127.0.0.1", 1), closed], own=0)
-    pairs, clocks = network.check_visits(
+    visit = processes.visit([("127.0.0.1", 1), closed], own=0)
+    pairs, clocks = processes.check_visits(
         [visit, {"failed": {}, "offset_s": {}, "rtt_s": {}}], ["a", "b"]
     )
     assert pairs.severity == "error"
-    assert missing(pairs.text, "process 0 on a", "process 1 on b", "1 of 2 ways") == []
+    assert missing(pairs.text, "process 0 on a", "process 1 on b", "1 of 2 connections") == []
     assert clocks.text.startswith("not compared")
 
 
@@ -77,12 +77,12 @@ def test_a_pair_that_cannot_meet_is_named():
 
 def look(folders: list[Path]) -> list[Finding]:
     """What processes with these run directories find."""
-    failed = {i: why for i, f in enumerate(folders) if (why := directory.leave_token(f, "x", i))}
+    failed = {i: why for i, f in enumerate(folders) if (why := processes.Token(f, "x", i).write())}
     writers = [i for i in range(len(folders)) if i not in failed]
-    views = {i: directory.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
+    views = {i: processes.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
     for i, folder in enumerate(folders):
-        directory.take_token(folder, "x", i)
-    return directory.check_views(views, ["a", "b", "c"], folders[0], failed)
+        processes.Token(folder, "x", i).delete()
+    return processes.check_views(views, ["a", "b", "c"], folders[0], failed)
 
 
 def test_one_directory_is_one_and_is_left_as_it_was(tmp_path):
@@ -106,9 +106,9 @@ def test_a_host_without_the_right_to_write_is_named(tmp_path):
 
 
 def test_a_token_that_comes_late_is_waited_for(tmp_path):
-    late = threading.Timer(0.3, directory.leave_token, (tmp_path, "x", 0))
+    late = threading.Timer(0.3, processes.Token(tmp_path, "x", 0).write)
     late.start()
-    assert directory.read_tokens(tmp_path, "x", [0], patience_s=5) == [0]
+    assert processes.read_tokens(tmp_path, "x", [0], patience_s=5) == [0]
 
 
 # -- devices ---------------------------------------------------------------------------------------

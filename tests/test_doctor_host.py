@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.tools.doctor import gpus, host, slurm
+from jaxdist.tools.doctor import gpus, host
 from jaxdist.tools.doctor.findings import Finding
 
 GIB = 1 << 30
@@ -33,7 +33,7 @@ def test_a_query_of_healthy_gpus_reads_back():
     ("line", "severity", "words"),
     [
         (HEALTHY.replace(" 4,", " 30211,"), "warning", "29.5 GiB of GPU 0 (GPU-aa)"),
-        (HEALTHY.replace(" 0, 16", " 2, 16"), "error", "2 memory error(s)"),
+        (HEALTHY.replace(" 0, 16", " 2, 16"), "error", "2 uncorrectable memory error(s)"),
         (HEALTHY.replace("16, 16", "8, 16"), "warning", "8 of 16 PCIe lanes"),
         (HEALTHY.replace(" 31,", " 85,"), "warning", "85 °C"),
     ],
@@ -82,7 +82,7 @@ def test_a_full_nvlink_host_is_read_and_fine():
         (
             lambda i, j: "NV4" if i // 2 == j // 2 else "SYS",
             "warning",
-            "NVLink joins only GPU0+GPU1 and GPU2+GPU3",
+            "NVLink connects only GPU0+GPU1 and GPU2+GPU3",
         ),
         (lambda i, j: "NV16" if 2 in (i, j) else "NV18", "warning", "GPU2 is in 3 of them"),
     ],
@@ -166,21 +166,17 @@ Slurmctld(primary) at ctl is UP
 
 
 def test_the_clusters_settings_are_read_and_told():
-    config = slurm.read_config(SCONTROL)
-    assert config["KillWait"] == "30 sec" and config["SLURM_VERSION"] == "24.11.5"
-    found = slurm.check_config(config)
+    found = host.check_slurm(SCONTROL)
     assert severities(found) == ["note", "note"]
     assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
 
 
 def test_a_cluster_that_does_not_requeue_is_a_warning():
-    found = slurm.check_config(slurm.read_config(SCONTROL.replace("= 1\n", "= 0\n", 1)))
+    found = host.check_slurm(SCONTROL.replace("= 1\n", "= 0\n", 1))
     assert severities(found)[0] == "warning" and "--requeue" in found[0].fix
-    assert severities(slurm.check_config({"KillWait": "UNLIMITED", "SlurmdTimeout": "60 sec"})) == [
-        "ok"
-    ]
+    assert severities(host.check_slurm("KillWait = UNLIMITED\nSlurmdTimeout = 60 sec\n")) == ["ok"]
 
 
 def test_outside_a_job_slurm_is_not_asked(monkeypatch):
-    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
-    assert slurm.examine_slurm({}) == []
+    monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+    assert host.examine_slurm({}) == []

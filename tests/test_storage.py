@@ -208,7 +208,7 @@ OTHER_FILES = {
     "tools/convert/consolidate.py": "makes the folder of weights that the user named",
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
-    "tools/doctor/options.py": "which parent of a run directory exists, to measure it",
+    "tools/doctor/checks.py": "which parent of a run directory exists, to measure it",
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
     "tools/launch/worker.py": "logs of workers, which the launcher opens on the local disk",
     "tools/launch/fork_server.py": "/dev/null, which workers read as their input",

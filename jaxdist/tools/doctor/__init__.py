@@ -1,17 +1,14 @@
-"""Is this machine, and are all machines of a job, ready for a long run?
+"""Check that this machine, and all machines of a job, are ready for a long run.
 
-    options     the question: a run's settings, as training takes them
-    checks      all checks in their order
-    findings    what a check says: severity, text, fix; what many processes say as one; the report
-    variables   environment variables that hurt
-    software    versions that do not go together, and one code everywhere
-    gpus        what nvidia-smi says of GPUs and of the links between them
-    host        disk, shared memory, limits of the process
-    slurm       what the cluster does to a job that it ends
-    network     every pair of processes reachable, clocks compared
-    directory   a shared directory that really is shared
-    devices     each device computes the same, and how fast they add up over each mesh axis
+    checks      the settings, all checks in their order
+    findings    results of checks: severity, text, fix; merging those of processes; the report
+    variables   environment variables that slow down or break a run
+    software    installed versions
+    gpus        GPUs and their links, from nvidia-smi
+    host        disk, shared memory, limits of the process, SLURM's settings
+    processes   connections and clocks of all processes, and their shared directory
+    devices     equal results of all devices, speed of all-reduce over each mesh axis
 
-Each check reads the machine in one function (`examine_...`) and rates what it read in another
-(`check_...`), so that tests can show it the output of broken machines.
+Each check reads the machine in one function (`examine_...`) and rates the values in another
+(`check_...`), which tests call with values of broken machines.
 """

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.doctor`: check that this machine is ready for a long run, and how to fix it.
+"""`python -m jaxdist.doctor`: check that this machine is ready for a long run, with fixes.
 
     python -m jaxdist.doctor
     python -m jaxdist.doctor --config configs/llama3_8b.toml --mesh fsdp=8
@@ -6,9 +6,9 @@
     srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
 Checks software, GPUs and their links, environment variables, disk, shared memory and limits against
-the settings of a run. With several processes, started as training would be, it also checks that all
-run the same code, reach each other, agree on the time and share the run directory. It times an
-all-reduce over each axis of the mesh and names what is slow or wrong.
+the settings of a run. With several processes, started in the same way as training, it also checks
+that all run the same code, reach each other, agree on the time and share the run directory. It
+times an all-reduce over each mesh axis and reports slow or wrong devices.
 
 Exit code: 0 if a run can start, 1 on an error (with --strict also on a warning), 2 on bad flags.
 """
@@ -22,9 +22,9 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check everything and report; the exit code is the same in all processes."""
-    from jaxdist.tools.doctor.checks import run  # a jax that cannot be imported is a failure of it
-    from jaxdist.tools.doctor.options import read_doctor
+    """Check everything and report; return the exit code, the same in all processes."""
+    # Imported here, so that `run_command` reports a failed import of jax.
+    from jaxdist.tools.doctor.checks import read_doctor, run
 
     return run(read_doctor(sys.argv[1:] if argv is None else argv, summary=__doc__ or ""))
 

@@ -1,4 +1,4 @@
-"""All checks in their order: what one process sees, then what all see together, then the report."""
+"""Settings of the doctor, and all checks in order: one process, all processes, the report."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import json
 import os
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist import runtime
+from jaxdist.config import ALIASES, RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import by_name
 from jaxdist.core.parallel.data import DATA
@@ -18,27 +21,75 @@ from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import JoinedJob, coordination
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import advice_for
-from jaxdist.settings import ConfigError, problems_of
-from jaxdist.tools.doctor import (
-    devices,
-    directory,
-    findings,
-    gpus,
-    host,
-    network,
-    slurm,
-    software,
-    variables,
-)
+from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import ConfigError, problems_of, read_settings, setting
+from jaxdist.tools.doctor import devices, findings, gpus, host, processes, software, variables
 from jaxdist.tools.doctor.findings import Finding, Reported, error, ok
-from jaxdist.tools.doctor.options import DoctorConfig
+
+COMMAND = "jaxdist.doctor"
+_ALIASES = {
+    **ALIASES,
+    "coordinator_address": "runtime.coordinator_address",
+    "num_processes": "runtime.num_processes",
+    "process_id": "runtime.process_id",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorConfig(RunConfig):
+    """The settings of a run, and the extent of the checks."""
+
+    json: bool = setting(False, "print one JSON object instead of text")
+    strict: bool = setting(False, "exit with 1 on warnings too, not only on errors")
+    disk_mib: int = setting(
+        64, "MiB written, synced and read back in the run directory; 0 = none", ge=0
+    )
+    allreduce_mib: int = setting(
+        0, "MiB per device reduced over each mesh axis; 0 = 256 on GPUs, 1 on CPU", ge=0
+    )
+    wait_s: int = setting(60, "seconds that processes wait for each other in one check", ge=1)
+
+    def problems(self) -> list[str]:
+        """Leave out the rules of the run: violations are findings of the report."""
+        problem = file_system_problem(self.run_dir, "disks are measured")
+        return [f"run_dir={problem}"] if problem else []
+
+    @property
+    def directory(self) -> Path:
+        """Return the run directory or its nearest existing parent."""
+        run_dir = Path(self.run_dir or "runs").expanduser().absolute()
+        return next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """Return the largest size of the run's checkpoints."""
+        # Parameters, their average and moments; the state in memory has gradients too.
+        moments = self.optim.moment_bytes + self.optim.ema_bytes
+        one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
+        unfinished = 1 + self.checkpoint.async_save  # one being written, one halfway
+        return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + unfinished)
+
+
+def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
+    """Read the settings.
+
+    Raises:
+        ConfigError: a value has no meaning, or the address of a job is incomplete.
+    """
+    config = read_settings(
+        DoctorConfig, argv, command=COMMAND, summary=summary, aliases=_ALIASES, check_rules=False
+    )
+    problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
+    if problems:
+        raise ConfigError(problems, asked=COMMAND)
+    return config
 
 
 def run(config: DoctorConfig) -> int:
-    """Check everything and report; returns the exit code, which is the same in all processes."""
-    # 1. What one process can see, before jax starts a device or sets variables of its own.
+    """Check everything and report; return the exit code, which is the same in all processes."""
+    # 1. This process, before jax starts a device or sets variables of its own.
     name = socket.gethostname()
-    alone = examine_host(config, dict(os.environ))
+    local = examine_host(config, dict(os.environ))
     # 2. Devices and the other processes.
     if config.simulate:
         runtime.simulate(config.simulate)
@@ -46,13 +97,13 @@ def run(config: DoctorConfig) -> int:
     try:
         job = runtime.join(config.runtime)
     except (ConfigError, RuntimeError) as failure:
-        alone.append(_not_joined(failure))
-        return report(findings.merge([(name, alone)]), config, num_processes=1)
-    plain = [dataclasses.asdict(finding) for finding in alone]
+        local.append(_join_failure(failure))
+        return report(findings.merge([(name, local)]), config, num_processes=1)
+    plain = [dataclasses.asdict(finding) for finding in local]
     everyone = _gather("findings", {"host": name, "findings": plain}, config)
     hosts = [one["host"] for one in everyone]
     lists = [[Finding(**finding) for finding in one["findings"]] for one in everyone]
-    # 3. What only all processes together can see. Process 0 reports it.
+    # 3. All processes together; process 0 reports.
     lists[0] = [*lists[0], *examine_job(config, job, hosts)]
     reported = findings.merge(list(zip(hosts, lists, strict=True)))
     code = report(reported, config, num_processes=job.num_processes, quiet=not job.is_main)
@@ -60,14 +111,14 @@ def run(config: DoctorConfig) -> int:
 
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
-    """Findings of one process about its host, its software and its environment."""
-    of_gpus, num_gpus = gpus.examine_gpus()
-    found = [*software.check_versions(versions(), nvidia_versions()), *of_gpus]
+    """Return findings of one process about its host, software and environment."""
+    gpu_findings, num_gpus = gpus.examine_gpus()
+    results = [*software.check_versions(versions(), nvidia_versions()), *gpu_findings]
     try:
         plan = runtime.resolve(environ, config.runtime, num_gpus)
     except ConfigError:  # reported when the job is joined
         plan = runtime.JoinPlan()
-    found += variables.check_variables(
+    results += variables.check_variables(
         environ,
         num_gpus=num_gpus,
         simulated=config.simulate > 0,
@@ -78,17 +129,16 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
     unreadable = variables.unreadable_flags(environ)
     if unreadable:
         os.environ.pop("XLA_FLAGS")  # XLA would end this process
-    found += unreadable
-    found += host.examine_disk(config.directory, config.disk_mib << 20, config.checkpoints_bytes)
-    found += host.examine_shared_memory(num_gpus)
-    found += slurm.examine_slurm(environ)
-    return found + host.examine_limits(num_gpus)
+    results += unreadable
+    results += host.examine_disk(config.directory, config.disk_mib << 20, config.checkpoints_bytes)
+    results += host.examine_slurm(environ)
+    return results + host.examine_limits(num_gpus)
 
 
 def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    """Findings of all processes together; collective."""
+    """Return findings of all processes together; collective."""
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
-    found = [
+    results = [
         ok(
             "job",
             f"{job.num_devices} × {kinds} ({job.platform}) in {job.num_processes} process(es) on "
@@ -96,68 +146,62 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
         )
     ]
     if job.num_processes > 1:
-        found += _same_software(config, hosts)
-        found += _network(config, job, hosts)
-        found += _shared_directory(config, job, hosts)
-    spec, of_mesh = _mesh(config, job)
-    found += of_mesh
-    return found + _compute(config, job, hosts, spec)
-
-
-def _same_software(config: DoctorConfig, hosts: list[str]) -> list[Finding]:
-    code = {"code": code_digest()}
-    everyone = _gather("software", versions() | nvidia_versions() | code, config)
-    return software.compare(list(zip(hosts, everyone, strict=True)))
+        packages = versions() | nvidia_versions() | {"code": code_digest()}
+        everyone = _gather("software", packages, config)
+        results += software.compare(list(zip(hosts, everyone, strict=True)))
+        results += _network(config, job, hosts)
+        results += _shared_directory(config, job, hosts)
+    spec, mesh_findings = _mesh(config, job)
+    return results + mesh_findings + _compute(config, job, hosts, spec)
 
 
 def _network(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
     plan = runtime.resolve(os.environ, config.runtime)
-    listener = network.Listener(plan.coordinator_address.rpartition(":")[0])
+    listener = processes.Listener(plan.coordinator_address.rpartition(":")[0])
     addresses = [(host, port) for host, port in _gather("addresses", listener.address, config)]
-    visits = _gather("visits", network.visit(addresses, job.process_id), config)
+    visits = _gather("visits", processes.visit(addresses, job.process_id), config)
     listener.close()
-    return network.check_visits(visits, hosts)
+    return processes.check_visits(visits, hosts)
 
 
 def _shared_directory(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    own, here = job.process_id, config.directory
+    directory = config.directory
     nonce = _gather("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
-    wrote = _gather("wrote", directory.leave_token(here, nonce, own), config)
-    failed = {i: why for i, why in enumerate(wrote) if why}
+    own = processes.Token(directory, nonce, job.process_id)
+    failures = _gather("wrote", own.write(), config)
+    failed = {i: why for i, why in enumerate(failures) if why}
     writers = [i for i in range(job.num_processes) if i not in failed]
-    views = _gather("read", directory.read_tokens(here, nonce, writers), config)
-    directory.take_token(here, nonce, own)
-    return directory.check_views(dict(enumerate(views)), hosts, here, failed)
+    views = _gather("read", processes.read_tokens(directory, nonce, writers), config)
+    own.delete()
+    return processes.check_views(dict(enumerate(views)), hosts, directory, failed)
 
 
 def _mesh(config: DoctorConfig, job: JoinedJob) -> tuple[MeshSpec, list[Finding]]:
-    """The run's mesh; where training would refuse it, all devices as replicas."""
-    found = [
-        error("settings", problem, "training refuses to start with them: correct what is named")
+    """Return the run's mesh; if training would reject it, data parallelism over all devices."""
+    problems = [
+        error("settings", problem, "correct the setting: training would reject it")
         for problem in problems_of(config.run)
     ]
     try:
         spec, reason = config.choose_mesh(job.num_devices, model=config.build_model())
     except ConfigError as failure:
-        if not found:
-            found.append(
-                error("mesh", failure.problems[-1], "name a mesh that is legal with --mesh")
-            )
-        return MeshSpec.over(DATA, job.num_devices), found
-    return spec, [*found, ok("mesh", f"{spec}: {reason}")]
+        fix = "set a legal mesh with --mesh"
+        problems = problems or [error("mesh", failure.problems[-1], fix)]
+        return MeshSpec.over(DATA, job.num_devices), problems
+    return spec, [*problems, ok("mesh", f"{spec}: {reason}")]
 
 
 def _compute(
     config: DoctorConfig, job: JoinedJob, hosts: list[str], spec: MeshSpec
 ) -> list[Finding]:
     on_cpu = job.platform == "cpu"
-    alone = _gather("compute", devices.compute(job.local_devices, 128 if on_cpu else 8192), config)
-    found = devices.check_compute(alone, hosts, simulated=on_cpu)
+    products = devices.compute(job.local_devices, 128 if on_cpu else 8192)
+    results = devices.check_compute(_gather("compute", products, config), hosts, simulated=on_cpu)
     mesh = spec.build(jax.devices())
     num_bytes = (config.allreduce_mib or (1 if on_cpu else 256)) << 20
     timed = _gather("axes", devices.time_axes(mesh, num_bytes), config)
     for axis, groups in devices.groups_of(mesh, timed).items():
-        found += devices.check_axis(
+        results += devices.check_axis(
             axis,
             groups,
             num_bytes=num_bytes,
@@ -166,29 +210,27 @@ def _compute(
             device_kind=job.devices[0].kind,
             moves=by_name()[axis].moves,
         )
-    return found
+    return results
 
 
 def _gather(topic: str, value: Any, config: DoctorConfig) -> list[Any]:
-    """The values of every process about `topic`, as JSON returns them."""
-    return [
-        json.loads(json.dumps(one))
-        for one in coordination.gather(f"doctor/{topic}", value, config.wait_s)
-    ]
+    """Return the values of all processes for `topic`, as read from JSON."""
+    everyone = coordination.gather(f"doctor/{topic}", value, config.wait_s)
+    return [json.loads(json.dumps(one)) for one in everyone]
 
 
-def _not_joined(failure: Exception) -> Finding:
-    if isinstance(failure, ConfigError):  # each line says what to do
-        return error("job", "; ".join(failure.problems), "do so, and ask the doctor again")
+def _join_failure(failure: Exception) -> Finding:
+    if isinstance(failure, ConfigError):  # each line names its fix
+        return error("job", "; ".join(failure.problems), "correct this and run the doctor again")
     lines = str(failure).splitlines() or [repr(failure)]
-    fix = advice_for(str(failure), "read the first lines of what jax says")
+    fix = advice_for(str(failure), "read the first lines of jax's message")
     return error("job", "; ".join(lines)[:600], fix)
 
 
 def report(
     reported: list[Reported], config: DoctorConfig, *, num_processes: int, quiet: bool = False
 ) -> int:
-    """Print the report (process 0's task); returns the exit code."""
+    """Print the report unless `quiet`; return the exit code."""
     if not quiet and config.json:
         print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
     elif not quiet:

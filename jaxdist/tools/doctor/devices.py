@@ -1,4 +1,4 @@
-"""Does every device compute the same, and how fast do they add up over each axis of the mesh?"""
+"""Check that all devices compute equal results, and time an all-reduce over each mesh axis."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _REPEATS = 5
 _SLOW = 0.75
-"""Share of the usual speed below which a device or a group is named."""
+"""Share of the median speed below which a device or group is reported."""
 _OF_THE_LINK = 0.3
-"""Share of the link's figure that an all-reduce of 256 MiB must reach; NCCL reaches 0.5 to 0.9."""
+"""Share of the link bandwidth that an all-reduce of 256 MiB must reach; NCCL has 0.5 to 0.9."""
 
 
-# --- each device alone ----------------------------------------------------------------------------
+# --- single devices -------------------------------------------------------------------------------
 
 
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
-    """Products of [size, size] matrices on each device: median `seconds`, `digests` of the bits."""
+    """Multiply [size, size] matrices on each device; return median `seconds` and `digests`."""
 
     @jax.jit
     def products(x: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
         return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
 
     start = np.sin(np.arange(size * size, dtype=np.float32)).reshape(size, size) * 8
-    found = []
+    results = []
     for device in devices:
         x = jax.device_put(start, device)
         digests, seconds = [int(products(x))], []  # the first call compiles
@@ -48,64 +48,64 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
             begin = time.perf_counter()
             digests.append(int(products(x)))
             seconds.append(time.perf_counter() - begin)
-        found.append({"seconds": statistics.median(seconds), "digests": digests})
-    return found
+        results.append({"seconds": statistics.median(seconds), "digests": digests})
+    return results
 
 
 def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
-    """Devices that give other bits than their neighbours, or need longer than the others.
+    """Report devices with different bits or longer times than the others.
 
-    Bits are compared within a process: two processes may choose unlike kernels by timing them.
-    `everyone` holds what `compute` gave and `hosts` their names, both by process id. Simulated
-    devices share the CPU, so that their times say nothing.
+    Bits are compared within a process, because autotuning may choose different kernels in two
+    processes. `everyone` holds the results of `compute` and `hosts` the host names, by process id.
+    Simulated devices share the CPU, so their times are not compared.
     """
     times = {(i, j): d["seconds"] for i, ds in enumerate(everyone) for j, d in enumerate(ds)}
-    usual_s = statistics.median(times.values())
-    found = list(_wrong_bits(everyone, hosts))
-    slow = [] if simulated else [place for place, s in times.items() if usual_s / s < _SLOW]
-    found += [
+    median_s = statistics.median(times.values())
+    results = list(_wrong_bits(everyone, hosts))
+    slow = [] if simulated else [key for key, s in times.items() if median_s / s < _SLOW]
+    results += [
         warning(
             "devices",
-            f"device {j} of process {i} on {hosts[i]} needs {times[i, j] / usual_s:.1f} times as "
-            "long as the others for the same products",
-            "see its clocks, power and temperature in `nvidia-smi -q -d PERFORMANCE`",
+            f"device {j} of process {i} on {hosts[i]} needs {times[i, j] / median_s:.1f} times as "
+            "long as the others for the same matrix products",
+            "check its clocks, power and temperature with `nvidia-smi -q -d PERFORMANCE`",
         )
         for i, j in slow[:8]
     ]
-    text = f"{len(times)} device(s) compute the same bits again and again"
-    return found or [ok("devices", text, seconds=usual_s)]
+    text = f"{len(times)} device(s) compute the same bits repeatedly"
+    return results or [ok("devices", text, seconds=median_s)]
 
 
 def _wrong_bits(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str]
 ) -> Iterator[Finding]:
     for i, devices in enumerate(everyone):
-        usual = Counter(digest for device in devices for digest in device["digests"])
-        expected = usual.most_common(1)[0][0]
+        counts = Counter(digest for device in devices for digest in device["digests"])
+        expected = counts.most_common(1)[0][0]
         for j, device in enumerate(devices):
             wrong = sum(digest != expected for digest in device["digests"])
             if wrong:
                 yield error(
                     "devices",
-                    f"device {j} of process {i} on {hosts[i]} computed other bits than the rest in "
-                    f"{wrong} of {len(device['digests'])} equal products",
-                    "take the device out of the job and have it tested (dcgmi diag -r 3)",
+                    f"device {j} of process {i} on {hosts[i]} computed different bits in {wrong} "
+                    f"of {len(device['digests'])} equal products",
+                    "remove the device from the job and test it (dcgmi diag -r 3)",
                 )
 
 
-# --- devices together -----------------------------------------------------------------------------
+# --- all-reduce -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that an axis joins.
+    """Devices that reduce together over an axis.
 
     Attributes:
-        members: (process, index of the device in it).
-        seconds: of one all-reduce, the slowest process's.
-        right: the sum was the sum, everywhere.
+        members: (process, index of the device in the process).
+        seconds: time of one all-reduce in the slowest process.
+        right: the sum was correct on every device.
     """
 
     members: tuple[tuple[int, int], ...]
@@ -114,10 +114,10 @@ class DeviceGroup:
 
 
 def time_axes(mesh: Mesh, num_bytes: int) -> dict[str, dict[str, tuple[float, bool]]]:
-    """Axis -> group -> (seconds of an all-reduce, whether the sum was right), for own groups.
+    """Return axis -> group -> (seconds of an all-reduce, whether the sum was correct).
 
-    Every process of the job must call it. Groups are taken in one order by all, so that two
-    processes never wait for each other in two groups.
+    It contains the groups of this process. Collective: all processes time the groups in the same
+    order, so that none deadlock.
     """
     own = jax.process_index()
     return {
@@ -131,7 +131,7 @@ def time_axes(mesh: Mesh, num_bytes: int) -> dict[str, dict[str, tuple[float, bo
 
 
 def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
-    """(axis, devices of its groups, a row each [groups, size]) of every axis in use."""
+    """Yield (axis, devices [groups, size]) for each axis of size > 1."""
     for position, axis in enumerate(mesh.axis_names):
         size = mesh.devices.shape[position]
         if size > 1:
@@ -139,9 +139,9 @@ def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
-    """(median seconds, whether the sum was right) of an all-reduce over `members` [size].
+    """Return (median seconds, correctness) of an all-reduce over `members` [size].
 
-    Each gives float32 [1, num_bytes / 4].
+    Each contributes float32 [1, num_bytes / 4].
     """
     size = len(members)
     mesh = Mesh(members, ("group",), axis_types=(AxisType.Auto,))
@@ -149,11 +149,11 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
     width = max(1, num_bytes // 4)
 
     def part(index: Any) -> np.ndarray:
-        # Whole numbers: their sum is exact in any order.
+        # Integers: their sum is exact in any order.
         return np.full((1, width), (index[0].start or 0) + 1, np.float32)
 
     x = jax.make_array_from_callback((size, width), sharding, part)
-    add_up: Callable[[jax.Array], jax.Array] = jax.jit(
+    reduce: Callable[[jax.Array], jax.Array] = jax.jit(
         jax.shard_map(
             lambda x: all_reduce(x, "group"),
             mesh=mesh,
@@ -161,11 +161,11 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
             out_specs=PartitionSpec(),
         )
     )
-    total = jax.block_until_ready(add_up(x))  # compiles, and connects the group
+    total = jax.block_until_ready(reduce(x))  # compiles, and connects the group
     seconds = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        total = jax.block_until_ready(add_up(x))
+        total = jax.block_until_ready(reduce(x))
         seconds.append(time.perf_counter() - begin)
     expected = size * (size + 1) / 2
     right = all(bool((np.asarray(s.data) == expected).all()) for s in total.addressable_shards)
@@ -175,25 +175,25 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
 def groups_of(
     mesh: Mesh, everyone: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
 ) -> dict[str, list[DeviceGroup]]:
-    """Axis -> its groups, from what `time_axes` gave in every process."""
+    """Return axis -> groups, from the results of `time_axes` of every process."""
     num_seen: Counter[int] = Counter()  # devices of each process
-    place = {}
+    positions = {}
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):
-        place[device.id] = (device.process_index, num_seen[device.process_index])
+        positions[device.id] = (device.process_index, num_seen[device.process_index])
         num_seen[device.process_index] += 1
-    found: dict[str, list[DeviceGroup]] = {}
+    groups: dict[str, list[DeviceGroup]] = {}
     for axis, rows in _rows(mesh):
-        found[axis] = []
+        groups[axis] = []
         for index, members in enumerate(rows):
-            said = [s[axis][str(index)] for s in everyone if str(index) in s.get(axis, {})]
-            found[axis].append(
+            times = [one[axis][str(index)] for one in everyone if str(index) in one.get(axis, {})]
+            groups[axis].append(
                 DeviceGroup(
-                    tuple(place[device.id] for device in members),
-                    max(float(seconds) for seconds, _ in said),
-                    all(right for _, right in said),
+                    tuple(positions[device.id] for device in members),
+                    max(float(seconds) for seconds, _ in times),
+                    all(right for _, right in times),
                 )
             )
-    return found
+    return groups
 
 
 def check_axis(
@@ -206,25 +206,25 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Groups of an axis whose sums of `num_bytes` per device are wrong or slow.
+    """Report groups of an axis whose all-reduce of `num_bytes` per device is wrong or slow.
 
-    `hosts` are by process id; `moves` says what a run exchanges over the axis.
+    `hosts` are by process id; `moves` describes the data that a run exchanges over the axis.
     """
     size = len(groups[0].members)
-    # What a ring puts on each link; `nccl-tests` calls it bus bandwidth.
+    # Bytes of a ring on each link; `nccl-tests` calls the rate bus bandwidth.
     wire = 2 * num_bytes * (size - 1) / size
     speeds = [wire / group.seconds for group in groups]
     check = f"all-reduce {axis}"
-    found = [
+    results = [
         error(
             check,
             f"the sum over {_names(group, hosts)} is wrong",
-            "take these devices out of the job: data is damaged between them",
+            "remove these devices from the job: they corrupt data in transfers",
         )
         for group in groups
         if not group.right
     ]
-    usual = statistics.median(speeds) if len(groups) > 2 else max(speeds)
+    typical = statistics.median(speeds) if len(groups) > 2 else max(speeds)
     numbers: dict[str, Any] = {
         "bytes_per_s": statistics.median(speeds),
         "slowest_bytes_per_s": min(speeds),
@@ -234,57 +234,51 @@ def check_axis(
         ],
     }
     text = (
-        f"{len(groups)} group(s) of {size}: {rate(statistics.median(speeds))} bus, "
-        f"{in_bytes(num_bytes)} a device" + (f"; a run moves {moves}" if moves else "")
+        f"{len(groups)} group(s) of {size}: {rate(statistics.median(speeds))} bus bandwidth, "
+        f"{in_bytes(num_bytes)} per device" + (f"; a run moves {moves}" if moves else "")
     )
     if simulated:
-        return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
+        return [*results, ok(check, text + " (through CPU memory)", **numbers)]
     by_name = {_names(g, hosts): speed for g, speed in zip(groups, speeds, strict=True)}
-    found += _slow_groups(check, by_name, usual)
-    link = _link(groups[0], hosts, device_kind)
-    if link and usual < _OF_THE_LINK * link:
-        found.append(
+    results += _slow_groups(check, by_name, typical)
+    link = 0.0  # bytes per second of the link between the members
+    if gpu := gpu_of(device_kind):
+        is_one_host = len({hosts[process] for process, _ in groups[0].members}) == 1
+        link = gpu.link_bandwidth if is_one_host else gpu.network_bandwidth
+    if link and typical < _OF_THE_LINK * link:
+        results.append(
             warning(
                 check,
-                f"{rate(usual)}, where the links of {device_kind} carry {rate(link)}",
-                "see what NCCL chose with NCCL_DEBUG=INFO: peer access, NVLink, InfiniBand and "
-                "GPUDirect should be in use",
+                f"{rate(typical)}; the links of {device_kind} carry {rate(link)}",
+                "check NCCL's choices with NCCL_DEBUG=INFO: it should use peer access, NVLink, "
+                "InfiniBand and GPUDirect",
             )
         )
-    return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
+    return [(note if results else ok)(check, text, **numbers), *results]
 
 
-def _slow_groups(check: str, speeds: Mapping[str, float], usual: float) -> list[Finding]:
-    """The slowest groups, up to four, of speeds in bytes/s by the groups' names."""
-    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * usual)
+def _slow_groups(check: str, speeds: Mapping[str, float], typical: float) -> list[Finding]:
+    """Report up to four slow groups; `speeds` maps their names to bytes/s."""
+    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * typical)
     return [
         warning(
             check,
-            f"{name}: {rate(speed)}, where other groups have {rate(usual)}",
-            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-            "ibstat), or leave them out",
+            f"{name}: {rate(speed)}; other groups have {rate(typical)}",
+            "every step waits for them: check their links (nvidia-smi nvlink --status, ibstat), or "
+            "leave them out",
         )
         for speed, name in slow[:4]
     ]
 
 
-def _link(group: DeviceGroup, hosts: Sequence[str], device_kind: str) -> float:
-    """Bytes per second of the link that joins the group; 0 where it is not known."""
-    gpu = gpu_of(device_kind)
-    if gpu is None:
-        return 0.0
-    inside = len({hosts[process] for process, _ in group.members}) == 1
-    return gpu.link_bandwidth if inside else gpu.network_bandwidth
-
-
 def _names(group: DeviceGroup, hosts: Sequence[str]) -> str:
-    """`devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
+    """Return `devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
     by_process: dict[int, list[int]] = {}
     for process, device in group.members:
         by_process.setdefault(process, []).append(device)
-    shown = [
+    parts = [
         f"{'device' if len(ids) == 1 else 'devices'} {','.join(map(str, ids))} of process "
         f"{process} on {hosts[process]}"
         for process, ids in by_process.items()
     ]
-    return few(shown, 4)
+    return few(parts, 4)

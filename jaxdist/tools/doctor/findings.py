@@ -1,4 +1,4 @@
-"""Results of one check, how results of all processes are merged, and the report for people."""
+"""Results of one check, the merged results of all processes, and the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.runtime.formatting.tables import few, wrap
 
 Severity = Literal["ok", "note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""From harmless to fatal for a run."""
+"""In increasing order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Finding:
     """One result of a check.
 
     Attributes:
-        severity: ok = checked and fine; note = good to know; warning = the run is slower or less
-            safe than it could be; error = the run will fail or compute wrong numbers.
-        check: what was checked, in a word or two.
-        fix: what to do; every warning and error has one.
-        numbers: what was measured, for `--json`.
+        severity: ok = no problem; note = information; warning = the run is slower or less safe than
+            possible; error = the run will fail or compute wrong numbers.
+        check: name of the check.
+        fix: required for warnings and errors.
+        numbers: measurements, for `--json`.
     """
 
     severity: Severity
@@ -46,7 +46,7 @@ ok, note, warning, error = (functools.partial(_finding, severity) for severity i
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-    """A finding, the ids of the processes that made it, and their hosts, each name once."""
+    """A finding, the ids of the processes that reported it, and their distinct hosts."""
 
     finding: Finding
     processes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Reported:
 
 
 def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
-    """All processes' (host, findings) in the order of the checks; equal findings become one."""
+    """Merge equal findings of all processes, given as (host, findings); sort by check."""
     groups: dict[tuple[str, str, str, str], tuple[Finding, list[int], list[str]]] = {}
     order: dict[str, int] = {}
     for process, (host, findings) in enumerate(everyone):
@@ -72,18 +72,18 @@ def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
 
 
 def worst(reported: Sequence[Reported]) -> Severity:
-    """The highest severity; "ok" without findings."""
+    """Return the highest severity; "ok" without findings."""
     ranks = [SEVERITIES.index(s.finding.severity) for s in reported]
     return SEVERITIES[max(ranks, default=0)]
 
 
 def exit_code(reported: Sequence[Reported], *, strict: bool) -> int:
-    """1 when something is wrong: an error, or with `strict` a warning; else 0."""
+    """Return 1 after an error, or with `strict` a warning; else 0."""
     return int(worst(reported) == "error" or (strict and worst(reported) == "warning"))
 
 
 def record_of(reported: Sequence[Reported], *, strict: bool) -> dict[str, Any]:
-    """The report as values that JSON can hold."""
+    """Return the report as JSON values."""
     return {
         "worst": worst(reported),
         "exit_code": exit_code(reported, strict=strict),
@@ -98,25 +98,25 @@ def record_of(reported: Sequence[Reported], *, strict: bool) -> dict[str, Any]:
     }
 
 
-# --- the report for people ------------------------------------------------------------------------
+# --- the report as text ---------------------------------------------------------------------------
 
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
 _CHECK_WIDTH = 18
 
 
 def text_of(reported: Sequence[Reported], *, num_processes: int) -> str:
-    """The text that process 0 prints.
+    """Return the text that process 0 prints.
 
-    A check that is fine but differs between processes (disk speed) is shown for the first one only.
+    An "ok" that differs between processes (disk speed) is printed for the first process only.
     """
     lines: list[str] = []
-    shown_checks: set[str] = set()
+    passed: set[str] = set()
     for one in reported:
         finding = one.finding
         if finding.severity == "ok":
-            if finding.check in shown_checks:
+            if finding.check in passed:
                 continue
-            shown_checks.add(finding.check)
+            passed.add(finding.check)
         text = finding.text + _where(one, num_processes)
         lines += wrap(text, head=f"{_MARKS[finding.severity]:<5} {finding.check:<{_CHECK_WIDTH}} ")
         if finding.fix:
@@ -125,31 +125,31 @@ def text_of(reported: Sequence[Reported], *, num_processes: int) -> str:
 
 
 def verdict(reported: Sequence[Reported]) -> str:
-    """The last line."""
+    """Return the last line of the report."""
     counts = {s: sum(one.finding.severity == s for one in reported) for s in SEVERITIES}
-    shown = [
+    totals = [
         f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("error", "warning") if counts[s]
     ]
     advice = {
-        "error": "do not start a long run before the errors are fixed",
-        "warning": "a run works, but see the warnings first",
+        "error": "do not start a long run before you fix the errors",
+        "warning": "a run works, but read the warnings first",
         "note": "ready for a run",
         "ok": "ready for a run",
     }[worst(reported)]
-    return f"{', '.join(shown)}: {advice}" if shown else advice
+    return f"{', '.join(totals)}: {advice}" if totals else advice
 
 
 def _where(one: Reported, num_processes: int) -> str:
-    """Which processes a finding is about; empty if it is about all."""
-    of_a_job = one.finding.check.startswith(_OF_A_JOB)
-    if num_processes == 1 or len(one.processes) == num_processes or of_a_job:
+    """Name the processes of a finding; "" for all."""
+    is_global = one.finding.check.startswith(_JOB_CHECKS)
+    if num_processes == 1 or len(one.processes) == num_processes or is_global:
         return ""
     names = few(list(map(str, one.processes)), 4)
     return f" [process {names} on {few(one.hosts, 3)}]"
 
 
-_OF_A_JOB = (
+_JOB_CHECKS = (
     *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
     *("devices", "all-reduce"),
 )
-"""How checks of the whole job begin; process 0 reports them."""
+"""Prefixes of the checks of all processes together, which process 0 reports."""

@@ -1,4 +1,4 @@
-"""What nvidia-smi says: the GPUs themselves, and the links between them."""
+"""Check GPUs and the links between them with nvidia-smi."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ QUERY = (
     *("temperature.gpu", _ECC),
     *("pcie.link.width.current", "pcie.link.width.max"),
 )
-"""Fields that nvidia-smi has kept the names of for a decade."""
+"""Fields of nvidia-smi."""
 
 _TAKEN_MIB = 1024
 _HOT = 80
-"""Degrees Celsius of an idle GPU that will throttle under load (data-center GPUs: at 83 to 90)."""
+"""Degrees Celsius of an idle GPU; data-center GPUs throttle at 83 to 90."""
 
 
-def ask(*arguments: str) -> str:
-    """What nvidia-smi prints; "" where there is none or it fails."""
+def nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; "" if it is missing or fails."""
     try:
         return subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60, check=True
@@ -37,33 +37,28 @@ def ask(*arguments: str) -> str:
 
 
 def examine_gpus() -> tuple[list[Finding], int]:
-    """What there is to say of this host's GPUs, and how many there are."""
-    rows = read_query(ask(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
+    """Return the findings about this host's GPUs, and their number."""
+    rows = read_query(nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
     if not rows:
         return [], 0
-    return [*check_gpus(rows), *check_topology(read_topology(ask("topo", "-m")))], len(rows)
+    return [*check_gpus(rows), *check_topology(read_topology(nvidia_smi("topo", "-m")))], len(rows)
 
 
 def read_query(text: str) -> list[dict[str, str]]:
-    """One mapping per GPU from `--format=csv,noheader,nounits`."""
+    """Parse `--format=csv,noheader,nounits` into one mapping per GPU."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
     return [dict(zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]
 
 
 def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
-    """Alike, healthy and free?"""
+    """Check that GPUs are of one kind, healthy and unused."""
     kinds = Counter(row["name"] for row in rows)
     text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-    found = [ok("GPUs", f"{text}, driver {rows[0]['driver_version']}")]
+    results = [ok("GPUs", f"{text}, driver {rows[0]['driver_version']}")]
     if len(kinds) > 1:
-        found.append(
-            warning(
-                "GPUs",
-                f"GPUs of several kinds: {text}; each step waits for the slowest",
-                "use equal ones: CUDA_VISIBLE_DEVICES",
-            )
-        )
-    return found + [finding for row in rows for finding in _check_gpu(row)]
+        mixed = f"GPUs of several kinds: {text}; each step waits for the slowest"
+        results.append(warning("GPUs", mixed, "use GPUs of one kind: CUDA_VISIBLE_DEVICES"))
+    return results + [finding for row in rows for finding in _check_gpu(row)]
 
 
 def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
@@ -72,45 +67,45 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
     if used is not None and used > _TAKEN_MIB:
         yield warning(
             "GPUs",
-            f"{in_bytes(used * MIB)} of {name} are already taken",
-            "see who by `nvidia-smi`, and end it or use other GPUs",
+            f"{in_bytes(used * MIB)} of {name} are already in use",
+            "find the process with `nvidia-smi` and end it, or use other GPUs",
         )
     if errors:
         yield error(
             "GPUs",
-            f"{name} has met {errors:.0f} memory error(s) that could not be corrected",
-            "drain the host and reset the GPU; it is replaced if they come back",
+            f"{name} has {errors:.0f} uncorrectable memory error(s)",
+            "drain the host and reset the GPU; replace it if they come back",
         )
     now, most = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
     if now and most and now < most:
         yield warning(
             "GPUs",
             f"{name} has {now:.0f} of {most:.0f} PCIe lanes",
-            "have the card reseated; its copies to and from the host are slower",
+            "reseat the card; its copies to and from the host are slower",
         )
     degrees = _number(row["temperature.gpu"])
     if degrees and degrees >= _HOT:
         yield warning(
             "GPUs",
             f"{name} is at {degrees:.0f} °C before the run",
-            "look after its cooling, or for a program that still uses it",
+            "check its cooling, or find a program that still uses it",
         )
 
 
 def _number(text: str) -> float | None:
-    """None for "[N/A]" and "[Not Supported]"."""
+    """Return None for "[N/A]" and "[Not Supported]"."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """How the GPUs of a host are joined.
+    """Links of the GPUs of a host.
 
     Attributes:
-        gpus: their names, "GPU0" first.
-        links: (gpu, gpu) in that order -> "NV18" (bonded NVLinks), or the longest way over PCIe:
+        gpus: names, "GPU0" first.
+        links: pair of GPUs in that order -> "NV18" (bonded NVLinks) or the PCIe distance:
             "PIX" < "PXB" < "PHB" < "NODE" < "SYS".
-        nics: per GPU, the way to its nearest network card; absent where there is none.
+        nics: GPU -> distance to its nearest network card.
     """
 
     gpus: tuple[str, ...]
@@ -122,7 +117,7 @@ _FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 def read_topology(text: str) -> Topology:
-    """The matrix of `nvidia-smi topo -m`; without GPUs for text that holds none."""
+    """Parse the matrix of `nvidia-smi topo -m`."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     lines = [line for line in plain.splitlines() if line.strip()]
     heads = [
@@ -143,52 +138,49 @@ def read_topology(text: str) -> Topology:
         links |= {
             (name, other): row[other] for other in gpus if gpus.index(other) > gpus.index(name)
         }
-        ways = [row[column] for column in columns if not column.startswith("GPU")]
-        known = [way for way in ways if way in _FAR]
-        if known:
-            nics[name] = min(known, key=_FAR.index)
+        distances = [row[column] for column in columns if not column.startswith("GPU")]
+        if distances := [distance for distance in distances if distance in _FAR]:
+            nics[name] = min(distances, key=_FAR.index)
     return Topology(gpus, links, nics)
 
 
 def check_topology(topology: Topology) -> list[Finding]:
-    """Whether all GPUs of a host are joined alike, and fast."""
+    """Check that all pairs of GPUs have equally fast links."""
     if len(topology.gpus) < 2:
         return []
-    found = [_check_links(topology)]
-    far = sorted(gpu for gpu, way in topology.nics.items() if way in ("NODE", "SYS"))
-    if far and len(far) < len(topology.gpus):
-        found.append(
-            note("GPU links", f"{', '.join(far)}: the nearest network card is across the host")
-        )
-    return found
+    far = sorted(gpu for gpu, distance in topology.nics.items() if distance in ("NODE", "SYS"))
+    if not far or len(far) == len(topology.gpus):
+        return [_check_links(topology)]
+    text = f"{', '.join(far)}: the nearest network card is across the host"
+    return [_check_links(topology), note("GPU links", text)]
 
 
 def _check_links(topology: Topology) -> Finding:
     counts = Counter(topology.links.values())
     num_fast = sum(kind.startswith("NV") for kind in topology.links.values())
     if not num_fast:
-        ways = ", ".join(f"{count} pairs {kind}" for kind, count in counts.most_common())
+        pairs = ", ".join(f"{count} pairs {kind}" for kind, count in counts.most_common())
         return note(
             "GPU links",
-            f"no NVLink between the {len(topology.gpus)} GPUs ({ways}): tensor parallelism over "
+            f"no NVLink between the {len(topology.gpus)} GPUs ({pairs}): tensor parallelism over "
             "PCIe is slow",
             "prefer dp and fsdp to tp on this host",
         )
     if num_fast < len(topology.links):
         islands = _islands(topology)
-        shown = " and ".join("+".join(island) for island in islands)
+        names = " and ".join("+".join(island) for island in islands)
         return warning(
             "GPU links",
-            f"NVLink joins only {shown}; other pairs go over PCIe",
+            f"NVLink connects only {names}; other pairs use PCIe",
             f"keep tp at {max(map(len, islands))} or less, so that its groups stay inside one",
         )
     if len(counts) > 1:
-        return _lame_link(topology, counts)
+        return _slow_link(topology, counts)
     return ok("GPU links", f"{next(iter(counts))} between all {len(topology.gpus)} GPUs")
 
 
-def _lame_link(topology: Topology, counts: Counter[str]) -> Finding:
-    """All pairs have NVLink, some have fewer lanes: the GPU that is in all of those is suspect."""
+def _slow_link(topology: Topology, counts: Counter[str]) -> Finding:
+    """Find the GPU that is part of most pairs with fewer NVLinks."""
     lanes = lambda kind: int(re.sub(r"\D", "", kind) or 0)
     best = max(counts, key=lanes)
     slow = [pair for pair, kind in topology.links.items() if kind != best]
@@ -204,7 +196,7 @@ def _lame_link(topology: Topology, counts: Counter[str]) -> Finding:
 
 
 def _islands(topology: Topology) -> list[list[str]]:
-    """GPUs that NVLink joins, directly or through others."""
+    """Return groups of GPUs that NVLink connects, directly or through others."""
     islands: list[set[str]] = [{gpu} for gpu in topology.gpus]
     for (a, b), kind in topology.links.items():
         if kind.startswith("NV"):

@@ -1,12 +1,15 @@
-"""What a host gives its processes: disk, shared memory, files, memory that can be locked, cores."""
+"""Checks of a host: disk, shared memory, limits of the process, and SLURM's settings."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
+import subprocess
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,89 +19,82 @@ from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 _SLOW_DISK = 50e6
 """Bytes per second below which a save of a few GB takes minutes."""
 _SMALL_SHM = 1 << 30
-"""Docker gives 64 MiB by default; NCCL takes some ten MB for each pair of GPUs."""
+"""Docker's default is 64 MiB; NCCL uses some ten MB for each pair of GPUs."""
 _FEW_FILES = 4096
 """NCCL, gloo and checkpoints open hundreds to thousands of sockets and files."""
+_SLOW_NOTICE_S = 120
+"""A lost node that goes unnoticed longer costs more than most restarts."""
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
-    """Free space in an existing directory, and what becomes of bytes that are written there.
+    """Check free space and speed of an existing directory.
 
-    `test_bytes` are written, synced, read back and removed. The run will write `needed_bytes`.
+    `test_bytes` are written, synced, read back and deleted. The run will write `needed_bytes`.
     """
-    stats = os.statvfs(directory)
-    free, total = shutil.disk_usage(directory).free, shutil.disk_usage(directory).total
-    found = check_disk(
-        directory, free, total, needed_bytes, stats.f_favail if stats.f_files else None
-    )
+    stats, usage = os.statvfs(directory), shutil.disk_usage(directory)
+    free_files = stats.f_favail if stats.f_files else None
+    results = check_disk(directory, usage.free, usage.total, needed_bytes, free_files)
     if not test_bytes:
-        return found
-    if free < 2 * test_bytes:
-        return [*found, note("disk speed", "not measured: too little room")]
+        return results
+    if usage.free < 2 * test_bytes:
+        return [*results, note("disk speed", "not measured: too little free space")]
     try:
         write_s, read_s, same = _write_and_read(directory, test_bytes)
     except OSError as failure:
         unwritable = error(
             "disk speed",
             f"{directory} cannot be written: {failure.strerror}",
-            "name a directory that can with --run-dir, or make room",
+            "use a writable directory with --run-dir, or free some space",
         )
-        return [*found, unwritable]
-    return [*found, check_speed(directory, test_bytes, write_s, read_s, same)]
+        return [*results, unwritable]
+    return [*results, check_speed(directory, test_bytes, write_s, read_s, same)]
 
 
 def check_disk(
     directory: Path, free: int, total: int, needed: int, free_files: int | None = None
 ) -> list[Finding]:
-    """Room for the run's checkpoints, and for the files they are made of."""
+    """Rate free space and free inodes for the run's checkpoints."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
-    numbers: dict[str, Any] = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
-    fix = "make room, keep fewer checkpoints (checkpoint.max_to_keep), or name another --run-dir"
-    text += f"; the checkpoints that are kept take {in_bytes(needed)}" if needed else ""
+    text += f"; the run keeps checkpoints of {in_bytes(needed)}" if needed else ""
+    fix = "free some space, lower checkpoint.max_to_keep, or use another --run-dir"
     if free < max(needed, 1 << 30):
-        found = [error("disk space", text, fix, **numbers)]
+        make = error
     elif free < max(1.5 * needed, 10 << 30):
-        found = [warning("disk space", text, fix, **numbers)]
+        make = warning
     else:
-        found = [ok("disk space", text, **numbers)]
+        make, fix = ok, ""
+    results = [
+        make("disk space", text, fix, free_bytes=free, total_bytes=total, needed_bytes=needed)
+    ]
     if free_files is not None and free_files < 10_000:
-        found.append(
-            warning(
-                "disk space",
-                f"only {free_files:,} more files can be made in {directory}",
-                "remove files, or name another --run-dir",
-            )
-        )
-    return found
+        few_files = f"only {free_files:,} more files can be created in {directory}"
+        results.append(warning("disk space", few_files, "delete files, or use another --run-dir"))
+    return results
 
 
 def check_speed(
     directory: Path, num_bytes: int, write_s: float, read_s: float, same: bool
 ) -> Finding:
-    """What came back must be what was written, at a bearable speed."""
+    """Rate the speed, and whether the bytes read are the bytes written."""
     write, read = num_bytes / write_s, num_bytes / read_s
     numbers: dict[str, Any] = {"write_bytes_per_s": write, "read_bytes_per_s": read}
     if not same:
         return error(
             "disk speed",
-            f"{directory} gave back other bytes than were written",
-            "do not write checkpoints there: have the disk or the file system looked at",
+            f"{directory} returned other bytes than were written",
+            "write no checkpoints there, and have the disk or file system checked",
             **numbers,
         )
     text = f"{rate(write)} written and synced, {rate(read)} read back"
     if write < _SLOW_DISK:
-        return warning(
-            "disk speed",
-            text + f" in {directory}: saves will take long",
-            "name a faster directory with --run-dir, or save less often",
-            **numbers,
-        )
+        fix = "use a faster directory with --run-dir, or save less often"
+        return warning("disk speed", f"{text} in {directory}: saves will be slow", fix, **numbers)
     return ok("disk speed", text, **numbers)
 
 
 def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool]:
-    """(seconds to write and sync, seconds to read, whether the same bytes came back)."""
-    block = os.urandom(1 << 20)  # no file system can make it smaller
+    """Return (seconds to write and sync, seconds to read, whether the bytes are the same)."""
+    block = os.urandom(1 << 20)  # incompressible
     path = directory / f".doctor-{os.getpid()}-{time.time_ns()}"
     numbers = [i.to_bytes(8, "little") for i in range(max(1, num_bytes >> 20))]
     try:
@@ -109,7 +105,7 @@ def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool
             file.flush()
             os.fsync(file.fileno())
             write_s = time.perf_counter() - begin
-            # Synced pages can be dropped, so that the disk is read and not the memory.
+            # Drop the cached pages, so that the read is from the disk.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -120,45 +116,36 @@ def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool
         path.unlink(missing_ok=True)
 
 
-def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding]:
-    """How much of /dev/shm there is."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return [check_shared_memory(0, 0, num_gpus)]
-    return [check_shared_memory(usage.total, usage.free, num_gpus)]
+def examine_limits(num_gpus: int) -> list[Finding]:
+    """Check shared memory, open files, locked memory and CPU cores."""
+    total = free = 0
+    with contextlib.suppress(OSError):
+        total, _, free = shutil.disk_usage("/dev/shm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    results = [check_shared_memory(total, free, num_gpus), check_files(soft, hard)]
+    if Path("/sys/class/infiniband").is_dir() and os.listdir("/sys/class/infiniband"):
+        results.append(check_locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
+    return [*results, check_cores(len(os.sched_getaffinity(0)), num_gpus)]
 
 
 def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
-    """NCCL passes data between the GPUs of a host through it where they have no direct way."""
+    """Rate /dev/shm, which NCCL uses between GPUs without peer access."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm"
-    numbers: dict[str, Any] = {"free_bytes": free}
     fix = (
         "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with "
-        "medium Memory on /dev/shm), or remove what lies there"
+        "medium Memory on /dev/shm), or delete its files"
     )
     if free >= _SMALL_SHM:
-        return ok("shared memory", text, **numbers)
+        return ok("shared memory", text, free_bytes=free)
     if num_gpus > 1:
-        return error("shared memory", text + ": NCCL may not start", fix, **numbers)
-    return warning("shared memory", text, fix, **numbers)
-
-
-def examine_limits(num_gpus: int) -> list[Finding]:
-    """Files that may be open, memory that may be locked, cores that may be used."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = [check_files(soft, hard)]
-    if Path("/sys/class/infiniband").is_dir() and os.listdir("/sys/class/infiniband"):
-        found.append(check_locked(locked))
-    found.append(check_cores(len(os.sched_getaffinity(0)), num_gpus))
-    return found
+        return error("shared memory", text + ": NCCL may not start", fix, free_bytes=free)
+    return warning("shared memory", text, fix, free_bytes=free)
 
 
 def check_files(soft: int, hard: int) -> Finding:
-    """A run opens sockets to its peers, and every file of a checkpoint."""
+    """Rate the limit of open files."""
     unlimited = resource.RLIM_INFINITY
-    text = "no limit" if soft == unlimited else f"{soft:,} files may be open"
+    text = "no limit" if soft == unlimited else f"limit {soft:,}"
     if soft == unlimited or soft >= _FEW_FILES:
         return ok("open files", text, limit=soft)
     can = hard == unlimited or hard >= 65536
@@ -167,24 +154,77 @@ def check_files(soft: int, hard: int) -> Finding:
 
 
 def check_locked(limit: int) -> Finding:
-    """InfiniBand registers memory, which locks it."""
+    """Rate the limit of locked memory, which InfiniBand needs."""
     if limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
     return warning(
         "locked memory",
-        f"{in_bytes(limit)} may be locked, and InfiniBand locks what it sends",
+        f"limit {in_bytes(limit)}, and InfiniBand locks the memory that it sends",
         "ulimit -l unlimited (limits.conf: memlock; container: --ulimit memlock=-1)",
         limit=limit,
     )
 
 
 def check_cores(num_cores: int, num_gpus: int) -> Finding:
-    """The host dispatches, loads data and compiles for its GPUs."""
+    """Rate the CPU cores, which dispatch, load data and compile for the GPUs."""
     if num_gpus and num_cores < 2 * num_gpus:
         return warning(
             "cores",
-            f"{num_cores} CPU core(s) for {num_gpus} GPU(s): loading and compiling will lag",
-            "ask for more (SLURM: --cpus-per-task, and SRUN_CPUS_PER_TASK; Kubernetes: limits.cpu)",
+            f"{num_cores} CPU core(s) for {num_gpus} GPU(s): loading and compiling will be slow",
+            "request more (SLURM: --cpus-per-task, and SRUN_CPUS_PER_TASK; Kubernetes: limits.cpu)",
             cores=num_cores,
         )
     return ok("cores", f"{num_cores} CPU core(s)", cores=num_cores)
+
+
+# --- SLURM ----------------------------------------------------------------------------------------
+
+
+def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
+    """Check the settings of the SLURM cluster; only inside one of its jobs."""
+    if "SLURM_JOB_ID" not in environ:
+        return []
+    try:
+        text = subprocess.run(
+            ["scontrol", "show", "config"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [note("SLURM", "scontrol does not answer: the cluster's settings are unknown")]
+    return check_slurm(text)
+
+
+def check_slurm(text: str) -> list[Finding]:
+    """Rate `scontrol show config`: time to save before a kill, and requeueing."""
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, flags=re.M))
+    return list(_slurm_problems(config)) or [ok("SLURM", "jobs are requeued")]
+
+
+def _slurm_problems(config: Mapping[str, str]) -> Iterator[Finding]:
+    kill_s, lost_s = _seconds(config, "KillWait"), _seconds(config, "SlurmdTimeout")
+    if config.get("JobRequeue") == "0":
+        yield warning(
+            "SLURM",
+            "JobRequeue=0: a job that loses a node or is preempted is not restarted",
+            "sbatch --requeue (scripts of `jaxdist launch slurm` have it)",
+        )
+    if kill_s is not None:
+        yield note(
+            "SLURM",
+            f"KillWait={kill_s:.0f} s: a job is killed that long after SIGTERM, saved or not",
+            "request an earlier signal: --signal=B:USR1@SECONDS, as `jaxdist launch slurm` does",
+            kill_wait_s=kill_s,
+        )
+    if lost_s is not None and lost_s > _SLOW_NOTICE_S:
+        yield note(
+            "SLURM",
+            f"SlurmdTimeout={lost_s:.0f} s: a lost node is noticed, and its job requeued, only "
+            "after that time",
+            "only the cluster can change it; ask for a lower value if nodes are lost often",
+            slurmd_timeout_s=lost_s,
+        )
+
+
+def _seconds(config: Mapping[str, str], name: str) -> float | None:
+    """Parse `30 sec`; None if it is missing or unlimited."""
+    match = re.match(r"(\d+)", config.get(name, ""))
+    return float(match[1]) if match else None

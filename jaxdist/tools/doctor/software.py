@@ -1,4 +1,4 @@
-"""Versions that go together, on one host and in the whole job; the same code everywhere."""
+"""Check that package versions fit together, in one process and between all processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ CHECK = "software"
 _OLDEST_DRIVER = {"13": 580, "12": 525}
 """CUDA's major version -> the first driver that runs it (CUDA release notes, table 2)."""
 
+_SUMMARY = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+_MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Different versions compile different programs or write different checkpoints."""
+
 
 def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
-    """Whether the packages of one process go together; mappings as `run.monitoring` has them."""
-    shown = ", ".join(f"{n} {versions[n]}" for n in _SHOWN if n in versions)
-    extra = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
-    facts = ok(CHECK, "; ".join(filter(None, (shown, extra))), **versions, **nvidia)
+    """Rate the packages of one process; arguments as in `run.monitoring.environment`."""
+    main = ", ".join(f"{n} {versions[n]}" for n in _SUMMARY if n in versions)
+    cuda = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
+    facts = ok(CHECK, "; ".join(filter(None, (main, cuda))), **versions, **nvidia)
     return [facts, *_version_problems(versions, nvidia)]
-
-
-_SHOWN = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> Iterator[Finding]:
@@ -39,7 +41,7 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
         yield error(
             CHECK,
             f"jax {versions.get('jax')} with jaxlib {jaxlib}",
-            "install both in the same version: pip install -c constraints.txt -e .",
+            "install the same version of both: pip install -c constraints.txt -e .",
         )
     majors = sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))})
     if len(majors) > 1:
@@ -59,7 +61,7 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """Where versions, or the `code`, of processes differ: (host, name -> version) by process id."""
+    """Return differences between processes; `everyone` is (host, name -> version) by process id."""
     code = everyone[0][1].get("code", "?")
     agreed = ok("same software", f"{len(everyone)} processes, code {code}")
     return list(_differences(everyone)) or [agreed]
@@ -80,7 +82,3 @@ def _differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[
             f"{which}",
             "use one environment and one checkout on all hosts",
         )
-
-
-_MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-checkpoint", "numpy")
-"""Unequal, they compile unlike programs or write unlike checkpoints."""

@@ -1,7 +1,7 @@
-"""Environment variables that hurt: leftovers of debugging, and what turns fast paths off.
+"""Check environment variables: debugging leftovers, and values that disable fast paths.
 
-`check_variables` is a pure function of a mapping. `unreadable_flags` asks a child process, because
-a flag that XLA does not know ends the process that starts a device.
+`check_variables` is a pure function of a mapping. `unreadable_flags` starts a child process,
+because an unknown flag makes XLA end the process that starts a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECK = "environment"
 
 @dataclasses.dataclass(frozen=True)
 class Risk:
-    """A variable (or a flag inside XLA_FLAGS), the values that hurt, and why."""
+    """A variable or a flag in XLA_FLAGS, its harmful values, and the reason."""
 
     name: str
     hurts: Callable[[str], bool]
@@ -41,33 +41,26 @@ def _is_set(value: str) -> bool:
     return bool(value.strip())
 
 
-def _is_more_than_one_pass(precision: str) -> bool:
-    return precision.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x")
-
-
-def _has_collectives(commands: str) -> bool:
-    return "COLLECTIVES" in commands.upper() and "-COLLECTIVES" not in commands.upper()
-
-
 def _below(limit: float) -> Callable[[str], bool]:
     return lambda value: bool(re.fullmatch(r"0?\.\d+|\d+", value)) and float(value) < limit
 
 
-# Tables: name, values that hurt, severity, and below them the reason.
+# Tables: name, harmful values, severity, reason.
 _WITHOUT_GPUS = (
-    Risk("JAX_DISABLE_JIT", _is_on, "error", "nothing is compiled: every operation runs by itself"),
-    Risk("JAX_DEBUG_NANS", _is_on, "warning", "every result is fetched and looked at"),
-    Risk("JAX_DEBUG_INFS", _is_on, "warning", "every result is fetched and looked at"),
-    Risk("JAX_ENABLE_CHECKS", _is_on, "warning", "jax checks itself at every operation"),
-    Risk("JAX_CHECK_TRACER_LEAKS", _is_on, "warning", "tracing is slow and keeps memory"),
+    Risk("JAX_DISABLE_JIT", _is_on, "error", "nothing is compiled: operations run separately"),
+    Risk("JAX_DEBUG_NANS", _is_on, "warning", "every result is fetched and checked"),
+    Risk("JAX_DEBUG_INFS", _is_on, "warning", "every result is fetched and checked"),
+    Risk("JAX_ENABLE_CHECKS", _is_on, "warning", "jax runs its own checks at every operation"),
+    Risk("JAX_CHECK_TRACER_LEAKS", _is_on, "warning", "tracing is slow and uses more memory"),
     Risk("JAX_LOG_COMPILES", _is_on, "note", "the log fills with compilations"),
-    Risk("JAX_ENABLE_X64", _is_on, "warning", "stray float64 arithmetic is slow and takes memory"),
-    Risk("JAX_DEFAULT_MATMUL_PRECISION", _is_more_than_one_pass, "note",
-         "products take more passes than precision.compute_dtype asks for"),
+    Risk("JAX_ENABLE_X64", _is_on, "warning", "accidental float64 is slow and uses memory"),
+    Risk("JAX_DEFAULT_MATMUL_PRECISION",
+         lambda v: v.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x"),
+         "note", "matrix products use more passes than precision.compute_dtype needs"),
     Risk("JAX_ENABLE_COMPILATION_CACHE", _is_off, "note",
-         "jaxdist turns the cache on again: JAXDIST_CACHE=off means it"),
+         "jaxdist enables the cache anyway: use JAXDIST_CACHE=off"),
     Risk("JAX_ENABLE_RECOVERABILITY", _is_on, "warning",
-         "a process that died does not end the others: they wait for it in a collective"),
+         "processes do not end when one dies: they wait for it in a collective"),
     Risk("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", _is_off, "note", "peers hang longer"),
     Risk("TF_CPP_MIN_LOG_LEVEL", lambda v: v.isdigit() and int(v) >= 3, "note",
          "the compiler's errors are not printed"),
@@ -75,45 +68,46 @@ _WITHOUT_GPUS = (
 
 _WITH_GPUS = (
     Risk("XLA_PYTHON_CLIENT_PREALLOCATE", _is_off, "warning",
-         "memory is taken piece by piece: it fragments, and a run that fits may not"),
+         "memory is allocated on demand: it fragments, and a run that fits may not"),
     Risk("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v.startswith(("platform", "vmm", "cuda_async")),
-         "warning", "fast steps count on the default allocator; `platform` allocates every array"),
+         "warning", "steps are fast only with the default allocator; `platform` is slow"),
     Risk("XLA_PYTHON_CLIENT_MEM_FRACTION", _below(0.8), "warning",
-         "the run gets this share of a GPU's memory, not our default of 0.92"),
+         "the run gets this share of GPU memory instead of the default 0.92"),
     Risk("TF_FORCE_UNIFIED_MEMORY", _is_on, "warning", "what does not fit is paged to the host"),
     Risk("CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the host waits for every kernel"),
     Risk("CUDA_DEVICE_ORDER", lambda v: v == "FASTEST_FIRST", "note",
-         "numbers in CUDA_VISIBLE_DEVICES do not mean what nvidia-smi prints"),
-    Risk("NCCL_P2P_DISABLE", _is_on, "warning", "GPUs of a host talk through its memory"),
-    Risk("NCCL_SHM_DISABLE", _is_on, "warning", "GPUs without peer access talk through sockets"),
-    Risk("NCCL_IB_DISABLE", _is_on, "warning", "hosts talk over TCP, not InfiniBand or RoCE"),
-    Risk("NCCL_NVLS_ENABLE", _is_off, "note", "the switches do not add up (NVLink SHARP)"),
-    Risk("NCCL_NET", lambda v: v.lower() == "socket", "warning", "hosts talk over TCP"),
+         "CUDA_VISIBLE_DEVICES numbers GPUs differently from nvidia-smi"),
+    Risk("NCCL_P2P_DISABLE", _is_on, "warning", "GPUs of a host communicate through host memory"),
+    Risk("NCCL_SHM_DISABLE", _is_on, "warning", "GPUs without peer access use sockets"),
+    Risk("NCCL_IB_DISABLE", _is_on, "warning", "hosts use TCP, not InfiniBand or RoCE"),
+    Risk("NCCL_NVLS_ENABLE", _is_off, "note", "the switches do not reduce (NVLink SHARP)"),
+    Risk("NCCL_NET", lambda v: v.lower() == "socket", "warning", "hosts use TCP"),
     Risk("NCCL_NET_GDR_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
-         "the network cannot read a GPU's memory: every byte goes through the host's"),
+         "no GPUDirect RDMA: every byte is copied through host memory"),
     Risk("NCCL_P2P_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
-         "GPUs of a host talk through its memory"),
-    Risk("NCCL_ALGO", _is_set, "note", "NCCL may not choose the algorithm by size"),
-    Risk("NCCL_PROTO", _is_set, "note", "NCCL may not choose the protocol by size"),
+         "GPUs of a host communicate through host memory"),
+    Risk("NCCL_ALGO", _is_set, "note", "NCCL cannot choose the algorithm by size"),
+    Risk("NCCL_PROTO", _is_set, "note", "NCCL cannot choose the protocol by size"),
     Risk("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "note",
-         "NCCL writes a great deal to stdout"),
+         "NCCL prints a lot to stdout"),
 )  # fmt: skip
 
 _FLAGS = (
     Risk("xla_force_host_platform_device_count", _is_set, "warning",
-         "makes CPU devices in every process, in addition to those of --simulate N"),
+         "creates CPU devices in every process, in addition to --simulate N"),
     Risk("xla_dump_to", _is_set, "warning", "every compilation writes its programs to disk"),
     Risk("xla_backend_optimization_level", lambda v: v in ("0", "1", "2"), "warning",
-         "machine code for the CPU is optimised less"),
-    Risk("xla_gpu_autotune_level", lambda v: v == "0", "warning", "no kernel is chosen by time"),
+         "CPU code is optimized less"),
+    Risk("xla_gpu_autotune_level", lambda v: v == "0", "warning", "kernels are not autotuned"),
     Risk("xla_gpu_enable_latency_hiding_scheduler", _is_off, "warning",
-         "collectives do not hide behind computation"),
+         "collectives do not overlap with computation"),
     Risk("xla_gpu_deterministic_ops", _is_on, "note", "slower kernels; others measured 15 %"),
     Risk("xla_gpu_exclude_nondeterministic_ops", _is_on, "note",
          "slower kernels; others measured 15 %"),
-    Risk("xla_disable_hlo_passes", _is_set, "warning", "optimisations are left out"),
-    Risk("xla_gpu_enable_command_buffer", _has_collectives, "warning",
-         "collectives in CUDA graphs have been seen to hang after hundreds of steps"),
+    Risk("xla_disable_hlo_passes", _is_set, "warning", "optimizations are skipped"),
+    Risk("xla_gpu_enable_command_buffer",
+         lambda v: "COLLECTIVES" in v.upper() and "-COLLECTIVES" not in v.upper(), "warning",
+         "collectives in CUDA graphs can hang after hundreds of steps"),
     Risk("xla_gpu_experimental_use_ragged_dot_fusion", _is_on, "error",
          "ends the process with recent versions of cuDNN"),
     Risk("xla_gpu_enable_dynamic_slice_fusion", _is_on, "error",
@@ -122,7 +116,7 @@ _FLAGS = (
 
 
 def flags_of(text: str) -> dict[str, str]:
-    """`--name=value --other` as a mapping; a flag without a value is "true"."""
+    """Parse `--name=value --other`; a flag without a value is "true"."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -140,35 +134,35 @@ def check_variables(
     num_hosts: int = 1,
     interfaces: Sequence[str] = (),
 ) -> list[Finding]:
-    """Every variable that hurts a run on this host, with `num_gpus` GPUs and network `interfaces`.
+    """Return a finding for each harmful variable of this host.
 
-    `environ` is as the user's shell made it, before jaxdist sets variables of its own. A
-    `simulated` run asks for CPU devices.
+    `environ` is the environment before jaxdist sets variables of its own. `interfaces` are the
+    host's network interfaces. A `simulated` run uses CPU devices.
     """
     on_gpus = num_gpus > 0 and not simulated
     flags = flags_of(environ.get("XLA_FLAGS", ""))
     rules = _WITHOUT_GPUS + (_WITH_GPUS if on_gpus else ())
-    found = [
+    results = [
         Finding(rule.severity, CHECK, f"{rule.name}={value}: {rule.why}", f"unset {rule.name}")
         for rule in rules
         if (value := environ.get(rule.name)) is not None and rule.hurts(value)
     ]
-    found += [
+    results += [
         Finding(
             rule.severity,
             CHECK,
             f"XLA_FLAGS has --{rule.name}={value}: {rule.why}",
-            "take it out of XLA_FLAGS",
+            "remove it from XLA_FLAGS",
         )
         for rule in _FLAGS
         if (value := flags.get(rule.name)) is not None and rule.hurts(value)
     ]
     if on_gpus:
-        found += _hidden_gpus(environ, num_gpus)
-        found += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
-        found += _other_libraries(environ)
-    found += _proxies(environ, coordinator_address)
-    return found or [ok(CHECK, "no variable that hurts")]
+        results += _hidden_gpus(environ, num_gpus)
+        results += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
+        results += _other_libraries(environ)
+    results += _proxies(environ, coordinator_address)
+    return results or [ok(CHECK, "no harmful variable")]
 
 
 def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
@@ -177,70 +171,70 @@ def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> Iterator[Finding]
         yield error(
             CHECK,
             f"JAX_PLATFORMS={platforms}: the run would not use the {num_gpus} GPU(s) of this host",
-            "unset JAX_PLATFORMS, or ask for CPU devices with --simulate N",
+            "unset JAX_PLATFORMS, or use CPU devices with --simulate N",
         )
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         yield error(
             CHECK,
             f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides the {num_gpus} GPU(s) "
             "of this host",
-            "unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
+            "unset CUDA_VISIBLE_DEVICES, or list GPUs in it",
         )
 
 
 def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> Iterator[Finding]:
-    """NCCL reads `ib` as a prefix, `=ib0` as a name, `^lo` as all but these."""
+    """Check NCCL_SOCKET_IFNAME: `ib` is a prefix, `=ib0` a name, `^lo` an exclusion."""
     if not name or name.startswith("^"):
         return
-    exact, wanted = name.startswith("="), name.lstrip("=").split(",")
-    matches = [i for i in interfaces for w in wanted if i == w or (not exact and i.startswith(w))]
+    exact, names = name.startswith("="), name.lstrip("=").split(",")
+    matches = [i for i in interfaces for n in names if i == n or (not exact and i.startswith(n))]
     if interfaces and not matches:
         yield error(
             CHECK,
-            f"NCCL_SOCKET_IFNAME={name} names no interface of this host, which has "
-            f"{', '.join(interfaces)}: NCCL would not start",
-            "unset it, or name one of these",
+            f"NCCL_SOCKET_IFNAME={name} matches no interface of this host "
+            f"({', '.join(interfaces)}): NCCL would not start",
+            "unset it, or use one of these",
         )
     if num_hosts > 1 and set(matches) == {"lo"}:
         yield error(
             CHECK,
-            f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which reaches no other host",
-            "unset it, or name the interface between the hosts",
+            f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which other hosts cannot reach",
+            "unset it, or use the interface between the hosts",
         )
 
 
 def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """CUDA libraries in LD_LIBRARY_PATH are found before those that were installed with jax."""
+    """Find CUDA libraries in LD_LIBRARY_PATH, which replace those installed with jax."""
     for folder in filter(os.path.isdir, environ.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted(os.listdir(folder))
         clash = [n for n in names if re.match(r"lib(cudnn|nccl|cublas|cudart)\.so", n)]
         if clash:
             yield warning(
                 CHECK,
-                f"LD_LIBRARY_PATH has {folder} with {clash[0]}: it is loaded instead of the one "
-                "that was installed with jax",
-                f"take {folder} out of LD_LIBRARY_PATH",
+                f"LD_LIBRARY_PATH has {folder} with {clash[0]}, which is loaded instead of the one "
+                "installed with jax",
+                f"remove {folder} from LD_LIBRARY_PATH",
             )
 
 
 def _proxies(environ: Mapping[str, str], coordinator_address: str) -> Iterator[Finding]:
-    """GRPC asks these proxies, in this order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
-    given = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
+    """Check proxies in gRPC's order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
+    proxies = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
     host = coordinator_address.rpartition(":")[0]
     exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")
     suffixes = tuple(part.strip().lstrip("*") for part in exempt.split(",") if part.strip())
-    if given and host and not host.endswith(suffixes):
+    if proxies and host and not host.endswith(suffixes):
         no_proxy = ",".join(filter(None, (environ.get("no_proxy", ""), host)))
         yield note(
             CHECK,
-            f"{given[0]}={environ[given[0]]} would catch the coordinator {coordinator_address}; "
-            "jaxdist goes around it, other programs of the job may not",
+            f"{proxies[0]}={environ[proxies[0]]} applies to the coordinator {coordinator_address}; "
+            "jaxdist bypasses it, other programs of the job may not",
             f"export no_proxy={no_proxy}",
         )
 
 
 def unreadable_flags(environ: Mapping[str, str], timeout_s: float = 120) -> list[Finding]:
-    """Whether this XLA knows every flag of XLA_FLAGS; it would end the run's process otherwise."""
+    """Return an error if XLA rejects XLA_FLAGS, which would end the run's process."""
     if not environ.get("XLA_FLAGS"):
         return []
     try:
@@ -256,12 +250,12 @@ def unreadable_flags(environ: Mapping[str, str], timeout_s: float = 120) -> list
     if done.returncode == 0:
         return []
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    said = next((line for line in lines if "nknown flag" in line), (lines or ["no message"])[-1])
-    said = said[said.find("nknown flag") - 1 :] if "nknown flag" in said else said
+    message = next((line for line in lines if "nknown flag" in line), (lines or ["no message"])[-1])
+    message = message[max(message.find("nknown flag") - 1, 0) :].strip()
     return [
         error(
             CHECK,
-            f"XLA_FLAGS={environ['XLA_FLAGS']} ends what starts jax: {said.strip()[:200]}",
-            "take out the flags that this version does not know",
+            f"XLA_FLAGS={environ['XLA_FLAGS']} prevents jax from starting: {message[:200]}",
+            "remove the flags that this version does not support",
         )
     ]

@@ -1,0 +1,256 @@
+"""Checks between processes: connections, clocks, and the shared run directory.
+
+Each process listens on a port chosen by the system, as gloo and NCCL do, and connects to all
+others. A peer answers with its time, which is taken to be half the round trip old (Cristian's
+algorithm). For the directory, each process writes a token and reads those of all others.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.storage import Location, locate
+from jaxdist.tools.doctor.findings import Finding, error, ok, warning
+
+_TRIES = 3
+_CONNECT_S = 5.0
+_SKEW_S = 0.5
+"""Clock difference above which the logs of two hosts are hard to compare."""
+_LONG_SKEW_S = 30.0
+"""Clock difference above which storage rejects tokens and certificates."""
+_NFS_CACHE_S = 5.0
+"""NFS shows a new file to other hosts after its cache of the directory expires (default 3 s)."""
+
+
+class Listener:
+    """Answers each connection with this process's clock, until closed.
+
+    `address` is the one on the route `towards` a host that all processes reach (the coordinator);
+    "" = only this host.
+    """
+
+    def __init__(self, towards: str = ""):
+        self._socket = socket.create_server(("", 0), backlog=1024)
+        self.address = (own_address(towards), self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, name="jaxdist-doctor", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with contextlib.suppress(OSError), peer:
+                peer.sendall(json.dumps({"time": time.time()}).encode())
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._socket.close()
+
+
+def own_address(towards: str) -> str:
+    """Return the address of this host on the route to another; no packet is sent."""
+    if not towards:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def visit(addresses: Sequence[tuple[str, int]], own: int) -> dict[str, Any]:
+    """Connect to all other processes.
+
+    Returns:
+        `failed`: process -> reason; `offset_s`: process -> its clock minus ours; `rtt_s`: process
+        -> round trip.
+    """
+    others = [i for i in range(len(addresses)) if i != own]
+    failed, offsets, trips = {}, {}, {}
+    with concurrent.futures.ThreadPoolExecutor(min(16, max(1, len(others)))) as pool:
+        answers = pool.map(lambda i: _measure(addresses[i]), others)
+        for i, answer in zip(others, answers, strict=True):
+            if isinstance(answer, str):
+                failed[i] = answer
+            else:
+                trips[i], offsets[i] = answer
+    return {"failed": failed, "offset_s": offsets, "rtt_s": trips}
+
+
+def _measure(address: tuple[str, int]) -> tuple[float, float] | str:
+    """Return (shortest round trip, clock offset), or the reason for a failure."""
+    trips: list[tuple[float, float]] = []
+    for _ in range(_TRIES):
+        try:
+            with socket.create_connection(address, timeout=_CONNECT_S) as peer:
+                # The peer reads its clock once it has our connection; its answer ends the trip.
+                sent = time.time()
+                peer_time = json.loads(peer.recv(256))["time"]
+                back = time.time()
+        except (OSError, ValueError) as failure:
+            if not trips:
+                return f"{address[0]}:{address[1]}: {failure}"
+        else:
+            trips.append((back - sent, peer_time - (sent + back) / 2))
+    return min(trips)
+
+
+def check_visits(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+    """Rate the connections and clocks; both lists are by process id."""
+    return [_check_pairs(visits, hosts), _check_clocks(visits, hosts)]
+
+
+def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
+    failed = [
+        (i, int(j), why)
+        for i, visit in enumerate(visits)
+        for j, why in sorted(visit["failed"].items(), key=lambda item: int(item[0]))
+    ]
+    pairs = len(visits) * (len(visits) - 1)
+    trips = [trip for visit in visits for trip in visit["rtt_s"].values()]
+    if not failed:
+        text = f"all {pairs} connections between processes work, {1e3 * max(trips):.1f} ms at most"
+        return ok("network", text, longest_s=max(trips))
+    broken = [
+        f"process {i} on {hosts[i]} cannot reach process {j} on {hosts[j]} ({why})"
+        for i, j, why in failed
+    ]
+    return error(
+        "network",
+        f"{len(failed)} of {pairs} connections between processes fail: {few(broken, 4, '; ')}",
+        "open all TCP ports between the hosts of the job; if an address is wrong, set "
+        "NCCL_SOCKET_IFNAME and a coordinator that the others resolve",
+        failed=[[i, j] for i, j, _ in failed],
+    )
+
+
+def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
+    """Compare with the clock of process 0; half the round trip is the uncertainty."""
+    offsets = {int(i): offset for i, offset in visits[0]["offset_s"].items()}
+    trips = {int(i): trip for i, trip in visits[0]["rtt_s"].items()}
+    if not offsets:
+        return ok("clocks", "not compared: no other process was reached")
+    far = max(offsets, key=lambda i: abs(offsets[i]))
+    skew = abs(offsets[far])
+    text = (
+        f"{skew:.3f} s between processes 0 and {far} (±{trips[far] / 2:.3f} s), "
+        f"on {hosts[0]} and {hosts[far]}"
+    )
+    fix = "run a time service (chrony, systemd-timesyncd) on every host"
+    sure = skew - trips[far] / 2
+    if sure > _LONG_SKEW_S:
+        return error("clocks", text + ": storage may reject requests", fix, skew_s=skew)
+    if sure > _SKEW_S:
+        return warning("clocks", text + ": the logs do not line up", fix, skew_s=skew)
+    return ok("clocks", text, skew_s=skew)
+
+
+# --- the shared directory -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """The file of one process in the run directory; `nonce` is that of this check."""
+
+    directory: Path
+    nonce: str
+    process: int
+
+    @property
+    def path(self) -> Location:
+        """Return the path of the file."""
+        return locate(self.directory) / f".doctor-{self.nonce}-{self.process}"
+
+    @property
+    def text(self) -> str:
+        """Return the content of the file."""
+        return f"{self.nonce} {self.process}\n"
+
+    def write(self) -> str:
+        """Write the file; return the reason for a failure, or ""."""
+        try:
+            self.path.write(self.text)
+        except OSError as failure:
+            return failure.strerror or str(failure)
+        return ""
+
+    def is_complete(self) -> bool:
+        """Return whether the file can be read with its full content."""
+        try:
+            return self.path.text() == self.text
+        except OSError:
+            return False
+
+    def delete(self) -> None:
+        """Delete the file."""
+        with contextlib.suppress(OSError):
+            self.path.delete()
+
+
+def read_tokens(
+    directory: Path, nonce: str, writers: Sequence[int], patience_s: float = _NFS_CACHE_S
+) -> list[int]:
+    """Return the processes whose token is visible here; wait up to `patience_s` for all."""
+    until = time.monotonic() + patience_s
+    while True:
+        seen = [i for i in writers if Token(directory, nonce, i).is_complete()]
+        if len(seen) == len(writers) or time.monotonic() > until:
+            return seen
+        time.sleep(0.1)
+
+
+def check_views(
+    views: Mapping[int, Sequence[int]],
+    hosts: Sequence[str],
+    directory: Path,
+    failed: Mapping[int, str],
+) -> list[Finding]:
+    """Rate the directory.
+
+    `views` maps a process to the processes whose token it has read, `failed` to the reason why it
+    could not write its own; `hosts` are by process id.
+    """
+    results = [
+        error(
+            "shared directory",
+            f"process {i} on {hosts[i]} cannot write into {directory}: {why}",
+            "grant it write access, or use another --run-dir that all hosts mount",
+        )
+        for i, why in failed.items()
+    ]
+    writers = [i for i in views if i not in failed]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, seen in views.items():
+        groups.setdefault(tuple(sorted(seen)), []).append(i)
+    if set(groups) == {tuple(writers)}:
+        text = f"{directory} is one directory for {len(views)} processes"
+        return results or [ok("shared directory", text)]
+    parts = "; ".join(
+        f"process {members[0]} on {hosts[members[0]]} sees files of {_count(seen, writers)}"
+        for seen, members in list(groups.items())[:4]
+    )
+    split = error(
+        "shared directory",
+        f"{directory} is not one directory for all {len(views)} processes: {parts}",
+        "use a --run-dir on a file system that every host mounts; all processes of a job write "
+        "checkpoints into one directory",
+        groups=list(groups.values()),
+    )
+    return [*results, split]
+
+
+def _count(seen: Sequence[int], writers: Sequence[int]) -> str:
+    names = few(list(map(str, seen)), 4)
+    return f"{len(seen)} of {len(writers)} ({names})" if seen else "nobody"
