@@ -361,7 +361,7 @@ def test_a_lost_gpu_makes_the_next_attempt_smaller(tmp_path, monkeypatch):
     )
     code, _, err = launched.end()
     assert code == 0
-    assert "1 GPUs are here, 2 before" in err
+    assert "1 GPUs are visible, 2 before" in err
     ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
     assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
 
@@ -436,7 +436,7 @@ def test_flags_of_the_program_before_the_dashes_are_explained():
         ),
         ("--max-restarts=-1", "max_restarts=-1 must be 0 or more"),
         ("--backoff-s=-1", "backoff_s=-1.0 must be 0 or more"),
-        ("--nproc-per-node=1 --nnodes=2", "the hosts need one address to meet"),
+        ("--nproc-per-node=1 --nnodes=2", "--coordinator-address '' with --nnodes 2"),
         ("--nproc-per-node=1 --nnodes=2 --coordinator-address=localhost:1", "loopback address"),
         (
             "--nproc-per-node=1 --nnodes=2 --coordinator-address=n0:1 --node-rank=2",

@@ -123,7 +123,7 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
             ["--nnodes=3:2", "--nproc-per-node=0:1", "--max-restarts=-1"],
             ["--nnodes 3:2", "--nproc-per-node 0:1", "max_restarts=-1"],
         ),
-        (["--nproc-per-node=2", "--address=n0"], ["--address n0 without a range"]),
+        (["--nproc-per-node=2", "--address=n0"], ["--address n0 is for elastic jobs"]),
         (
             ["--nproc-per-node=1:2", "--heartbeat-timeout-s=1"],
             ["heartbeat_timeout_s=1.0", "3 or more"],
@@ -174,7 +174,7 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
         (["--simulate=1", "--mesh=dp=5"], "global_batch_size=16 is not a multiple of 5"),
         (
             ["--simulate=1", "--mesh=tp=4"],
-            "--nnodes 1:1 × --nproc-per-node 1:2 never makes a legal job",
+            "--nnodes 1:1 × --nproc-per-node 1:2 allows no legal job",
         ),
         (["--no-such=1"], "--no-such is not a setting"),
     ],

@@ -27,7 +27,8 @@ def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
     away.rename(launched.run_dir)
     code, _, err = launched.end()
     assert code == 0
-    assert missing(err, f"{launched.run_dir} is gone", "900 s", f"{launched.run_dir} is back") == []
+    run_dir = launched.run_dir
+    assert missing(err, f"{run_dir} is missing", "900 s", f"{run_dir} is back") == []
     assert err.count("failed first") == 1
 
 

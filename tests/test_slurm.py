@@ -141,7 +141,7 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
     least, most = counts.split()[0], counts.split()[-1]
     assert f"#SBATCH --nodes={least}-{most}\n" in said.out  # no node is paid for in vain
     is_narrower = f"{least}-{most}" != command[1]
-    assert (f"for {least}-{most}." in said.err) == is_narrower
+    assert (f"requests {least}-{most}." in said.err) == is_narrower
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
     [
         (
             elastic(nodes="3-3"),
-            ["--nodes 3-3", "1 devices on each", "1, 2, 4, 8 devices"],
+            ["--nodes 3-3", "1 devices each", "1, 2, 4, 8 devices"],
         ),
         (elastic("--gpus-per-node=3", nodes="2-3"), ["--gpus-per-node, --tasks-per-node"]),
         (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node"]),
@@ -236,7 +236,7 @@ def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used
     )
     code, _ = script.run(nodes=given)
     assert code == (2 if used is None else 0)
-    assert (f"{given} nodes given" in script.out) == is_said
+    assert (f"{given} nodes allocated" in script.out) == is_said
     started = tmp_path / "started"
     assert started.exists() == (used is not None)
     if used is not None:
@@ -351,9 +351,9 @@ def test_script_is_valid_shell(container):
         ({"nodes": "0"}, "--nodes 0: 0 is too small"),
         ({"signal_s": 10}, "signal_s=10 must be 60 or more"),
         ({"gpus_per_node": 8, "tasks_per_node": 3}, "cannot share --gpus-per-node 8 equally"),
-        ({"name": "a b"}, "--name 'a b' is not a job name"),
-        ({"time": "1"}, "--time 1 is 60 s, and the run would be stopped 180 s ahead"),
-        ({"partition": "a\n#SBATCH --x"}, "has a line end"),
+        ({"name": "a b"}, "--name 'a b' is no valid job name"),
+        ({"time": "1"}, "--time 1 is 60 s, and the run stops 180 s before"),
+        ({"partition": "a\n#SBATCH --x"}, "contains a line break"),
         ({"sbatch": ("--exclusive", "a\nb")}, "--sbatch"),
     ],
 )

@@ -118,7 +118,7 @@ def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
     job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     out = cluster.output(job_id)
-    assert "3 nodes given" in out and "using 2" in out
+    assert "3 nodes allocated" in out and "using 2" in out
     assert re.search(r"\b2 of .* 4 .*dp=4", out)
     assert "attempt 0 ended: exit code 0, srun 0" in out
     run = cluster.root / f"jobs/runs/uneven-{job_id}"

@@ -1,18 +1,23 @@
-"""Starting jobs and keeping them alive: on this host (`local`), or through a scheduler.
+"""Start jobs and restart them after failures: on this host (`local`), or through a scheduler.
 
-    local          flags to a plan
-    supervisor     runs attempts, and decides whether to start again
-    worker_group   the processes of one attempt, and why it ended; `worker` is one of them
-    fork_server    a process that has imported for the next start, and forks
-    elastic_agent  elastic jobs: who takes part in each round, and when it ends
-    membership     the limits of an elastic job, and the largest legal one of the hosts here
-    rendezvous     small files in the run directory by which launchers see each other
-    console        lines for the person who watches
-    resources      GPUs and ports of this host
-    slurm          flags to a batch script, and sbatch
-    slurm_script   the batch script: its rules and its text
-    kubernetes     flags to a manifest, and kubectl
+    local          read the flags and start a supervisor
+    supervisor     run attempts and decide after each whether to restart
+    worker_group   the processes of one attempt and the reason for its end; `worker` is one process
+    fork_server    a process with all imports done, forked at a restart
+    elastic_agent  elastic jobs: choose the members of each round and end it
+    membership     the limits of an elastic job and the largest legal job of the hosts present
+    rendezvous     files in the run directory through which launchers see each other
+    resources      GPUs, memory kills and ports of this host
+    slurm          write a batch script and submit it; `slurm_script` renders it
+    kubernetes     write a manifest and pass it to kubectl
 
-No jax is imported: a launcher holds no device and starts in milliseconds. `membership` and
-`fork_server` have processes of their own for that.
+The launcher imports no jax: it holds no device and starts in milliseconds. `membership.read_sizes`
+and `fork_server` start child processes that do.
 """
+
+import sys
+
+
+def log(text: str) -> None:
+    """Write one line to stderr, after the launcher's name."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart what fails.
+r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart failures.
 
     python -m jaxdist.launch --nproc-per-node 4 -- --config run.toml --mesh fsdp=4
     python -m jaxdist.launch --nnodes 2 --node-rank 0 --nproc-per-node 8 \
@@ -10,11 +10,10 @@ r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and re
     python -m jaxdist.launch kubernetes --nodes 2 --gpus-per-node 8 --image registry/jaxdist:1 \
         --volume runs:/runs -- --config run.toml
 
-What stands after `--` goes to the program. With ranges MIN:MAX the job is elastic: it goes on with
-the hosts and GPUs that are there, on a smaller legal mesh with the same batches (--mesh names the
-largest), and grows again when more are back. With --program the range only says how many processes
-run. `python -m jaxdist.launch slurm --help` explains batch jobs; kubernetes has
-its own.
+Arguments after `--` go to the program. With ranges MIN:MAX the job is elastic: it continues on the
+hosts and GPUs that are available, on a smaller legal mesh with the same batches, and grows again
+when more return. --mesh names the largest mesh. With --program the range only sets the number of
+processes. For batch jobs see `python -m jaxdist.launch slurm --help`, and `kubernetes --help`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jaxdist.settings import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch; returns the exit code of the job."""
+    """Launch a job and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["slurm"]:
         from jaxdist.tools.launch import slurm

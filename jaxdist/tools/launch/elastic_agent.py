@@ -1,30 +1,26 @@
-"""Jobs that continue with the hosts and GPUs that are here, and grow when more come back.
+"""Elastic jobs: continue on the hosts and GPUs that are available, and grow when more return.
 
-jax cannot add or remove a process while a job runs: a change of membership is a restart from the
-newest checkpoint. So the job runs in rounds of fixed membership, and this agent decides when one
-ends and who takes part in the next. One agent runs in each host's launcher. They see each other
-through the files of `rendezvous` only.
+jax cannot add or remove a process while a job runs, so a change of membership is a restart from the
+newest checkpoint. The job runs in rounds of fixed membership. One agent runs in each host's
+launcher; it decides when a round ends and which hosts take part in the next. Agents see each other
+only through the files of `rendezvous`.
 
-The life of a round:
-
-1. The agent with the lowest rank alive leads. Any agent can, because everything it needs is in the
-   files, so a lost leader is replaced by the next rank without an election.
-2. The leader waits until all hosts are here, or `rdzv_timeout_s` for those that come. It chooses
-   the largest legal job (`membership.choose_members`) and writes the round.
-3. Each member that reads the round starts its processes. A host that was not chosen waits as a
-   spare.
+1. The agent with the lowest live rank leads. All state is in the files, so the next rank replaces a
+   lost leader without an election.
+2. The leader waits for all hosts, for at most `rdzv_timeout_s`. It chooses the largest legal job
+   (`membership.choose_members`) and writes the round.
+3. Each member reads the round and starts its processes. The other hosts wait as spares.
 4. The round ends in one of three ways:
 
-       all processes have ended     with 0 the job is done; with 75 or a failure the next round
+       all processes have ended     after 0 the job is done; after 75 or a failure the next round
                                     follows
        a member is lost             its heartbeat stops. The processes of the others wait for it in
                                     a collective and cannot save, so they are killed
        a larger job is possible     the leader writes `stop` into the round. The members save, exit
-                                    with 75 and meet again
+                                    with 75 and join the next round
 
-Why a member whose own processes have ended is given `heartbeat_timeout_s` before the others are
-killed: a failure inside one process reaches the others' processes by itself within seconds, and
-their own reports name the cause better than this agent can.
+After the processes of a member have ended, the others run on for `heartbeat_timeout_s` before they
+are killed: they notice the failure within seconds, and their own reports name the cause better.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxdist import runtime
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch import log
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, choose_members
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Membership, Rendezvous, Round
 from jaxdist.tools.launch.resources import Capacity, capacity, first_gpus, free_port
@@ -48,10 +44,10 @@ _POLL_S = 0.3
 
 
 class ElasticAgent(Agent):
-    """Decides where the attempts of an elastic job run, on behalf of one of its hosts.
+    """Chooses the placements of an elastic job, for one of its hosts.
 
-    With `stop_reaches_all` processes pass a request to stop on to each other, as those of
-    jaxdist.train do. `write` takes a line for the console.
+    With `stop_reaches_all` the processes forward a stop request to each other, as jaxdist.train
+    does. `write` prints a line on the console.
     """
 
     def __init__(
@@ -61,59 +57,59 @@ class ElasticAgent(Agent):
         sizes: LegalSizes,
         *,
         stop_reaches_all: bool,
-        write: Callable[[str], None] = say,
+        write: Callable[[str], None] = log,
     ):
         self.plan, self.rendezvous, self.sizes = plan, rendezvous, sizes
-        self.round: Round | None = None  # the last one that this host took part in
+        self.round: Round | None = None  # the last round of this host
         self._stop_reaches_all = stop_reaches_all
-        self._say = write
+        self._log = write
         self._last_message = ""
         self._had_gpus = False
-        self._newest: Round | None = None  # in round.json, and when it was first read
+        self._newest: Round | None = None  # in round.json, and time of its first read
         self._newest_since = 0.0
-        self._idle_since: float | None = None  # since when this host leads and nothing runs
+        self._idle_since: float | None = None  # time since this host leads and nothing runs
         self._ended_since: dict[int, float] = {}
-        self._next_look = 0.0
+        self._next_watch_s = 0.0
         self._next_capacity_s = 0.0
-        self._stop_passed_on = False
+        self._has_forwarded_stop = False
 
     # --- between rounds ---------------------------------------------------------------------------
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Wait for a round with a place for this host, or for the job's exit code."""
+        """Wait for a round that includes this host, or for the job's exit code."""
         if not self.rendezvous.own.heartbeat:
-            _refuse_rank(self.rendezvous.claim_rank())
+            _reject_duplicate(self.rendezvous.claim_rank())
         self.offer_host()
         while not stop_signal():
             if self.rendezvous.clock() >= self._next_capacity_s:
                 self._offer()
-            found = self.poll()
-            if isinstance(found, Round):
-                return found.number, self.join_round(found)
-            if found is not None:
-                return found
+            result = self.poll()
+            if isinstance(result, Round):
+                return result.number, self.join_round(result)
+            if result is not None:
+                return result
             time.sleep(_POLL_S)
         return (
             runtime.EXIT_INTERRUPTED if stop_signal() == signal.SIGINT else runtime.EXIT_PREEMPTED
         )
 
     def offer_host(self) -> None:
-        """Publish that this host waits for a round, with what it can run now."""
+        """Publish that this host waits for a round, and its capacity."""
         self._idle_since, self._last_message = None, ""
         self._offer()
 
     def poll(self) -> Round | int | None:
-        """Look once, and lead if it is this host's turn.
+        """Read the files once, and lead if this host has the lowest live rank.
 
         Returns:
-            A round with a place for this host, the job's exit code, or None to look again.
+            A round that includes this host, the job's exit code, or None to poll again.
 
         Raises:
             ConfigError: another launcher has the same rank.
         """
         hosts = self.rendezvous.read_hosts()
         if self.round is None:
-            _refuse_rank(self.rendezvous.duplicate)
+            _reject_duplicate(self.rendezvous.duplicate)
         current = self._current_round()
         code = self._exit_code_of_job(hosts, current)
         if code is not None:
@@ -123,17 +119,17 @@ class ElasticAgent(Agent):
             return current
         if self._leads(hosts):
             return self._lead(hosts, current)
-        self._say_waiting(current, hosts)
+        self._log_waiting(current, hosts)
         return None
 
     def join_round(self, new: Round) -> Placement:
-        """Publish that this host's processes run, and say where they stand."""
-        self.round, self._stop_passed_on, self._ended_since = new, False, {}
-        self._next_look = self.rendezvous.clock() + HEARTBEAT_S
+        """Publish that this host's processes run; return their placement."""
+        self.round, self._has_forwarded_stop, self._ended_since = new, False, {}
+        self._next_watch_s = self.rendezvous.clock() + HEARTBEAT_S
         self.rendezvous.publish(state="running", round=new.id)
         me = self.rendezvous.own
         index = new.index_of(me.uuid)
-        assert index is not None  # poll returns no other round
+        assert index is not None  # `poll` returns only such rounds
         first = new.members[0]
         address = "127.0.0.1" if len(new.members) == 1 else first.address
         visible = ""
@@ -152,13 +148,13 @@ class ElasticAgent(Agent):
     # --- while a round runs -----------------------------------------------------------------------
 
     def watch(self, group: WorkerGroup) -> None:
-        """Once a second: end the processes if a member is lost, pass on a request to stop, lead."""
+        """Once a second: end the processes if a member is lost, forward a stop request, lead."""
         now = self.rendezvous.clock()
-        if now < self._next_look:
+        if now < self._next_watch_s:
             return
-        self._next_look = now + HEARTBEAT_S
-        was_asked = group.is_stopping and not self._stop_passed_on
-        if was_asked and self.rendezvous.own.state == "running":
+        self._next_watch_s = now + HEARTBEAT_S
+        has_stop_request = group.is_stopping and not self._has_forwarded_stop
+        if has_stop_request and self.rendezvous.own.state == "running":
             self.rendezvous.publish(state="leaving")
         if now >= self._next_capacity_s:
             self.rendezvous.publish(self._capacity_now())
@@ -167,7 +163,7 @@ class ElasticAgent(Agent):
         if lost:
             group.abort(lost)
             return
-        self._pass_on_stop(group, hosts, current)
+        self._forward_stop(group, hosts, current)
         if self._leads(hosts):
             self._lead(hosts, current)
 
@@ -178,8 +174,8 @@ class ElasticAgent(Agent):
             self.rendezvous.publish(state=ends.get(result.exit_code, "failed"))
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Whether the processes of every member end with 0; wait for those that still run."""
-        assert self.round is not None  # something has ended
+        """Wait for the members that still run; return whether all ended with 0."""
+        assert self.round is not None  # a round has ended
         while not stop_signal():
             hosts = self.rendezvous.read_hosts()
             states = [self._state_in(self.round, hosts, host) for host in self.round.members]
@@ -191,17 +187,17 @@ class ElasticAgent(Agent):
         return True
 
     def continues_after_save(self) -> bool:
-        """Whether another round follows a save that nobody asked this host for.
+        """Return whether another round follows a save without a stop request on this host.
 
-        It does if the leader asked for the save or another member may have. A host alone preempted
-        itself, e.g. at its time limit.
+        It does if the leader or another member requested the save. A single host preempted itself,
+        e.g. at its time limit.
         """
-        assert self.round is not None  # something has ended
+        assert self.round is not None  # a round has ended
         current = self._current_round() or self.round
         return current.id != self.round.id or bool(current.stop) or len(current.members) > 1
 
     def close(self, code: int, stop_signal: int) -> None:
-        """Publish whether this host leaves alone or ends the job for all."""
+        """Publish whether only this host leaves, or the job ends on all."""
         if not self.rendezvous.own.heartbeat or self.rendezvous.duplicate is not None:
             self.rendezvous.stop_heartbeat()
         elif code == runtime.EXIT_OK:
@@ -223,16 +219,16 @@ class ElasticAgent(Agent):
         return bool(living) and min(living) == self.rendezvous.own.rank
 
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """Write the next round when it is time, or ask the running one to grow.
+        """Write the next round when the hosts are complete or late, or stop one that can grow.
 
         Returns:
-            The job's exit code if the hosts that are here cannot run it; else None.
+            The job's exit code if the hosts present cannot run it; else None.
         """
         living = [h for h in hosts.values() if self.rendezvous.is_alive(h)]
         if current is not None and self._is_running(current, hosts):
             self._idle_since = None
-            self._say_waiting(current, hosts)
-            self._ask_to_grow(current, [h for h in living if h.state in ("waiting", "running")])
+            self._log_waiting(current, hosts)
+            self._stop_to_grow(current, [h for h in living if h.state in ("waiting", "running")])
             return None
         now = self.rendezvous.clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
@@ -246,7 +242,7 @@ class ElasticAgent(Agent):
         elif is_late:
             return self._give_up(waiting)
         else:
-            self._say_waiting(None, hosts)
+            self._log_waiting(None, hosts)
         return None
 
     def _start_round(self, choice: Membership, last_number: int) -> None:
@@ -254,13 +250,13 @@ class ElasticAgent(Agent):
         self.rendezvous.write_round(new)
         missing = self.plan.nnodes.maximum - len(new.members)
         short = f", {missing} short of {self.plan.nnodes.maximum}" if missing else ""
-        self._say(
+        self._log(
             f"round {new.number}: {', '.join(map(str, new.members))}{short}; processes on each: "
-            f"{new.nproc_per_node}, devices in all: {new.num_devices}"
+            f"{new.nproc_per_node}, total devices: {new.num_devices}"
         )
 
-    def _ask_to_grow(self, current: Round, there: Sequence[Host]) -> None:
-        choice = choose_members(there, self.plan, self.sizes)
+    def _stop_to_grow(self, current: Round, present: Sequence[Host]) -> None:
+        choice = choose_members(present, self.plan, self.sizes)
         if current.stop or choice is None or choice.num_devices <= current.num_devices:
             return
         stop = (
@@ -270,12 +266,12 @@ class ElasticAgent(Agent):
         self.rendezvous.write_round(dataclasses.replace(current, stop=stop))
 
     def _give_up(self, waiting: Sequence[Host]) -> int:
-        there = ", ".join(f"{h.devices} on {h}" for h in waiting)
+        present = ", ".join(f"{h.devices} on {h}" for h in waiting)
         legal = "" if self.sizes.legal is None else f"; legal device counts: {self.sizes.legal}"
-        self._say(
-            f"after {self.plan.rdzv_timeout_s:g} s the hosts that are here cannot run a job of "
+        self._log(
+            f"after {self.plan.rdzv_timeout_s:g} s the hosts present cannot run a job of "
             f"--nnodes {self.plan.nnodes} × --nproc-per-node {self.plan.nproc_per_node}{legal}. "
-            f"Devices here: {there}. Start the same command again when more are back, or with "
+            f"Devices: {present}. Run the same command again when more are back, or with "
             "a smaller MIN or mesh"
         )
         return runtime.EXIT_PREEMPTED
@@ -284,7 +280,7 @@ class ElasticAgent(Agent):
 
     def _current_round(self) -> Round | None:
         current = self.rendezvous.read_round()
-        if current is None:  # it cannot be read now: nothing new
+        if current is None:  # it cannot be read now
             return self._newest
         if self._newest is None or current.id != self._newest.id:
             self._newest_since = self.rendezvous.clock()
@@ -292,15 +288,15 @@ class ElasticAgent(Agent):
         return current
 
     def _is_running(self, current: Round, hosts: Mapping[int, Host]) -> bool:
-        """Whether any member runs this round or is about to."""
+        """Return whether any member runs this round or is about to."""
         return any(self._state_in(current, hosts, host) == "running" for host in current.members)
 
     def _state_in(self, current: Round, hosts: Mapping[int, Host], member: Host) -> str:
-        """`running`, `lost`, or the state in which the member's part of the round ended."""
+        """Return `running`, `lost`, or the state in which the member ended the round."""
         host = hosts.get(member.rank)
         if host is None or host.uuid != member.uuid:
             return "lost"
-        if host.round != current.id:  # it has not read the round yet, or never will
+        if host.round != current.id:  # it has not read the round, and may never do so
             fresh = self.rendezvous.clock() < self._newest_since + self.plan.rdzv_timeout_s
             return "running" if fresh and self.rendezvous.is_alive(host) else "lost"
         if host.state in ("running", "leaving"):
@@ -308,33 +304,33 @@ class ElasticAgent(Agent):
         return host.state
 
     def _exit_code_of_job(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """The job's exit code if another host has ended it; None while it goes on."""
+        """Return the job's exit code if another host has ended it, else None."""
         if current is None:
             return None
         for member in current.members:
             host = hosts.get(member.rank)
             if host is not None and host.uuid == member.uuid and host.state == "ended":
-                self._say(f"{host} has ended the job with exit code {host.code}")
+                self._log(f"{host} has ended the job with exit code {host.code}")
                 return host.code
         states = [self._state_in(current, hosts, member) for member in current.members]
         if all(state == "done" for state in states):
-            self._say(f"the job was finished by {', '.join(map(str, current.members))}")
+            self._log(f"the job was completed by {', '.join(map(str, current.members))}")
             return runtime.EXIT_OK
         return None
 
     def _missing_member(
         self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool
     ) -> str:
-        """Why this host's processes wait for others that do not come; empty if they do not."""
+        """Describe the member for which this host's processes wait in vain; "" if none."""
         assert self.round is not None  # it runs
         if current is None or current.id != self.round.id:
             return f"the other hosts have started a round without {self.rendezvous.own}"
         for member in self.round.members:
             state = self._state_in(self.round, hosts, member)
             if state == "lost":
-                here = hosts.get(member.rank)
-                if here is not None and here.uuid != member.uuid:
-                    return f"{member} is lost: its launcher was started again"
+                host = hosts.get(member.rank)
+                if host is not None and host.uuid != member.uuid:
+                    return f"{member} is lost: its launcher was restarted"
                 return (
                     f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s "
                     "(power failure, network, or its launcher was killed)"
@@ -347,44 +343,43 @@ class ElasticAgent(Agent):
                 return f"{member} has ended its part of the round ({state})"
         return ""
 
-    def _pass_on_stop(
+    def _forward_stop(
         self, group: WorkerGroup, hosts: Mapping[int, Host], current: Round | None
     ) -> None:
-        """Ask this host's processes to save and end if the round is asked to."""
+        """Send a stop request to this host's processes if the round must stop."""
         assert self.round is not None and current is not None  # else it was aborted
         if group.is_stopping:
             return
         members = [hosts[m.rank] for m in self.round.members if m.rank in hosts]
         if current.stop:
-            # Where processes pass the request on, one host is enough. A second signal could reach a
-            # process that has saved and is just leaving, and kill it.
+            # If processes forward the request, one host is enough. A second signal could kill a
+            # process that has saved and is about to exit.
             first = min(h.rank for h in members if h.state in ("running", "leaving"))
             if self._stop_reaches_all and first != self.rendezvous.own.rank:
                 return
-            self._say(f"{current.stop}: saving before the next round")
+            self._log(f"{current.stop}: saving before the next round")
         elif self._stop_reaches_all or not any(h.state in ("leaving", "saved") for h in members):
             return
-        self._stop_passed_on = True
+        self._has_forwarded_stop = True
         group.request_stop()
 
     # --- this host --------------------------------------------------------------------------------
 
     def _offer(self) -> None:
-        # State and capacity in one write: a leader that saw "waiting" first would choose this host
-        # without knowing what it can run.
+        # State and capacity in one write: a leader must not see "waiting" without the capacity.
         self.rendezvous.publish(self._capacity_now(), state="waiting", port=free_port(""))
 
     def _capacity_now(self) -> Capacity:
-        """What this host can run now; nvidia-smi may take seconds."""
+        """Return the present capacity; nvidia-smi may take seconds."""
         most, before = self.plan.nproc_per_node.maximum, self.rendezvous.own
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus
         self._next_capacity_s = self.rendezvous.clock() + self.plan.grow_interval_s
         if now.devices != before.devices and self.round is not None:
-            self._say(f"{now.devices} devices are here, {before.devices} before")
+            self._log(f"{now.devices} devices are available, {before.devices} before")
         return now
 
-    def _say_waiting(self, current: Round | None, hosts: Mapping[int, Host]) -> None:
+    def _log_waiting(self, current: Round | None, hosts: Mapping[int, Host]) -> None:
         me, plan = self.rendezvous.own, self.plan
         if me.state != "waiting":
             return
@@ -397,13 +392,13 @@ class ElasticAgent(Agent):
                 f"--nproc-per-node {plan.nproc_per_node}"
             )
         if text != self._last_message:
-            self._say(text)
+            self._log(text)
         self._last_message = text
 
 
-def _refuse_rank(duplicate: Host | None) -> None:
+def _reject_duplicate(duplicate: Host | None) -> None:
     if duplicate is not None:
         raise ConfigError(
-            f"--node-rank {duplicate.rank} is taken by a running launcher on "
-            f"{duplicate.address}. Give every host another rank, or end that launcher first."
+            f"--node-rank {duplicate.rank} is used by a running launcher on "
+            f"{duplicate.address}. Use another rank on each host, or end that launcher first."
         )

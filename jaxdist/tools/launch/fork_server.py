@@ -1,16 +1,16 @@
-"""A process that has imported what training needs, and becomes a worker by a fork.
+"""A process with the imports of training done; workers are forks of it.
 
-A restart of processes spends most of its time on importing jax. The launcher therefore keeps one
-process per host that has imported all of it and waits; to start a worker it forks. It starts no
-device and no thread of its own, so nothing that a fork would break is in it.
+Most of the time of a restart goes into importing jax. The launcher therefore keeps one process per
+host that has imported everything; a worker is started by forking it. The server starts no device
+and no thread, so that forking is safe.
 
     launcher                                  fork server
-    ForkServer()            -- starts -->     imports, then says that it is ready
+    ForkServer()            -- starts -->     imports, then sends "ready"
     start(command, ...)     -- request -->    forks; the child runs the module
     Forked.poll()           <-- exit code --  waits for its children
 
-Both ends speak JSON over a socket, one message in each packet. The server ends with the launcher,
-and its children with it.
+Both ends exchange JSON over a socket, one message per packet. The server ends with the launcher,
+and the forks end with the server.
 """
 
 from __future__ import annotations
@@ -49,50 +49,47 @@ TRAINING = (
     "jaxdist.run.program",
     "orbax.checkpoint",
 )
-"""What `jaxdist.train` imports in the course of a start."""
+"""Modules that `jaxdist.train` imports while it starts."""
 
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
-"""Longest wait for a fork, which takes milliseconds."""
+"""Longest wait for a fork, which normally takes milliseconds."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """What the launcher needs of a process; `subprocess.Popen` has it."""
+    """The interface of `subprocess.Popen` that the launcher uses."""
 
     pid: int
     returncode: Any  # None while it runs
 
     def poll(self) -> int | None:
-        """Exit code once it has ended; minus the signal that killed it."""
+        """Return the exit code (minus the number of a signal that killed it), or None."""
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for the end and return the exit code."""
 
 
 Start = Callable[[list[str], dict[str, str], int], Process]
-"""Starts a command with more variables of the environment; its output goes to a descriptor."""
+"""Start a command with additional environment variables; its output goes to a descriptor."""
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; between fork and exec."""
+    """Let the kernel kill this process if its parent ends; call it between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ForkServer:
-    """The launcher's end. `modules` are imported once, in the background.
-
-    A start that comes before they are would wait for them: see `is_ready`.
-    """
+    """The launcher's end of a server that imports `modules` in the background."""
 
     def __init__(self, modules: Sequence[str] = TRAINING) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, *modules],
-                stdin=theirs.fileno(),
+                stdin=server_end.fileno(),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -101,17 +98,17 @@ class ForkServer:
         self._codes: dict[int, int] = {}
 
     def is_ready(self) -> bool:
-        """Whether a start forks at once."""
-        self._hear(0.0)
+        """Return whether the imports are done, so that a start forks at once."""
+        self._read(0.0)
         return self._ready and not self._gone
 
     def is_gone(self) -> bool:
-        """Whether the server has ended."""
-        self._hear(0.0)
+        """Return whether the server has ended."""
+        self._read(0.0)
         return self._gone
 
     def start(self, command: list[str], environ: dict[str, str], output: int) -> Forked:
-        """Start `python -m MODULE ARGUMENTS` as a fork; see `Start`.
+        """Fork the server to run `python -m MODULE ARGUMENTS`; see `Start`.
 
         Raises:
             OSError: the server has ended.
@@ -122,50 +119,50 @@ class ForkServer:
         socket.send_fds(self._socket, [request], [output])
         until = time.monotonic() + _FORK_S
         while not (self._started or self._gone) and time.monotonic() < until:
-            self._hear(until - time.monotonic())
+            self._read(until - time.monotonic())
         if not self._started:
-            self._process.kill()  # no late fork may run beside what is started instead
-            raise BrokenPipeError("the process that imports are kept in does not answer")
+            self._process.kill()  # a late fork must not run next to its replacement
+            raise BrokenPipeError("the fork server does not answer")
         return Forked(self, self._started)
 
     def code_of(self, pid: int, wait_s: float | None = 0.0) -> int | None:
-        """Exit code of a fork, or None if it still runs after `wait_s` (None: until it has ended).
+        """Return the exit code of a fork, or None if it still runs after `wait_s` (None: forever).
 
-        A fork that has lost its server was killed with it.
+        A fork is killed together with its server.
         """
         until = None if wait_s is None else time.monotonic() + wait_s
-        self._hear(0.0)
+        self._read(0.0)
         while pid not in self._codes and not self._gone:
             rest = None if until is None else until - time.monotonic()
             if rest is not None and rest <= 0:
                 return None
-            self._hear(rest)
+            self._read(rest)
         return self._codes.get(pid, -signal.SIGKILL)
 
     def close(self) -> None:
-        """End the server, and forks that still run."""
+        """End the server and the forks that still run."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
-    def _hear(self, wait_s: float | None) -> None:
-        """Take in what the server says within `wait_s` seconds, None = until it says something."""
+    def _read(self, wait_s: float | None) -> None:
+        """Read messages of the server for up to `wait_s` seconds (None: until one arrives)."""
         while not self._gone and select.select([self._socket], [], [], wait_s)[0]:
             try:
                 message = self._socket.recv(_MESSAGE_BYTES)
             except OSError:
                 message = b""
-            said = json.loads(message or '{"gone": true}')
-            self._ready = self._ready or "ready" in said
-            self._gone = "gone" in said
-            self._started = said.get("started", self._started)
-            if "ended" in said:
-                self._codes[said["ended"]] = said["code"]
+            record = json.loads(message or '{"gone": true}')
+            self._ready = self._ready or "ready" in record
+            self._gone = "gone" in record
+            self._started = record.get("started", self._started)
+            if "ended" in record:
+                self._codes[record["ended"]] = record["code"]
             wait_s = 0.0
 
 
 class Forked:
-    """A process that a `ForkServer` has started; as much of `subprocess.Popen` as is needed."""
+    """A process that a `ForkServer` has started."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -173,13 +170,13 @@ class Forked:
         self._server = server
 
     def poll(self) -> int | None:
-        """Exit code once it has ended."""
+        """See `Process.poll`."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid)
         return self.returncode
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """See `Process.wait`."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, None)
         assert self.returncode is not None  # it was waited for
@@ -190,17 +187,17 @@ class Forked:
 
 
 def serve(modules: Sequence[str]) -> list[str]:
-    """Import, then fork for each request; ends with the launcher.
+    """Import, then fork for each request; end with the launcher.
 
     Returns:
-        Only in a fork: the words after `python -m`.
+        The words after `python -m`, in a fork; the server itself does not return.
     """
-    # What a terminal or a scheduler sends to all processes of a job is for the workers.
+    # Signals that a terminal or a scheduler sends to all processes of a job are for the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)
     launcher = socket.socket(fileno=os.dup(0))
     for module in modules:
-        with contextlib.suppress(Exception):  # the worker that needs it says why it fails
+        with contextlib.suppress(Exception):  # the worker that needs it reports the error
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
@@ -232,7 +229,7 @@ def serve(modules: Sequence[str]) -> list[str]:
 
 
 def _become_worker(server: int, environ: dict[str, str], output: int) -> None:
-    """What the launcher does for a process that it starts itself."""
+    """Set up a fork as the launcher sets up a process that it starts itself."""
     os.setsid()
     die_with_parent()
     if os.getppid() != server:  # it ended in between

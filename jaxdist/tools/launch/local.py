@@ -1,4 +1,4 @@
-"""`python -m jaxdist.launch` on a host: flags to a plan, and who carries it out."""
+"""`python -m jaxdist.launch` on a host: read the flags and start a supervisor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TRAIN = "jaxdist.train"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """What to start on this host, and how often.
+    """Processes to start on this host, and when to restart them.
 
-    What is None was not given: its default depends on the rest, or it belongs to elastic jobs only.
+    None means that the default depends on other settings, or that only elastic jobs use the value.
     """
 
     nproc_per_node: str = setting(
@@ -48,16 +48,16 @@ class LaunchConfig:
     )
     backoff_s: float = setting(
         1.0,
-        "seconds before the second restart without a new checkpoint; doubled for each one after; "
-        "the first is at once",
+        "seconds before the second restart without a new checkpoint, doubled for each further one; "
+        "the first restart is immediate",
         ge=0,
     )
     max_backoff_s: float = setting(60.0, "longest wait before a restart, seconds", ge=0)
     stop_timeout_s: float = setting(
-        300.0, "seconds that processes may take to save after a request to stop", ge=0
+        300.0, "seconds that processes may take to save after a stop request", ge=0
     )
     address: str | None = setting(
-        None, "elastic jobs: address at which other hosts reach this one; none = its host name"
+        None, "elastic jobs: address of this host for other hosts; none = its host name"
     )
     heartbeat_timeout_s: float | None = setting(
         None,
@@ -66,127 +66,129 @@ class LaunchConfig:
     )
     rdzv_timeout_s: float | None = setting(
         None,
-        "elastic jobs: seconds to wait for more hosts before those here start; none = 30",
+        "elastic jobs: seconds to wait for more hosts before the job starts; none = 30",
         gt=0,
     )
     grow_interval_s: float | None = setting(
-        None, "elastic jobs: seconds between looks for GPUs that came back; none = 60", gt=0
+        None, "elastic jobs: seconds between checks for GPUs that came back; none = 60", gt=0
     )
     preload: bool = setting(
         True,
-        "keep one process that has imported jax: a restart of jaxdist.train forks it and skips "
-        "the imports; takes about 200 MB of the host's memory from 20 s after the start",
+        "keep one process with jax imported, which a restart of jaxdist.train forks to skip the "
+        "imports; uses about 200 MB of host memory from 20 s after the start",
     )
     arguments: list[str] = setting([], "arguments of the program")
 
     def ranges(self) -> tuple[Range, Range]:
-        """Processes on this host (0 = one per GPU), and hosts.
+        """Return the processes on this host (0 = one per GPU) and the hosts.
 
         Raises:
-            ConfigError: what cannot be read.
+            ConfigError: a range cannot be parsed.
         """
-        found, problems = [], []
+        ranges, problems = [], []
         for flag, text, most in (
             ("nproc-per-node", self.nproc_per_node, 1024),  # more than any host has cores for
             ("nnodes", self.nnodes, 100_000),
         ):
             try:
-                found.append(Range.parse(flag, text, int(flag == "nnodes" or ":" in text), most))
+                ranges.append(Range.parse(flag, text, int(flag == "nnodes" or ":" in text), most))
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ConfigError(problems)
-        return found[0], found[1]
+        return ranges[0], ranges[1]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether a range was given."""
+        """Return whether either number is a range."""
         return ":" in self.nproc_per_node + self.nnodes
 
     @property
     def elastic_settings(self) -> dict[str, Any]:
-        """Those of elastic jobs that were given."""
+        """Return the settings of elastic jobs that are not None."""
         names = ("address", "heartbeat_timeout_s", "rdzv_timeout_s", "grow_interval_s")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def problems(self) -> list[str]:
-        """Every violated rule beyond the bounds of each setting."""
+        """Return every violated rule beyond the bounds of each setting."""
         try:
             nproc_per_node, nnodes = self.ranges()
         except ConfigError as error:
             return error.problems
-        found = []
+        problems = []
         if self.node_rank >= nnodes.maximum:
-            found.append(
+            problems.append(
                 f"--node-rank {self.node_rank} is not among {nnodes.maximum} nodes. "
                 f"Use 0 to {nnodes.maximum - 1}, another on each host."
             )
         if nproc_per_node.maximum == 0 and (nnodes.maximum > 1 or self.is_elastic):
-            found.append(
+            problems.append(
                 f"--nnodes {self.nnodes} without --nproc-per-node: all hosts must start the same "
-                "number of processes. Give --nproc-per-node, e.g. the GPUs of a host."
+                "number of processes. Set --nproc-per-node, e.g. to the GPUs of a host."
             )
         try:
             words = shlex.split(self.program)
         except ValueError as error:
             words = []
-            found.append(f"--program {self.program!r} is no command ({error}). Repair its quotes.")
-        if self.program and not words and not found:
-            found.append(f"--program {self.program!r} names no program. Leave it out, or name one.")
+            problems.append(
+                f"--program {self.program!r} is no command ({error}). Check its quotes."
+            )
+        if self.program and not words and not problems:
+            problems.append(f"--program {self.program!r} is empty. Name one, or leave it out.")
         if problem := file_system_problem(self.directory, "the launcher keeps logs"):
-            found.append(f"--run-dir {problem} Or start jaxdist.train itself on each host.")
-        several = nnodes.maximum > 1
-        return found + (self._elastic_rules(several) if self.is_elastic else self._rules(several))
+            problems.append(f"--run-dir {problem} Or start jaxdist.train itself on each host.")
+        rules = self._elastic_rules if self.is_elastic else self._fixed_rules
+        return problems + rules(nnodes.maximum > 1)
 
-    def _rules(self, several_hosts: bool) -> list[str]:
-        found = [
-            f"{flag_of(name)} {value} without a range: it is of elastic jobs. Leave it "
-            "out, or give --nnodes MIN:MAX or --nproc-per-node MIN:MAX."
+    def _fixed_rules(self, several_hosts: bool) -> list[str]:
+        problems = [
+            f"{flag_of(name)} {value} is for elastic jobs. Leave it out, or set --nnodes MIN:MAX "
+            "or --nproc-per-node MIN:MAX."
             for name, value in self.elastic_settings.items()
         ]
         host, _, port = self.coordinator_address.rpartition(":")
         if several_hosts and not (host and port.isdecimal()):
-            found.append(
+            problems.append(
                 f"--coordinator-address {self.coordinator_address!r} with --nnodes {self.nnodes}: "
-                "the hosts need one address to meet. Use host:port of node 0, e.g. "
+                "the hosts need one address to connect to. Use host:port of node 0, e.g. "
                 "--coordinator-address node0:29400."
             )
         if several_hosts and (host == "localhost" or host.startswith("127.")):
-            found.append(
+            problems.append(
                 f"--coordinator-address {self.coordinator_address} is a loopback address, which "
                 "other hosts cannot reach. Use a name of node 0 that they resolve."
             )
-        return found
+        return problems
 
     def _elastic_rules(self, several_hosts: bool) -> list[str]:
-        found = []
+        problems = []
         if self.coordinator_address:
-            found.append(
-                f"--coordinator-address {self.coordinator_address} with a range: any host may be "
-                "lost, that one too, so hosts meet in the run directory instead. Leave "
-                "--coordinator-address out; --address says how others reach this host."
+            problems.append(
+                f"--coordinator-address {self.coordinator_address} with a range: elastic hosts "
+                "find each other through the run directory, because any host may be lost. Leave "
+                "--coordinator-address out; --address is the address of this host."
             )
         if several_hosts and not self.directory:
-            found.append(
-                f"--nnodes {self.nnodes} without --run-dir: the hosts meet there. Name one "
-                "directory on a disk that all of them share."
+            problems.append(
+                f"--nnodes {self.nnodes} without --run-dir: the hosts find each other there. Name "
+                "a directory on a disk that all of them share."
             )
         if self.address == "":
-            found.append("--address '' is no name of this host. Leave it out, or name it.")
-        return found
+            problems.append("--address '' is empty. Use the name of this host, or leave it out.")
+        return problems
 
     @property
     def directory(self) -> str:
-        """The run directory that was asked for, here or of the program; "" without."""
+        """Return the run directory from these flags or the program's; "" without one."""
         return self.run_dir or value_of(self.arguments, "run_dir") or ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What the settings come to on this host.
+    """The command, its processes and the restart policy on this host.
 
-    Of ranges (`elastic`) `nproc_per_node` and `nnodes` are the maxima. `nproc_per_node` 0 means as
-    many processes as GPUs, counted again for each attempt.
+    `nproc_per_node` and `nnodes` are the maxima of ranges. `nproc_per_node` 0 means one process per
+    GPU, counted again for each attempt.
     """
 
     command: list[str]
@@ -198,7 +200,7 @@ class LaunchPlan:
 
 
 def main(argv: Sequence[str], summary: str) -> int:
-    """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
+    """Run a job on this host and return its exit code; `--help` begins with `summary`."""
     config = read_config(argv, summary)
     plan = make_launch_plan(config)
     agent: Agent
@@ -226,10 +228,10 @@ def main(argv: Sequence[str], summary: str) -> int:
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
-    """Flags before `--`; what follows belongs to the program.
+    """Read the flags; arguments after `--` belong to the program.
 
     Raises:
-        ConfigError: every problem of the flags.
+        ConfigError: lists every problem of the flags.
     """
     return read_settings(
         LaunchConfig, argv, command="jaxdist.launch", summary=summary, rest="arguments"
@@ -237,12 +239,12 @@ def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
 
 
 def make_launch_plan(config: LaunchConfig) -> LaunchPlan:
-    """What to start on this host."""
+    """Return the plan for this host."""
     nproc_per_node, nnodes = config.ranges()
     elastic = None
     if config.is_elastic:
-        given = {"address": socket.gethostname(), **config.elastic_settings}
-        elastic = ElasticConfig(nproc_per_node=nproc_per_node, nnodes=nnodes, **given)
+        limits = {"address": socket.gethostname(), **config.elastic_settings}
+        elastic = ElasticConfig(nproc_per_node=nproc_per_node, nnodes=nnodes, **limits)
     now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run_dir = os.path.expanduser(config.directory or f"runs/launch-{now}")
     return LaunchPlan(
@@ -256,17 +258,13 @@ def make_launch_plan(config: LaunchConfig) -> LaunchPlan:
             backoff_s=config.backoff_s,
             max_backoff_s=config.max_backoff_s,
             stop_timeout_s=config.stop_timeout_s,
-            preload=config.preload and _is_training(config),
+            preload=config.preload and config.module == _TRAIN and not config.program,
         ),
     )
 
 
-def _is_training(config: LaunchConfig) -> bool:
-    return config.module == _TRAIN and not config.program
-
-
 def _max_restarts(config: LaunchConfig) -> int:
-    """As asked for; what a doctor finds, or an evaluation refuses, it does again."""
+    """Return the setting; without one 0 for commands that would only fail again."""
     if config.max_restarts is not None:
         return config.max_restarts
     is_ours = config.module.startswith("jaxdist.") and not config.program

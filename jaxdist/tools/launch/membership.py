@@ -1,6 +1,7 @@
-"""Which hosts take part in an elastic job: its limits, and the largest legal job of those here.
+"""Choose the hosts that take part in an elastic job: the largest legal job of the hosts present.
 
-Pure functions of what the hosts report; `elastic_agent` acts on the answer.
+Pure functions of the hosts' reports; `elastic_agent` acts on the result. As a process, this module
+computes the legal sizes for `read_sizes`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from jaxdist.tools.launch.rendezvous import Host, Membership
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """From `minimum` to `maximum`, both included."""
+    """A range from `minimum` to `maximum`, inclusive."""
 
     minimum: int
     maximum: int
 
     @classmethod
     def parse(cls, flag: str, text: str, least: int = 1, most: int = 100_000) -> Range:
-        """Read `N` or `MIN:MAX`, no number below `least` or above `most`.
+        """Parse `N` or `MIN:MAX` with numbers from `least` to `most`.
 
         Raises:
-            ValueError: the text is neither; the message names the fix.
+            ValueError: the text has another form; the message names the fix.
         """
-        found = re.fullmatch(r"(-?[0-9]{1,20})(?::(-?[0-9]{1,20}))?", text.strip())
-        if found is None:
+        match = re.fullmatch(r"(-?[0-9]{1,20})(?::(-?[0-9]{1,20}))?", text.strip())
+        if match is None:
             raise ValueError(
                 f"--{flag} {text!r} is neither a number nor a range. Use e.g. --{flag} 8, or "
                 f"--{flag} 4:8 for at least 4 and at most 8."
             )
-        low, high = int(found[1]), int(found[2] or found[1])
+        low, high = int(match[1]), int(match[2] or match[1])
         if min(low, high) < least:
             raise ValueError(
                 f"--{flag} {text}: {min(low, high)} is too small. Use {least} or more."
@@ -55,7 +56,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """The limits of an elastic job and its times to wait; `LaunchConfig` explains each."""
+    """Limits and timeouts of an elastic job; see `LaunchConfig`."""
 
     nproc_per_node: Range
     nnodes: Range
@@ -67,10 +68,10 @@ class ElasticConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LegalSizes:
-    """The sizes at which a program can run.
+    """Sizes at which a program can run.
 
     Attributes:
-        legal: device counts that leave no device idle; None: any count.
+        legal: device counts without an idle device; None: any count.
         simulate: simulated devices of each process; 0: real devices.
     """
 
@@ -78,16 +79,16 @@ class LegalSizes:
     simulate: int = 0
 
     def runs(self, num_processes: int, devices: int) -> bool:
-        """Whether `num_processes` with `devices` each can run it; one process may leave some idle.
+        """Return whether `num_processes` with `devices` each can run the program.
 
-        Not with more devices than the mesh names: training refuses that.
+        A single process may leave devices idle, but not have more than the mesh names.
         """
         if self.legal is None or num_processes * devices in self.legal:
             return True
         return num_processes == 1 and min(self.legal) <= devices <= max(self.legal)
 
     def suits(self, num_processes: int, devices: int) -> bool:
-        """Whether they can run it and leave no GPU idle: a process can be shown fewer GPUs."""
+        """Return whether they can run it without an idle GPU."""
         all_used = self.legal is None or num_processes * devices in self.legal
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
@@ -95,12 +96,12 @@ class LegalSizes:
 def choose_members(
     hosts: Sequence[Host], plan: ElasticConfig, sizes: LegalSizes
 ) -> Membership | None:
-    """The hosts, processes and devices that make the largest legal job; None without one.
+    """Return the hosts, processes and devices of the largest legal job, or None.
 
-    The largest job has the most devices or, where every number of devices is legal, the most
-    processes. Among equals the fewest hosts win, because the network between hosts is slower; then
-    the most processes on each host. Where some hosts have GPUs, a host without has lost its own and
-    takes no part.
+    The largest job has the most devices or, if every number of devices is legal, the most
+    processes. Ties go to the fewest hosts, because the network between hosts is slower, then to the
+    most processes per host. If some hosts have GPUs, a host without has lost its own and is left
+    out.
     """
     if any(host.gpus for host in hosts):
         hosts = [host for host in hosts if host.gpus]
@@ -116,29 +117,29 @@ def choose_members(
                 if not sizes.suits(count * nproc_per_node, devices):
                     continue
                 chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                found = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
+                job = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
                 size = count * nproc_per_node * (1 if sizes.legal is None else devices)
                 value = (size, -count, nproc_per_node, devices)
                 if best is None or value > best[0]:
-                    best = value, found
+                    best = value, job
     return None if best is None else best[1]
 
 
 def _device_counts(hosts: Sequence[Host]) -> list[int]:
-    """Devices that a process may get. GPUs can be divided; simulated devices are fixed."""
+    """Return the device counts a process may have: GPUs are divisible, simulated are not."""
     if any(host.gpus for host in hosts):
         return list(range(1, max(host.devices for host in hosts) + 1))
     return sorted({host.devices // host.max_processes for host in hosts})
 
 
 def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
-    """Numbers of nodes with which a program can run, `devices` in each of a node's processes."""
+    """Return the numbers of nodes on which it can run, with `devices` per process."""
     every = range(nodes.minimum, nodes.maximum + 1)
     return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 
 
 def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
-    """What is wrong with ranges that allow no legal job, however many hosts and GPUs are here."""
+    """Return a problem if the ranges allow no legal job on any hosts and GPUs."""
     most = plan.nproc_per_node.maximum
     hosts = [
         Host(
@@ -155,12 +156,12 @@ def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
         return []
     legal = ", ".join(map(str, sizes.legal or ()))
     return [
-        f"--nnodes {plan.nnodes} × --nproc-per-node {plan.nproc_per_node} never makes a legal job: "
-        f"model, batch and mesh are legal with {legal} devices. Use ranges that reach one of these."
+        f"--nnodes {plan.nnodes} × --nproc-per-node {plan.nproc_per_node} allows no legal job: "
+        f"model, batch and mesh are legal on {legal} devices. Use ranges that reach one of these."
     ]
 
 
-_MANY_GPUS = 16  # of one process; more than hosts have
+_MANY_GPUS = 16  # per process; more than hosts have
 
 
 def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:

@@ -1,19 +1,17 @@
-"""Where the launchers of an elastic job meet: small files in a directory that all hosts share.
+"""Files in a shared directory through which the launchers of an elastic job see each other.
 
     host-<rank>.json   the state of one host, written by its launcher alone, every second
-    round.json         which hosts take part now, written by the leader
+    round.json         the hosts of the current round, written by the leader
 
-Why files and not a server (torchrun's c10d store, etcd)? A server lives on one host, and that host
-may be the one that is lost. The run directory is there as long as the job can save at all.
+Files are used instead of a server (torchrun's c10d store, etcd), because a server runs on one host
+and that host may be lost. The run directory is available as long as the job can save.
 
-How the files are read:
-
-* A file is replaced whole, so that nobody reads half of one.
+* A file is replaced atomically.
 * A host is alive while the counter in its file grows, timed by the reader's own clock. Clocks of
   different hosts are never compared.
-* A file whose counter has not moved since the reader's first look may be left from an earlier
-  launch. It counts for nothing until it moves.
-* Every launcher has a uuid: a launcher that was started again is another member.
+* A file whose counter has not changed since the first read may be left from an earlier launch. It
+  is ignored until it changes.
+* Every launcher has a uuid: a restarted launcher is another member.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.runtime.storage import Location, locate, remove_empty
-from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch import log
 from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
-"""Seconds between two heartbeats of a host, and between two looks at the others."""
+"""Seconds between two heartbeats, and between two reads of the other hosts' files."""
 
 State = Literal[
     "starting", "waiting", "running", "done", "saved", "failed", "leaving", "left", "ended"
 ]
-"""What a host is doing.
+"""State of a host.
 
 | state | meaning |
 |---|---|
-| starting | its launcher does not know yet how many processes and devices it has |
+| starting | its launcher has not yet counted its processes and devices |
 | waiting | ready to take part in a round |
-| running | its processes run, in round `round` |
-| done, saved, failed | its processes ended that round with 0, with 75, with anything else |
-| leaving | its launcher was asked to stop, its processes are saving |
+| running | its processes run in round `round` |
+| done, saved, failed | its processes ended that round with 0, 75, another code |
+| leaving | its launcher received a stop request, its processes are saving |
 | left | its launcher has ended and the job continues without it |
 | ended | its launcher has ended with `code`, which ends the job on all hosts |
 """
@@ -54,15 +52,15 @@ State = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """The state of one host, as its launcher writes it.
+    """State of one host, written by its launcher.
 
     Attributes:
-        uuid: of its launcher.
+        uuid: id of the launcher.
         heartbeat: counter that grows while the launcher lives.
-        port: a free one, for the job's coordinator.
-        devices: of all its processes.
-        gpus: whether these are GPUs, which can be divided among processes, or simulated devices.
-        round: id of the last round that it took part in.
+        port: an unused port for the job's coordinator.
+        devices: devices of all its processes.
+        gpus: the devices are GPUs, which can be divided among processes.
+        round: id of the last round in which it took part.
         code: exit code of a launcher whose end ends the job.
     """
 
@@ -84,9 +82,9 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """Hosts that take part, with equally many processes on each and devices in each process.
+    """Hosts of a round, with the same number of processes on each and of devices per process.
 
-    The first one runs the coordinator.
+    The first host runs the coordinator.
     """
 
     members: tuple[Host, ...]
@@ -95,7 +93,7 @@ class Membership:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all members."""
+        """Return the number of devices of all members."""
         return len(self.members) * self.nproc_per_node * self.devices
 
 
@@ -104,8 +102,8 @@ class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
     Attributes:
-        number: counts up in the run directory.
-        stop: why the round is asked to save and end; empty while it should run.
+        number: number of the round in this run directory.
+        stop: reason for which the round must save and end; empty while it should run.
     """
 
     id: str
@@ -113,14 +111,14 @@ class Round(Membership):
     stop: str = ""
 
     def index_of(self, launcher: str) -> int | None:
-        """Position of the launcher with this uuid among the members; None if it is not one."""
+        """Return the position of a launcher (uuid) among the members, or None."""
         return next((i for i, host in enumerate(self.members) if host.uuid == launcher), None)
 
 
 class Rendezvous:
-    """What one launcher publishes about its host, and what it sees of the others.
+    """Publishes the state of one host and reads the states of the others.
 
-    All hosts share `folder`. `clock` (seconds) is this host's alone.
+    All hosts share `folder`. `clock` returns seconds of this host.
     """
 
     def __init__(
@@ -136,9 +134,9 @@ class Rendezvous:
         self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.duplicate: Host | None = None
-        # Each host, and when its heartbeat moved last; None = not since the first look.
+        # Rank -> host, and time of its last heartbeat; None = none since the first read.
         self._observed: dict[int, tuple[Host, float | None]] = {}
-        self._looked = False
+        self._has_read = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._heartbeats = threading.Thread(
@@ -150,7 +148,7 @@ class Rendezvous:
         self._contents: dict[Location, tuple[bytes | None, bytes]] = {}
 
     def claim_rank(self) -> Host | None:
-        """Start the heartbeats, or return another living launcher that has this rank."""
+        """Start the heartbeats, or return another live launcher with this rank."""
         self._made = self.folder.missing()
         self.folder.make_directory()
         own = self.folder / f"host-{self.own.rank}.json"
@@ -167,7 +165,7 @@ class Rendezvous:
         return None
 
     def publish(self, capacity: Capacity | None = None, **changes: Any) -> None:
-        """Write this host's state with these changes; each write is a heartbeat."""
+        """Write this host's state with changes; each write is a heartbeat."""
         if capacity is not None:
             changes |= dataclasses.asdict(capacity)
         with self._lock:
@@ -175,19 +173,19 @@ class Rendezvous:
             self._write(f"host-{self.own.rank}", dataclasses.asdict(self.own))
 
     def close(self, **changes: Any) -> None:
-        """Publish a last state and stop the heartbeats."""
+        """Publish a final state and stop the heartbeats."""
         self.stop_heartbeat()
         self.publish(**changes)
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeats without a last state."""
+        """Stop the heartbeats."""
         self._ended.set()
 
     def discard(self) -> None:
-        """Restore the files as they were before this launch.
+        """Restore the files to their state before this launch.
 
-        Other hosts get `heartbeat_timeout_s` to read the last state of this one. The host that
-        created the directory restores last, so that it can remove the directory.
+        Other hosts have `heartbeat_timeout_s` to read the final state of this one. The host that
+        created the directory is the last, so that it can remove the directory.
         """
         if self._heartbeats.ident:
             self._heartbeats.join()
@@ -208,7 +206,7 @@ class Rendezvous:
         return is_other and not has_ended and (self.folder / f"host-{host.rank}.json").exists()
 
     def read_hosts(self) -> dict[int, Host]:
-        """State of every host whose heartbeat has moved since the first look, and of this one."""
+        """Return rank -> host for this host and all with a heartbeat since the first read."""
         now = self.clock()
         names = [name for name in self.folder.entries() if name.startswith("host-")]
         for name in names:
@@ -221,22 +219,22 @@ class Rendezvous:
                 continue
             before = self._observed.get(host.rank)
             if before is None:
-                self._observed[host.rank] = host, now if self._looked else None
+                self._observed[host.rank] = host, now if self._has_read else None
             elif (before[0].uuid, before[0].heartbeat) != (host.uuid, host.heartbeat):
                 self._observed[host.rank] = host, now
-        self._looked = True
+        self._has_read = True
         moved = {rank: host for rank, (host, at) in self._observed.items() if at is not None}
         return {**moved, self.own.rank: self.own}
 
     def is_alive(self, host: Host) -> bool:
-        """Whether its heartbeat has moved within `heartbeat_timeout_s`, by this host's clock."""
+        """Return whether a host had a heartbeat within `heartbeat_timeout_s`, by this clock."""
         if host.uuid == self.own.uuid:
             return True
         _, moved_at = self._observed[host.rank]
         return moved_at is not None and self.clock() - moved_at <= self.heartbeat_timeout_s
 
     def read_round(self) -> Round | None:
-        """The round that was written last, possibly by an earlier launch."""
+        """Return the last round, possibly of an earlier launch."""
         record = _read_json(self.folder / "round.json")
         try:
             members = tuple(Host(**host) for host in record.pop("members"))
@@ -245,7 +243,7 @@ class Rendezvous:
             return None
 
     def write_round(self, new: Round) -> None:
-        """Replace the round; only the leader does."""
+        """Replace the round; only the leader may."""
         self._write("round", dataclasses.asdict(new))
 
     def _send_heartbeats(self) -> None:
@@ -261,9 +259,9 @@ class Rendezvous:
             self._contents[file] = self._contents[file][0], content
         except OSError as failure:
             if not self._warned:
-                say(
-                    f"cannot write {file} ({failure.strerror}): other hosts "
-                    f"will take this one for lost after {self.heartbeat_timeout_s:.0f} s"
+                log(
+                    f"cannot write {file} ({failure.strerror}): other hosts will treat this one as "
+                    f"lost after {self.heartbeat_timeout_s:.0f} s"
                 )
             self._warned = True
 
@@ -271,12 +269,12 @@ class Rendezvous:
 def _read_host(path: Location) -> Host | None:
     try:
         return Host(**_read_json(path))
-    except TypeError:  # not there, or of another version
+    except TypeError:  # missing, or of another version
         return None
 
 
 def _read_json(path: Location) -> Any:
     try:
         return path.json()
-    except (OSError, ValueError):  # not there, or cut short by a full disk
+    except (OSError, ValueError):  # missing, or truncated by a full disk
         return None

@@ -1,4 +1,4 @@
-"""What this host has for a job: the processes it can run, their devices, a free port."""
+"""Resources of this host: GPUs, processes killed for lack of memory, a free port."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxdist.runtime.storage import locate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a host can run: processes, and devices in all.
+    """Number of processes that a host can run, and of its devices.
 
-    GPUs can be divided among the processes, CPU devices cannot.
+    GPUs can be divided among the processes; CPU devices cannot.
     """
 
     max_processes: int
@@ -25,10 +25,10 @@ class Capacity:
 
 
 def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacity:
-    """What this host can run now, of the processes that are asked for.
+    """Return the present capacity of this host, for at most `most` processes.
 
-    With `simulate` each process has so many simulated devices. A host that `had_gpus` before has
-    lost them if there are none now; it is no host of a CPU job.
+    With `simulate` each process has that many simulated devices. A host that `had_gpus` and has
+    none now has lost them and can run nothing.
     """
     gpus = 0 if simulate else count_gpus()
     if not gpus and not had_gpus:
@@ -38,10 +38,10 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
 
 @dataclasses.dataclass(frozen=True)
 class OomKills:
-    """Processes that the kernel has killed for want of memory since something was started.
+    """Count of processes that the kernel killed for lack of memory.
 
     Attributes:
-        own: whether they are this cgroup's (container, SLURM step); else all of the host.
+        own: the count is of this cgroup (container, SLURM step), not of the complete host.
     """
 
     count: int = 0
@@ -49,29 +49,29 @@ class OomKills:
 
 
 def count_oom_kills() -> OomKills:
-    """What the kernel has counted of this process's cgroup (version 2), else of this host.
+    """Return the kernel's count for this cgroup (version 2), or else for this host.
 
-    Of the host it may have been another job's process. 0 where nothing is counted.
+    A count of the host may include processes of other jobs. 0 if the kernel has no counter.
     """
     try:
         group = re.search(r"^0::/(.*)$", locate("/proc/self/cgroup").text(), re.MULTILINE)
     except OSError:
         group = None
-    # A container sees its own group as the root, or its path on the host, which is not there.
+    # In a container the group is the root, or a path on the host that does not exist here.
     names = (group[1], "") if group else ()
     own = [os.path.join("/sys/fs/cgroup", name, "memory.events") for name in names]
     for path in (*own, "/proc/vmstat"):
         try:
-            found = re.search(r"^oom_kill (\d+)$", locate(path).text(), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)$", locate(path).text(), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            return OomKills(int(found[1]), path in own)
+        if match:
+            return OomKills(int(match[1]), path in own)
     return OomKills()
 
 
 def count_gpus() -> int:
-    """GPUs that processes started here would see; 0 without any."""
+    """Return the number of GPUs that processes started here would see."""
     visible = runtime.visible_gpus(os.environ)
     if visible is not None:
         return len(visible)
@@ -83,14 +83,14 @@ def count_gpus() -> int:
 
 
 def first_gpus(count: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` that shows the first `count` GPUs of those visible here."""
+    """Return `CUDA_VISIBLE_DEVICES` for the first `count` of the GPUs visible here."""
     visible = runtime.visible_gpus(os.environ)
     names = [str(i) for i in range(count)] if visible is None else visible
     return ",".join(names[:count])
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this host's address that nobody listens on now; "" is all its addresses."""
+    """Return an unused port of an address of this host; "" means all its addresses."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

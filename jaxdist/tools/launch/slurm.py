@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the script; print, keep or submit it.
 
     Raises:
-        ConfigError: every problem of the flags.
+        ConfigError: lists every problem of the flags.
     """
     config = read_settings(
         SlurmConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments", check_rules=False
@@ -34,15 +34,15 @@ def main(argv: Sequence[str]) -> int:
     problems, sizes, arguments = problems_of(config), LegalSizes(), config.arguments
     try:
         nodes = Nodes.parse(config.nodes)
-    except ValueError:  # one of the problems
+    except ValueError:  # listed in `problems`
         nodes = Nodes(most=1)
     if not config.program and (nodes.least or not problems):
         if nodes.least and value_of(arguments, "mesh.elastic") is None:
             arguments = [*arguments, "--mesh.elastic=true"]
-        found = read_sizes(arguments)  # refused before anyone waits for nodes
-        if isinstance(found, int) and not problems:
-            return found
-        sizes = LegalSizes() if isinstance(found, int) else found
+        result = read_sizes(arguments)  # reject bad arguments before anyone waits for nodes
+        if isinstance(result, int) and not problems:
+            return result
+        sizes = LegalSizes() if isinstance(result, int) else result
     config = dataclasses.replace(config, arguments=arguments)
     if not problems and nodes.least and sizes.legal is not None:
         nodes, problems = _with_legal_nodes(config, nodes, sizes)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def deliver(config: SlurmConfig, text: str) -> int:
-    """Print, write or submit a script, as its settings say; returns the exit code.
+    """Print, write or submit a script according to its settings; return the exit code.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -79,42 +79,42 @@ def deliver(config: SlurmConfig, text: str) -> int:
 def _with_legal_nodes(
     config: SlurmConfig, nodes: Nodes, sizes: LegalSizes
 ) -> tuple[Nodes, list[str]]:
-    """The numbers of nodes on which a mesh is legal, or what is wrong with all."""
+    """Return the numbers of nodes on which a mesh is legal, and problems."""
     hidden = [option for option in config.sbatch if re.match(r"--(gpus|gres=.*gpu)", option)]
     if hidden and not sizes.simulate and not config.gpus_per_node:
         return nodes, [
-            f"--sbatch={hidden[0]} without --gpus-per-node: how many devices a node of --nodes "
-            f"{config.nodes} has is not known. Give --gpus-per-node."
+            f"--sbatch={hidden[0]} without --gpus-per-node: the number of devices per node of "
+            f"--nodes {config.nodes} is unknown. Set --gpus-per-node."
         ]
     tasks = config.tasks_per_node
     devices = sizes.simulate or config.gpus_per_node // tasks or 1
-    asked = Range(minimum=nodes.least, maximum=nodes.most)
-    counts = legal_nodes(sizes, asked, tasks, devices)
+    requested = Range(minimum=nodes.least, maximum=nodes.most)
+    counts = legal_nodes(sizes, requested, tasks, devices)
     if not counts:
-        return nodes, [_never_legal(config, sizes, tasks * devices)]
-    least, most = counts[0], counts[-1]  # what is given beyond would be paid for in vain
+        return nodes, [_no_legal_nodes(config, sizes, tasks * devices)]
+    least, most = counts[0], counts[-1]  # nodes beyond `most` would be idle
     if (least, most) != (nodes.least, nodes.most):
         print(
-            f"warning: of --nodes {config.nodes}, meshes are legal with {_listed(counts)} only: "
-            f"SLURM is asked for {least}-{most}.",
+            f"warning: of --nodes {config.nodes}, only {_join(counts)} have a legal mesh: the "
+            f"script requests {least}-{most}.",
             file=sys.stderr,
         )
     return Nodes(most=most, least=least, legal=tuple(counts)), []
 
 
-def _never_legal(config: SlurmConfig, sizes: LegalSizes, each: int) -> str:
+def _no_legal_nodes(config: SlurmConfig, sizes: LegalSizes, each: int) -> str:
     legal = sizes.legal or ()
     counts = [count // each for count in legal if count % each == 0]
-    fix = "Change --gpus-per-node, --tasks-per-node or the mesh so that nodes make one of these."
+    fix = "Change --gpus-per-node, --tasks-per-node or the mesh."
     if counts:
-        fix = f"Use a range with one of these numbers of nodes: {_listed(counts)}."
+        fix = f"Use a range with one of these numbers of nodes: {_join(counts)}."
     return (
-        f"--nodes {config.nodes} with {each} devices on each never makes a legal job: model, batch "
-        f"and mesh are legal with {_listed(legal)} devices. {fix}"
+        f"--nodes {config.nodes} with {each} devices each allows no legal job: model, batch and "
+        f"mesh are legal on {_join(legal)} devices. {fix}"
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
@@ -122,7 +122,7 @@ def _submit(path: Path) -> int:
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     except FileNotFoundError:
-        print(f"sbatch is not on this machine: copy {path} to a login node.", file=sys.stderr)
+        print(f"sbatch is not installed here: copy {path} to a login node.", file=sys.stderr)
         return runtime.EXIT_CONFIG
     print(done.stdout.strip() or done.stderr.strip())
     return runtime.EXIT_OK if done.returncode == 0 else runtime.EXIT_FAILURE

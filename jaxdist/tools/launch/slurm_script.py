@@ -1,9 +1,9 @@
-"""One SLURM job as a readable batch script: what is asked for, its rules, its text.
+"""Render a SLURM job as a readable batch script.
 
-The script does what SLURM leaves to its jobs. It passes the signal that comes ahead of the time
-limit on to every process. When they have ended it decides whether the job is done, is queued again,
-or ends. It goes by the exit code that process 0 writes to a file, because srun's own is the highest
-of all tasks. A job that its user has cancelled is never queued again.
+The script forwards the signal before the time limit to every process. After they have ended, it
+finishes the job, requeues it or fails. It uses the exit code that process 0 writes to a file,
+because srun returns the highest code of all tasks. A job that its user has cancelled is never
+requeued.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,7})(?::([0-9]{2}))?(?::([0-9]{2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """How many nodes a job gets.
+    """Number of nodes of a job.
 
     Attributes:
-        most: the most, and of a job that is not elastic the number.
-        least: as few as SLURM may give, which makes the job elastic; 0 = it is not.
-        legal: the job uses the largest of these of what it gets (ascending); () = all it gets.
+        most: maximum; the number of nodes of a job that is not elastic.
+        least: minimum of an elastic job; 0 = not elastic.
+        legal: numbers of nodes with a legal mesh (ascending), of which the job uses the largest
+            that fits its allocation; () = all nodes.
     """
 
     most: int
@@ -43,19 +44,19 @@ class Nodes:
 
     @classmethod
     def parse(cls, text: str) -> Nodes:
-        """Read `8`, or `4-8` as SLURM writes a range, or `4:8` as the launcher does.
+        """Parse `8`, `4-8` (SLURM's range) or `4:8` (the launcher's).
 
         Raises:
-            ValueError: the text is neither; the message names the fix.
+            ValueError: the text has another form; the message names the fix.
         """
         text = re.sub(r"(?<=\d)-", ":", text, count=1)
-        found = Range.parse("nodes", text)
-        return cls(most=found.maximum, least=found.minimum if ":" in text else 0)
+        nodes = Range.parse("nodes", text)
+        return cls(most=nodes.maximum, least=nodes.minimum if ":" in text else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayTask:
-    """One task of a job array: its run directory and the arguments of its program."""
+    """Run directory and program arguments of one task of a job array."""
 
     run_dir: str
     arguments: Sequence[str]
@@ -63,13 +64,13 @@ class ArrayTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """What to ask SLURM for, and what to run."""
+    """Resources of the job and the training command."""
 
     name: str = setting("jaxdist", "job name")
     nodes: str = setting(
         "1",
-        "nodes, N or MIN-MAX; a range makes the job elastic: it runs on the most nodes of those "
-        "that SLURM gives with which a mesh is legal (--mesh names that of MAX)",
+        "nodes, N or MIN-MAX; a range makes the job elastic: it uses the largest number of the "
+        "allocated nodes that has a legal mesh (--mesh is the mesh for MAX)",
     )
     gpus_per_node: int = setting(0, "GPUs per node; 0 = a CPU job", ge=0)
     tasks_per_node: int = setting(1, "processes per node; 1 = one with all GPUs", ge=1)
@@ -101,34 +102,34 @@ class SlurmConfig:
         "others with pyxis",
     )
     mount: tuple[str, ...] = setting(
-        (), "path to mount in the container, beside the working and the run directory"
+        (), "path to mount in the container, in addition to the working and the run directory"
     )
     python: str = setting(
         "", "interpreter on the nodes; empty = this one, or python in a container"
     )
-    program: str = setting("", "another program instead of jaxdist.train")
+    program: str = setting("", "program to run instead of jaxdist.train")
     script: str = setting("", "file to write; empty = NAME.sbatch")
     submit: bool = setting(False, "submit the script with sbatch")
     dry_run: bool = setting(False, "print the script and write nothing")
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 
     def problems(self) -> list[str]:
-        """Every violated rule beyond the bounds of each setting."""
-        found = []
+        """Return every violated rule beyond the bounds of each setting."""
+        problems = []
         try:
             Nodes.parse(self.nodes)
         except ValueError as error:
-            found.append(str(error))
+            problems.append(str(error))
         limit = limit_s(self.time)
         if not limit:
-            found.append(
+            problems.append(
                 f"--time {self.time!r} is not a time limit. Use minutes, HH:MM:SS or D-HH:MM:SS, "
                 "e.g. --time 24:00:00."
             )
         elif limit < 2 * self.signal_s:
-            found.append(
-                f"--time {self.time} is {limit} s, and the run would be stopped "
-                f"{self.signal_s} s ahead of it: each attempt would start and do little else. Use "
+            problems.append(
+                f"--time {self.time} is {limit} s, and the run stops {self.signal_s} s before it: "
+                "each attempt would do little more than start. Use "
                 f"--time {-(-2 * self.signal_s // 60)} (minutes) or more, or less --signal-s."
             )
         for name in _ONE_LINE:
@@ -136,48 +137,50 @@ class SlurmConfig:
             if any(
                 c in text for text in ([value] if isinstance(value, str) else value) for c in "\n\r"
             ):
-                found.append(f"{flag_of(name)} {value!r} has a line end. Use one line.")
+                problems.append(f"{flag_of(name)} {value!r} contains a line break. Use one line.")
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
-            found.append(
+            problems.append(
                 f"--tasks-per-node {self.tasks_per_node} cannot share --gpus-per-node "
                 f"{self.gpus_per_node} equally. Use 1, or a divisor of {self.gpus_per_node}."
             )
         if not re.fullmatch(r"[\w.-]+", self.name):
-            found.append(f"--name {self.name!r} is not a job name. Use letters, digits, . _ and -.")
+            problems.append(
+                f"--name {self.name!r} is no valid job name. Use letters, digits, . _ -."
+            )
         if problem := file_system_problem(self.run_dir, "a job of SLURM keeps its state"):
-            found.append(f"--run-dir {problem}")
-        return found
+            problems.append(f"--run-dir {problem}")
+        return problems
 
     @property
     def interpreter(self) -> str:
-        """The Python that runs the training."""
+        """Return the Python that runs the training."""
         return self.python or ("python" if self.container else sys.executable)
 
     def warnings(self) -> Iterator[str]:
-        """What is allowed and yet likely to be slow."""
+        """Yield a warning for each setting that is legal but likely to be slow."""
         per_node = self.gpus_per_node
         if per_node and not self.cpus_per_task:
             yield (
-                "--cpus-per-task is not given: SLURM's default is one core for each process, which "
-                "slows down compiling and reading data. Give the cores of a node divided by "
+                "--cpus-per-task is not set: SLURM's default is one core per process, which slows "
+                "down compilation and data loading. Use the cores of a node divided by "
                 "--tasks-per-node."
             )
         shape = value_of(self.arguments, "mesh", "mesh.shape") or ""
-        found = re.search(r"\b(?:tp|tensor)=(\d+)", shape)
-        if found and per_node and per_node % int(found[1]):
+        tensor = re.search(r"\b(?:tp|tensor)=(\d+)", shape)
+        if tensor and per_node and per_node % int(tensor[1]):
             yield (
-                f"the tensor axis ({found[1]}) crosses nodes of {per_node} GPUs: every layer would "
+                f"the tensor axis ({tensor[1]}) spans nodes of {per_node} GPUs: every layer would "
                 f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp "
                 "or fsdp across nodes."
             )
 
 
 def limit_s(text: str) -> int:
-    """Seconds of a time limit as SLURM reads it; 0 = it is none."""
-    found = _TIME.fullmatch(text)
-    if found is None:
+    """Return the seconds of a SLURM time limit; 0 = the text is none."""
+    match = _TIME.fullmatch(text)
+    if match is None:
         return 0
-    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
     if days is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
         return 86400 * days + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
     if third is not None:  # HH:MM:SS
@@ -188,15 +191,15 @@ def limit_s(text: str) -> int:
 def batch_script(
     config: SlurmConfig, nodes: Nodes | None = None, *, tasks: Sequence[ArrayTask] = ()
 ) -> str:
-    """The whole script, for the nodes that `config` names where no others are given.
+    """Return the script; `nodes` defaults to those of `config`.
 
-    With `tasks` it is that of a job array, and each task is one run: `config` names neither run
-    directory nor arguments.
+    With `tasks` it is a job array and each task is one run: `config` has no run directory and no
+    arguments.
     """
     import jinja2
 
     nodes = nodes or Nodes.parse(config.nodes)
-    # A shell does not expand what is quoted, and a container has another home.
+    # The shell does not expand quoted text, and the home differs in a container.
     config = dataclasses.replace(config, run_dir=os.path.expanduser(config.run_dir))
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
@@ -208,7 +211,7 @@ def batch_script(
         manifest=manifest,
         final_codes="|".join(str(code) for code in runtime.FINAL_CODES),
         tasks=tasks,
-        # Of the task alone: a job's number means all tasks of its array where it has the array's.
+        # SLURM_JOB_ID of an array task may refer to all tasks of the array.
         job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if tasks else "$SLURM_JOB_ID",
         options=_options(config, nodes, len(tasks)),
         command=_command(config, nodes, tasks),
@@ -216,10 +219,10 @@ def batch_script(
 
 
 def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, object]:
-    """What `#SBATCH` asks for: option -> value, left out where it is empty or 0."""
+    """Return `#SBATCH` option -> value; empty and 0 are left out."""
     tasks = config.tasks_per_node
-    # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
-    # need: an elastic job asks for their CPUs instead, and names them at srun.
+    # With --ntasks SLURM allocates only the nodes that the minimum needs: an elastic job requests
+    # CPUs instead, and passes the tasks to srun.
     elastic = bool(nodes.least)
     return {
         "job-name": config.name,
@@ -237,7 +240,7 @@ def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, obj
 
 
 def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> str:
-    """The srun line and the program with its words, a flag and its value on one line."""
+    """Return the srun command, with each flag and its value on one line."""
     program = config.program or f"{shlex.quote(config.interpreter)} -m jaxdist.train"
     container = shlex.quote(config.container)
     srun = "srun --kill-on-bad-exit=1 --wait=60"
@@ -248,10 +251,10 @@ def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> s
     if config.container.endswith(".sif"):
         program = f"apptainer exec --nv{binds} {container} {program}"
     elif config.container.endswith("/"):
-        # Not from a file: the ch-run that serves it ends at the signals that are for the training.
-        # --write, because places to mount on are made in the image.
-        places = f'--bind "$HOME" --bind "$PWD"{binds} --cd "$PWD"'
-        program = f"ch-run --write --set-env {places} {container} -- {program}"
+        # A directory, not an image file: the ch-run that serves a file ends at the signals for the
+        # training. --write, because mount points are created in the image.
+        mounts = f'--bind "$HOME" --bind "$PWD"{binds} --cd "$PWD"'
+        program = f"ch-run --write --set-env {mounts} {container} -- {program}"
     elif config.container:
         pairs = [path if ":" in path else f"{path}:{path}" for path in _mounts(config, tasks)]
         mounts = "".join("," + shlex.quote(pair) for pair in pairs)
@@ -263,14 +266,14 @@ def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> s
 
 
 def _mounts(config: SlurmConfig, tasks: Sequence[ArrayTask]) -> list[str]:
-    """Paths besides the working directory that a container must see."""
-    # One command serves all tasks of an array: it mounts the folders that their runs lie in.
+    """Return the paths to mount in a container in addition to the working directory."""
+    # All tasks of an array share one command: mount the parents of their run directories.
     folders = [config.run_dir, *(os.path.dirname(task.run_dir) for task in tasks)]
     return [*config.mount, *dict.fromkeys(path for path in folders if path.startswith("/"))]
 
 
 def _flags(args: Sequence[str]) -> list[str]:
-    """Quoted words, a flag and its value in one line."""
+    """Return quoted arguments, a flag and its value on one line."""
     lines: list[str] = []
     for word in map(shlex.quote, args):
         if lines and not word.startswith("-"):
@@ -320,39 +323,39 @@ if [ -e "$state/done" ]; then     # SLURM 24.11 may start a finished job again
     exit 0
 fi
 export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt
-# Processes of this attempt know each other by it; those of another job cannot join them.
+# A secret of this attempt: processes of another job cannot join.
 export JAXDIST_JOB_TOKEN=$(od -An -N16 -tx8 /dev/urandom | tr -d ' \n')
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it
 {% if config.container.endswith("/") %}
-export USER=${USER:-$(id -un)}    # ch-run asks for it
+export USER=${USER:-$(id -un)}    # ch-run needs it
 {% endif %}
 
 {% if not (config.container or config.program) %}
 {{ config.interpreter | quote }} -c 'import jaxdist' || {
-    echo "slurm: this Python has no jaxdist: name another with --python, or load it in --setup"
+    echo "slurm: this Python has no jaxdist: set --python, or activate it with --setup"
     exit 2
 }
 
 {% endif %}
 {% if nodes.legal %}
-# Numbers of nodes with which a mesh is legal: what SLURM gives beyond one stays idle.
+# Numbers of nodes with a legal mesh; allocated nodes beyond the largest that fits stay idle.
 nodes=0
 for count in {{ nodes.legal | join(" ") }}; do
     if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi
 done
 if [ "$nodes" -eq 0 ]; then
-    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \
+    echo "slurm: $SLURM_JOB_NUM_NODES nodes allocated, which have no legal mesh:" \
         "at least {{ nodes.legal[0] }} are needed"
     exit 2
 elif [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then
-    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \
+    echo "slurm: $SLURM_JOB_NUM_NODES nodes allocated, which have no legal mesh:" \
         "using $nodes"
 fi
 
 {% endif %}
-checkpoints() {                    # step and time of each that may be loaded, the newest last
+checkpoints() {                    # step and time of each valid checkpoint, the newest last
     for file in "$run_dir"/checkpoints/[0-9]*/{{ manifest.FILE_NAME }}; do
-        at=${file%/*}              # a checkpoint without its manifest is none
+        at=${file%/*}              # without a manifest it is incomplete
         if [ -e "$file" ] && [ ! -e "$at/{{ manifest.CORRUPT }}" ] &&
             [ ! -e "$at/{{ manifest.SUPERSEDED }}" ]; then
             echo "${at##*/} $(stat -c %Y "$file")"
@@ -361,22 +364,22 @@ checkpoints() {                    # step and time of each that may be loaded, t
 }
 before=$(checkpoints)
 
-# USR1: the time limit is near. Every process is told; they save and leave with 75.
-# TERM: SLURM has told them already (scancel, preemption, requeue, a lost node).
+# USR1: the time limit is near. Forward it to all processes, which save and exit with 75.
+# TERM: SLURM has sent it to them already (scancel, preemption, requeue, a lost node).
 notice= srun_pid=
 trap 'notice=USR1; [ -n "$srun_pid" ] && kill -USR1 "$srun_pid"' USR1
 trap 'notice=${notice:-TERM}' TERM
 
 {{ command }} &
 srun_pid=$!
-[ "$notice" = USR1 ] && kill -USR1 "$srun_pid"  # it came before srun had a number
-while :; do                        # a trapped signal ends a wait, not srun
+[ "$notice" = USR1 ] && kill -USR1 "$srun_pid"  # it came before srun had started
+while :; do                        # a trapped signal ends `wait`, not srun
     wait "$srun_pid"; code=$?
     kill -0 "$srun_pid" 2>/dev/null || break
 done
 
-# Process 0 writes its exit code after the last save; srun's is the highest of all tasks. Programs
-# other than jaxdist's write none, nor does a process 0 that was killed: srun's counts.
+# Process 0 writes its exit code after the last save; srun's is the highest of all tasks. Other
+# programs and a killed process 0 write none: then srun's is used.
 job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "$code")
 after=$(checkpoints)
 saved=$(comm -13 <(echo "$before" | sort) <(echo "$after" | sort))
@@ -385,8 +388,8 @@ echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${n
     "checkpoint ${newest:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
-    {{ final_codes }}) exit "$job_code" ;; # settings, a wrong device, NaN, ended by hand
-    75) rm -f "$state/crashes" ;;  # saved: go on
+    {{ final_codes }}) exit "$job_code" ;; # bad settings, corruption, NaN, ended by hand
+    75) rm -f "$state/crashes" ;;  # saved: continue
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)
         if [ -n "$saved" ]; then crashes=0; fi
@@ -398,18 +401,18 @@ case $job_code in
         ;;
 esac
 
-# After a TERM alone SLURM itself queues the job again where it should; asking would bring a
-# cancelled job back. Only the time limit is ours to answer.
+# After TERM, SLURM itself requeues the job if it should; a requeue here would revive a cancelled
+# job. Requeue only at the time limit.
 reason=$(squeue --noheader --jobs="{{ job }}" --format=%r)
 if [ "$notice" = TERM ] && [ "$reason" != TimeLimit ]; then
     echo "slurm: ended by SLURM (${reason:-no reason given})"
     exit 75
 fi
 if [ "$attempt" -ge "$max_requeues" ]; then
-    echo "slurm: queued again $attempt times already: giving up"
+    echo "slurm: requeued $attempt times already: giving up"
     exit 75
 fi
-echo "slurm: queueing again from checkpoint ${newest:-none}"
+echo "slurm: requeueing from checkpoint ${newest:-none}"
 trap 'exit 75' TERM
 if scontrol requeue "{{ job }}"; then
     sleep 120 &                    # SLURM ends this script

@@ -1,20 +1,20 @@
-"""The loop of attempts of a job on this host, and the rules for starting again.
+"""Run attempts of a job on this host, and decide after each whether to restart.
 
 | processes exit with | the launcher |
 |---|---|
 | 0, all of them | exits with 0: the job is done (an elastic job: when all hosts are done) |
-| 75 | exits with 75: saved after a preemption, the scheduler starts the job again |
-| 75, elastic, this host was not asked to stop | starts a round with the hosts that are here |
-| 2 | exits with 2: bad configuration, which a restart would not repair |
-| 85 | exits with 85: a device holds wrong bits, which a restart on it would not repair |
-| 87 | exits with 87: losses stayed NaN or infinite, which a restart would repeat |
+| 75 | exits with 75: preempted and saved; the scheduler restarts the job |
+| 75, elastic, no stop request on this host | starts a round with the hosts present |
+| 2 | exits with 2: bad settings; a restart would fail again |
+| 85 | exits with 85: silent data corruption; a restart on this device would fail again |
+| 87 | exits with 87: losses stayed NaN or infinite; a restart would repeat them |
 | 130 | exits with 130: interrupted from the keyboard |
-| anything else | starts all again, up to `--max-restarts` times without a new checkpoint |
+| anything else | restarts all, up to `--max-restarts` times without a new checkpoint |
 | elastic, too few hosts or GPUs | exits with 75: the same command resumes when more are back |
 
 A new checkpoint resets the count of restarts. A long run therefore survives any number of lost
-hosts, while a crash loop ends after a few attempts. What ends an elastic job for good on one host
-(2, 85, 87, 130, too many restarts) ends it on all hosts, spares too.
+hosts, and a crash loop ends after a few attempts. An exit code that ends an elastic job on one host
+(2, 85, 87, 130, too many restarts) ends it on all hosts, including spares.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.local import lineage
 from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch import log
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker import start_command
@@ -45,12 +45,12 @@ from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGrou
 _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
 
 PRELOAD_AFTER_S = 20.0
-"""Age of a job at which its launcher imports for the next start; a short job pays nothing."""
+"""Age of a job at which its launcher starts the fork server; short jobs never start it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how soon failed processes are started again; `LaunchConfig` explains each."""
+    """Limits and delays of restarts; see `LaunchConfig`."""
 
     max_restarts: int = 3
     backoff_s: float = 1.0
@@ -60,38 +60,38 @@ class RestartPolicy:
 
 
 class Agent(abc.ABC):
-    """Decides where each attempt runs, and hears what becomes of it.
+    """Chooses the placement of each attempt and receives its result.
 
-    What is not overridden suits fixed hosts: processes watch each other, launchers need not meet.
+    The defaults suit fixed hosts: their launchers do not communicate.
     """
 
     @abc.abstractmethod
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Index and placement of the next attempt, or the job's exit code if there is none."""
+        """Return index and placement of the next attempt, or the job's exit code."""
 
     def watch(self, group: WorkerGroup) -> None:  # noqa: B027  # a hook
-        """Called every `POLL_S` seconds while the processes run."""
+        """Run every `POLL_S` seconds while the processes run."""
 
     def on_group_end(self, result: GroupResult) -> None:  # noqa: B027  # a hook
-        """Called when all processes of an attempt have ended."""
+        """Run after all processes of an attempt have ended."""
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Called after 0 on this host: whether the processes of all hosts ended with 0."""
+        """Return, after 0 on this host, whether the processes of all hosts ended with 0."""
         return True
 
     def continues_after_save(self) -> bool:
-        """Called after 75 that nobody asked this host for: whether another attempt follows."""
+        """Return, after 75 without a stop request here, whether another attempt follows."""
         return False
 
     def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
-        """Called when the launcher ends, with its exit code."""
+        """Run when the launcher ends, with its exit code."""
 
     def discard(self) -> None:  # noqa: B027  # a hook
-        """Remove all files of this launch; called after `close` if the job was rejected."""
+        """Remove all files of this launch; runs after `close` if the job was rejected."""
 
 
 class FixedAgent(Agent):
-    """Runs on the hosts and processes that were asked for, or one process per GPU of this host."""
+    """Runs a fixed number of processes and hosts, or one process per GPU of this host."""
 
     def __init__(
         self,
@@ -106,30 +106,32 @@ class FixedAgent(Agent):
         self._next_index = 0
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """The same placement each time; on a single host with a new port."""
+        """Return the same placement each time; on a single host with a new port."""
         index, self._next_index = self._next_index, self._next_index + 1
         return index, Placement(
             nproc_per_node=self._num_processes(),
             nnodes=self._nnodes,
             node_rank=self._node_rank,
             coordinator_address=self._coordinator_address or f"127.0.0.1:{free_port()}",
-            # Launchers of several hosts share no secret; all would have to be given one.
+            # Launchers of several hosts share no secret.
             token=secrets.token_hex(16) if self._nnodes == 1 else "",
         )
 
     def _num_processes(self) -> int:
-        """As asked for, or one per GPU that is here now: a lost GPU does not end the job."""
+        """Return the fixed number, or the present number of GPUs: losing one is no failure."""
         if self._nproc_per_node:
             return self._nproc_per_node
         now = count_gpus() or 1
         if self._last_nproc_per_node and now != self._last_nproc_per_node:
-            say(f"{now} GPUs are here, {self._last_nproc_per_node} before: continuing with {now}")
+            log(
+                f"{now} GPUs are visible, {self._last_nproc_per_node} before: continuing with {now}"
+            )
         self._last_nproc_per_node = now
         return now
 
 
 class Supervisor:
-    """Runs attempts of one command, the same for all processes, until one settles the exit code."""
+    """Runs attempts of one command until one determines the exit code of the job."""
 
     def __init__(self, command: list[str], agent: Agent, run_dir: Path, policy: RestartPolicy):
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
@@ -143,7 +145,7 @@ class Supervisor:
         self._is_unchanged = True  # every attempt was rejected before it changed the run
 
     def run(self) -> int:
-        """Run attempts until one settles the job's exit code, and return it."""
+        """Run attempts and return the exit code of the job."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
         logs = locate(self.run_dir) / "logs"
@@ -154,7 +156,7 @@ class Supervisor:
             raise ConfigError(
                 f"--run-dir {self.run_dir} cannot be created ({error.strerror}). Use another one."
             ) from None
-        code = runtime.EXIT_CONFIG  # of a ConfigError; nothing else is raised
+        code = runtime.EXIT_CONFIG  # after a ConfigError; nothing else is raised
         try:
             code = self._run_groups()
         finally:
@@ -167,10 +169,10 @@ class Supervisor:
         return code
 
     def checkpoints(self) -> dict[int, int]:
-        """Step and version of the manifest of each checkpoint that is not marked.
+        """Return step -> version of the manifest for each checkpoint that is not marked corrupt.
 
-        Beside them, with version 0, the local save that the last attempt went on from: local disks
-        cannot be seen from here. {} without any, or where the storage is away.
+        The local save from which the last attempt resumed is included with version 0, because
+        the launcher does not see local disks. {} if the storage cannot be reached.
         """
         directory = locate(self.run_dir) / "checkpoints"
         try:
@@ -184,31 +186,31 @@ class Supervisor:
             return {}
 
     def _run_groups(self) -> int:
-        known = self.checkpoints()
+        checkpoints = self.checkpoints()
         while True:
-            found = self.agent.next_placement(lambda: self.stop_signal)
-            if isinstance(found, int):
-                return found
-            result = self._run_group(*found)
-            code = self._decided(result)
+            placement = self.agent.next_placement(lambda: self.stop_signal)
+            if isinstance(placement, int):
+                return placement
+            result = self._run_group(*placement)
+            code = self._job_exit_code(result)
             if code is not None:
                 return code
             if result.exit_code in (runtime.EXIT_OK, runtime.EXIT_PREEMPTED):
-                continue  # not all hosts are done, or the hosts change: no failure
+                continue  # other hosts still run, or the membership changes: no failure
             print(result.report(), file=sys.stderr, flush=True)
-            # After a fallback new checkpoints are older than one that is marked by now: steps alone
-            # do not tell whether any was saved.
+            # After a fallback, new checkpoints have lower steps than the corrupt one: compare
+            # versions too.
             saved = self.checkpoints()
-            self._failures = 1 if saved.items() - known.items() else self._failures + 1
+            self._failures = 1 if saved.items() - checkpoints.items() else self._failures + 1
             self._failed_at = result.failed_at
-            known = saved or known
+            checkpoints = saved or checkpoints
             if self._failures > self.policy.max_restarts:
-                say(
+                log(
                     f"giving up: {self._failures} attempts in a row ended without a new "
                     f"checkpoint. Logs: {self.run_dir / 'logs'}"
                 )
                 return result.exit_code
-            newest = max(known, default=-1)
+            newest = max(checkpoints, default=-1)
             if (
                 not self._wait_before_restart(self._failures, newest)
                 or not self._wait_for_run_dir()
@@ -225,7 +227,7 @@ class Supervisor:
             failed_at=self._failed_at,
         )
         self._failed_at = 0.0
-        if self.stop_signal:  # it came while the processes were being started
+        if self.stop_signal:  # received while the processes were being started
             self.group.request_stop()
         try:
             result = self.group.run(self.policy.stop_timeout_s, self._watch)
@@ -236,34 +238,34 @@ class Supervisor:
         return result
 
     def _watch(self, group: WorkerGroup) -> None:
-        """Called while processes run: import for the next ones, once this job lives long enough."""
+        """Start the fork server once the job is old enough; stop using one that has ended."""
         self.agent.watch(group)
         if self._preloaded is not None and self._preloaded.is_gone():
-            say("the process that imports are kept in has ended: restarts import for themselves")
+            log("the fork server has ended: restarts start fresh processes")
             self._preloaded.close()
             self._preloaded, self._may_preload = None, False
         if self._may_preload and time.monotonic() > self._began + PRELOAD_AFTER_S:
             self._preloaded, self._may_preload = ForkServer(), False
 
     def _start(self, command: list[str], environ: dict[str, str], output: int) -> Process:
-        """Start a process as a fork of what is imported, where that is safe and there.
+        """Fork the fork server if it is ready, else start a fresh process.
 
-        After two failures without a new checkpoint processes import for themselves: a fork may be
-        what they fail by.
+        After two failures without a new checkpoint processes are fresh, to rule out the fork as
+        the cause.
         """
         if self._failures <= 1 and self._preloaded is not None and self._preloaded.is_ready():
-            with contextlib.suppress(OSError):  # it has just ended: `_watch` says so
+            with contextlib.suppress(OSError):  # it has just ended: `_watch` reports it
                 return self._preloaded.start(command, environ, output)
         return start_command(command, environ, output)
 
-    def _decided(self, result: GroupResult) -> int | None:
-        """The job's exit code if this attempt settles it; None to try again."""
+    def _job_exit_code(self, result: GroupResult) -> int | None:
+        """Return the job's exit code, or None for another attempt."""
         if result.exit_code == runtime.EXIT_OK:
             return runtime.EXIT_OK if self.agent.all_hosts_done(lambda: self.stop_signal) else None
         if result.exit_code == runtime.EXIT_PREEMPTED:
             if not self.stop_signal and self.agent.continues_after_save():
                 return None
-            say("preempted after a committed save: start the same command again to resume")
+            log("preempted after a committed save: start the same command again to resume")
             return runtime.EXIT_PREEMPTED
         if result.exit_code in runtime.FINAL_CODES:
             if not result.already_printed:
@@ -275,36 +277,36 @@ class Supervisor:
         return None
 
     def _wait_before_restart(self, failures: int, newest: int) -> bool:
-        """Wait the backoff, which the first restart has not; False when asked to stop meanwhile."""
+        """Wait before the second and later restarts; return False after a stop request."""
         policy, seconds = self.policy, 0.0
         if failures > 1:
             seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 2))
-            seconds *= 1 + 0.25 * random.random()  # so that hosts do not all return at once
+            seconds *= 1 + 0.25 * random.random()  # spread the restarts of many hosts
         when = f"in {seconds:.1f} s" if seconds else "now"
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
-        say(f"restart {failures} of {policy.max_restarts} {when}, from {point}")
+        log(f"restart {failures} of {policy.max_restarts} {when}, from {point}")
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop_signal:
             time.sleep(0.1)
         return not self.stop_signal
 
     def _wait_for_run_dir(self) -> bool:
-        """Whether the run directory is here: without its mount, a start would make a new run."""
+        """Return whether the run directory exists: without its mount a new run would begin."""
         logs = locate(self.run_dir) / "logs"  # made before the first attempt
         if _is_here(logs):
             return True
-        say(
-            f"{self.run_dir} is gone: is its file system still mounted? "
+        log(
+            f"{self.run_dir} is missing: is its file system still mounted? "
             f"Waiting up to {_LOST_DIRECTORY_S:.0f} s for it"
         )
         until = time.monotonic() + _LOST_DIRECTORY_S
         while not self.stop_signal and time.monotonic() < until:
             if _is_here(logs):
-                say(f"{self.run_dir} is back")
+                log(f"{self.run_dir} is back")
                 return True
             time.sleep(0.2)
         if not self.stop_signal:
-            say("giving up: it did not come back. Nothing was started without it")
+            log("giving up: it did not come back, and nothing was restarted")
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -319,7 +321,7 @@ class Supervisor:
 
 
 def _is_here(directory: Location) -> bool:
-    """Whether a directory can be reached; a file server that is away is waited for."""
+    """Return whether a directory can be reached."""
     try:
         return directory.is_directory()
     except OSError:

@@ -1,4 +1,4 @@
-"""One process of a job, started by the launcher: its output, its end and what it said about it."""
+"""One process of a job: start it, store its output, report how it ended."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import IO, Any
 
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
-from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch import log
 from jaxdist.tools.launch.fork_server import Process, Start, die_with_parent
 from jaxdist.tools.launch.resources import OomKills, count_oom_kills
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
-_SERVICE_LINES = 6  # of its message, before the stacks of all threads
+_SERVICE_LINES = 6  # length of the message; stacks of all threads follow
 
 _OOM_WINDOW_S = 60.0
-"""A process that the kernel kills may take many seconds to free its memory and end."""
+"""A killed process may need many seconds to free its memory and end."""
 
 
 def start_command(command: list[str], environ: dict[str, str], output: int) -> Process:
-    """Start a command in a session of its own; see `fork_server.Start`."""
+    """Start a command in its own session; see `fork_server.Start`."""
     return subprocess.Popen(
         command,
         env={**os.environ, **environ, "PYTHONUNBUFFERED": "1"},
@@ -40,12 +40,12 @@ def start_command(command: list[str], environ: dict[str, str], output: int) -> P
 
 
 class Worker:
-    """One process in a session of its own. Its output goes to a file and to the console.
+    """One process in its own session; its output goes to a log file and to the console.
 
     Attributes:
-        ended_at: time of its end (seconds of `time.monotonic`); 0 while it runs.
-        quiet: its output goes to the file only.
-        service_lines: what jax's service printed when it ended this process for another one's loss.
+        ended_at: time of the end (seconds of `time.monotonic`); 0 while it runs.
+        quiet: write the output to the file only.
+        service_lines: message of jax's service when it ended this process after it lost another.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Worker:
         self.process_id = int(environ["JAXDIST_PROCESS_ID"])
         self.error_file = locate(log_file.with_suffix(".error.json"))
         self._earlier_error = self.error_file.text() if self.error_file.exists() else ""
-        self.error_file.delete()  # of an earlier launch in this run directory
+        self.error_file.delete()  # left by an earlier launch in this run directory
         self.log_file = log_file
         self._log_size, self._written = locate(log_file).size() if log_file.exists() else 0, 0
         self._own_log = locate(log_file.with_name(f"process-{self.process_id}.log"))
         self._own_version = self._own_log.version()
         self.ended_at = 0.0
         self.killed = False
-        # Counts of one or two windows ago and of the last: a kill of long ago explains nothing.
+        # Counts one to two windows ago, and in the last window: older kills are unrelated.
         self._oom_kills = self._oom_kills_next = count_oom_kills()
         self._oom_counted_at = time.monotonic()
         self.quiet = False
@@ -90,7 +90,7 @@ class Worker:
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Exit code once it has ended."""
+        """Return the exit code, or None while it runs."""
         code, now = self.process.poll(), time.monotonic()
         if code is not None and not self.ended_at:
             self.ended_at = now
@@ -100,12 +100,12 @@ class Worker:
         return code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process alone; it tells its data workers itself."""
+        """Send a signal to the process only; it stops its data workers itself."""
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill it and every process that it has started."""
+        """Kill the process and all processes in its session."""
         self.killed = self.killed or self.process.poll() is None
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -113,13 +113,13 @@ class Worker:
             return
 
     def finish(self) -> None:
-        """Wait for its end and for its last output."""
+        """Wait for the end and for the last output."""
         self.process.wait()
         self.poll()
         self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open
 
     def error_record(self) -> dict[str, Any] | None:
-        """What `runtime.run_command` wrote about its failure; None where it wrote nothing."""
+        """Return the record of its failure that `runtime.run_command` wrote, or None."""
         try:
             record: dict[str, Any] = self.error_file.json()
         except (OSError, ValueError):
@@ -128,11 +128,11 @@ class Worker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run directory was changed: training opens the process's own log then."""
+        """Return whether training has opened its own log, i.e. changed the run directory."""
         return self._own_log.version() != self._own_version
 
     def discard_output(self) -> None:
-        """Restore the log and the error file as they were before this process."""
+        """Restore the log and the error file to their state before this process."""
         with contextlib.suppress(OSError):
             if self.log_file.stat().st_size == self._log_size + self._written:
                 os.truncate(self.log_file, self._log_size)
@@ -144,10 +144,10 @@ class Worker:
                 self.error_file.write(self._earlier_error)
 
     def cause(self) -> str:
-        """How it ended, in a few words."""
+        """Describe in a few words how the process ended."""
         code = self.process.returncode
         if self.killed:
-            return "it hung, did not end with the others and was killed"
+            return "it hung, did not end with the others, and was killed"
         if code == 128 + signal.SIGKILL:  # of a shell whose program was killed
             return f"exit code {code}, killed by SIGKILL{self._who_killed()}"
         if code >= 0:
@@ -156,23 +156,23 @@ class Worker:
         if code == -signal.SIGKILL:
             hint = self._who_killed()
         elif self.service_lines:
-            hint = f": lost {self._lost_peers()}; it died, its host did, or the network is cut"
+            hint = f": lost {self._lost_peers()}; it or its host died, or the network failed"
         return f"killed by {signal.Signals(-code).name}{hint}"
 
     def may_be_out_of_memory(self) -> bool:
-        """Whether it was killed, and the kernel ended a process for want of memory by then."""
+        """Return whether it was killed while the kernel counted a kill for lack of memory."""
         killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
         return self.process.returncode in killed and self._new_oom_kills().count > 0
 
     def _who_killed(self) -> str:
-        found = self._new_oom_kills()
-        if not found.count:
+        kills = self._new_oom_kills()
+        if not kills.count:
             return " (out of memory? see dmesg)"
-        if found.own:
-            return ": the kernel ended it, as the job's memory on this host ran out"
+        if kills.own:
+            return ": killed by the kernel, because the job ran out of memory on this host"
         return (
-            ": perhaps the kernel ended it, as the host's memory ran out. It ended a process of "
-            "this host then (see dmesg)"
+            ": perhaps killed by the kernel, because the host ran out of memory; it killed a "
+            "process of this host at that time (see dmesg)"
         )
 
     def _new_oom_kills(self) -> OomKills:
@@ -180,14 +180,14 @@ class Worker:
         return OomKills(now.count - self._oom_kills.count, now.own)
 
     def _lost_peers(self) -> str:
-        """Whom jax's service missed when it ended this process, with the hosts they ran on."""
-        named = set()
+        """Return the processes, with hosts, that jax's service lost before it ended this one."""
+        lost_ids = set()
         for line in self.service_lines[1:]:  # a list of numbers, or of /job:.../task:<number>
             numbers = re.findall(r"/task:(\d+)", line) or (
                 re.findall(r"\d+", line) if re.fullmatch(r"[\d,\s]+", line) else []
             )
-            named |= set(map(int, numbers))
-        lost = sorted(named - {self.process_id}) or [0]  # without a name it is the coordinator
+            lost_ids |= set(map(int, numbers))
+        lost = sorted(lost_ids - {self.process_id}) or [0]  # unnamed, it is the coordinator
         names = []
         for process_id in lost[:4]:
             try:
@@ -211,7 +211,7 @@ class Worker:
             self._log.close()
 
     def _keep(self, line: bytes) -> None:
-        """Append to the log; on a full disk go on without it, or the pipe would fill and block."""
+        """Append to the log; continue without it on a full disk, or the pipe would block."""
         try:
             if self._log is None:
                 descriptor = locate(self.log_file).append_descriptor()
@@ -220,13 +220,13 @@ class Worker:
         except OSError as failure:
             if not self._lost_log:
                 self._lost_log = True
-                say(
-                    f"{self.log_file} cannot be written ({failure.strerror}): lines of process "
-                    f"{self.process_id} are on the console only"
+                log(
+                    f"{self.log_file} cannot be written ({failure.strerror}): output of process "
+                    f"{self.process_id} is on the console only"
                 )
 
 
 def _block_notices() -> None:
     die_with_parent()
-    # Unblocked by `runtime.Preemption`: until training can act on a notice, it would be killed.
+    # `runtime.Preemption` unblocks them; before it could act on a notice, the process would die.
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)

@@ -1,8 +1,8 @@
-"""The processes of one attempt on this host: started together, ended together, and why they ended.
+"""The processes of one attempt on this host: start them, end them together, report the cause.
 
-The first failure ends the attempt. The processes of a job wait for each other in collectives, so
-one that fails leaves the others stuck; `COLLECT_S` gives them time to report first, because the
-process that fails first is often not the one with the cause. `GroupResult` names the cause.
+The first failure ends the attempt, because the other processes wait in collectives. They get
+`COLLECT_S` to report their own errors: the first process to fail often does not have the cause.
+`GroupResult` names the cause.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from jaxdist import runtime
 from jaxdist.runtime.coordination import failure_broadcast
 from jaxdist.runtime.start_times import FAILED_AT
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch import log
 from jaxdist.tools.launch.fork_server import Start
 from jaxdist.tools.launch.worker import Worker, start_command
 
 POLL_S = 0.05
 COLLECT_S = 2.0
-"""After the first failure: time for the others to hear of it and to write their own errors."""
+"""Time after the first failure for the others to notice it and write their own errors."""
 COLLECT_KILLED_S = 0.3
-"""The same where the first was killed (SIGKILL) on the only host: no other knows the cause."""
+"""The same if SIGKILL ended the first on the only host: no other process has the cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where this host's processes stand in the job.
+    """Position of this host's processes in the job.
 
     Attributes:
-        num_hosts: hosts, where several launchers share one; 0: as many as launchers (`nnodes`).
-        visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher sees it.
-        token: by which the processes of this attempt know each other; empty: what the environment
-            has in `JAXDIST_JOB_TOKEN`.
+        num_hosts: number of hosts, if launchers share a host; 0: one per launcher (`nnodes`).
+        visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher has it.
+        token: shared secret of the processes of this attempt; empty: `JAXDIST_JOB_TOKEN` of the
+            environment.
     """
 
     nproc_per_node: int
@@ -49,12 +49,12 @@ class Placement:
     token: str = ""
 
     def environ(self, local_process_id: int, attempt: int) -> dict[str, str]:
-        """The variables from which `runtime.resolve` makes this process's `JoinPlan`."""
-        shown = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
-        known = {"JAXDIST_JOB_TOKEN": self.token} if self.token else {}
+        """Return the variables that `runtime.resolve` reads in this process."""
+        gpus = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
+        token = {"JAXDIST_JOB_TOKEN": self.token} if self.token else {}
         return {
-            **shown,
-            **known,
+            **gpus,
+            **token,
             "JAXDIST_COORDINATOR_ADDRESS": self.coordinator_address,
             "JAXDIST_NUM_PROCESSES": str(self.nproc_per_node * self.nnodes),
             "JAXDIST_PROCESS_ID": str(self.node_rank * self.nproc_per_node + local_process_id),
@@ -67,14 +67,14 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """Why an attempt ended.
+    """Reason for the end of an attempt.
 
     Attributes:
-        exit_code: 0 or 75 when no process failed; else that of the first failure.
-        first_process: process id of the first failure, -1 where none is to blame.
-        details: traceback, or the last lines of its log.
-        seconds: from the start to the first failure.
-        failed_at: when that was, of `time.monotonic`; 0 where no process failed.
+        exit_code: 0 or 75 if no process failed; else that of the first failure.
+        first_process: process id of the first failure; -1 if none of this host caused it.
+        details: traceback, or the last lines of the log.
+        seconds: time from the start to the first failure.
+        failed_at: time of the first failure (`time.monotonic`); 0 if no process failed.
         is_rejected: the settings were rejected before any process changed the run directory.
     """
 
@@ -91,10 +91,10 @@ class GroupResult:
     is_rejected: bool = False
 
     def report(self) -> str:
-        """The block that closes a failed attempt; the cause stands on top."""
+        """Return the text printed after a failed attempt; the cause comes first."""
         line, after = "-" * 100, f"after {self.seconds:.1f} s: {self.cause}"
         if self.first_process < 0:
-            return f"\n{line}\nlaunch: attempt {self.attempt} was ended {after}\n{line}"
+            return f"\n{line}\nlaunch: attempt {self.attempt} ended {after}\n{line}"
         head = f"launch: attempt {self.attempt}: process {self.first_process} failed first, {after}"
         to_do = f"to do:  {self.advice}\n" if self.advice else ""
         log = f"log:    {self.log_file}\n" if self.log_file else ""
@@ -102,9 +102,10 @@ class GroupResult:
 
 
 class WorkerGroup:
-    """All processes of one attempt (from 0) on this host, from the start to the last one's end.
+    """All processes of one attempt (from 0) on this host.
 
-    They are told when the attempt before failed: `failed_at`, of `time.monotonic`, 0 = it did not.
+    `failed_at` (`time.monotonic`, 0 = none) is the time at which the previous attempt failed; the
+    processes receive it.
 
     Raises:
         ConfigError: the program cannot be started.
@@ -138,7 +139,7 @@ class WorkerGroup:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the processes were asked to save and end."""
+        """Return whether the processes have received a stop request."""
         return self._stop_at is not None
 
     def run(
@@ -146,7 +147,7 @@ class WorkerGroup:
     ) -> GroupResult:
         """Wait until all processes have ended; the first failure ends the others.
 
-        They get `stop_timeout_s` to save after a request to stop; `watch` is called every `POLL_S`.
+        After a stop request they have `stop_timeout_s` to save. `watch` is called every `POLL_S`.
         """
         failed_at: float | None = None
         while True:
@@ -160,28 +161,28 @@ class WorkerGroup:
             if failed_at is not None:
                 self._end_survivors(now - failed_at)
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
-                say(f"still running {stop_timeout_s:g} s after the request to stop: killed")
+                log(f"still running {stop_timeout_s:g} s after the stop request: killed")
                 self.kill()
             watch(self)
             time.sleep(POLL_S)
         for worker in self.workers:
             worker.finish()
-            worker.kill()  # data workers that it left behind in its session
+            worker.kill()  # data workers that remain in its session
         return self._result()
 
     def request_stop(self) -> None:
-        """Ask all processes to save and end. jax's preemption service listens to SIGTERM."""
+        """Send SIGTERM, at which the processes save and end."""
         self._stop_at = self._stop_at or time.monotonic()
         for worker in self.workers:
             worker.signal(signal.SIGTERM)
 
     def abort(self, cause: str) -> None:
-        """End all processes now, for a cause outside this host."""
+        """Kill all processes for a cause outside this host."""
         self._abort_cause = self._abort_cause or cause
         self.kill()
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes."""
         for worker in self.workers:
             worker.kill()
 
@@ -196,7 +197,7 @@ class WorkerGroup:
         return Worker(command, environ, log_file, prefix, self._start_process)
 
     def _alert_other_hosts(self) -> None:
-        """Announce processes that died without a word; one that could speak has told all itself."""
+        """Report workers that were killed before they could report an error."""
         if self.placement.nnodes == 1:
             return
         for worker in self.workers:
@@ -206,7 +207,7 @@ class WorkerGroup:
                 failure_broadcast.request_abort(self._log_dir, worker.process_id, line)
 
     def _end_survivors(self, waited_s: float) -> None:
-        """End those that still run, once they have had their time since the first failure."""
+        """Kill the remaining processes after their time to report has passed."""
         codes = [(worker.process.returncode, worker.killed) for worker in self.workers]
         if self.placement.nnodes == 1 and (-signal.SIGKILL, False) in codes:
             if waited_s > COLLECT_KILLED_S:
@@ -263,11 +264,11 @@ def _is_failure(code: int | None) -> bool:
 
 
 def _cause_order(worker: Worker, one_host: bool) -> tuple[int, float]:
-    """Sort key: causes before consequences, then by time.
+    """Return a sort key: causes before consequences, then by time.
 
-    A process that ended because of another one says so (a broken connection), was aborted by jax's
-    service, or followed an announcement. Where all that failed did so, the cause is the process
-    that hung to the end and had to be killed, unless the cause may be on another host.
+    A process that ended because of another one reports a broken connection, was aborted by jax's
+    service, or followed a broadcast. If all failures are such consequences, the cause is the
+    process that hung until it was killed, unless the cause may be on another host.
     """
     record = worker.error_record()
     if worker.killed:
