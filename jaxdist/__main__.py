@@ -24,11 +24,11 @@ COMMANDS = (
     "compare",
     "doctor",
 )
-"""In the order in which a user meets them."""
+"""In the order of `jaxdist --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code where the command does not leave by itself."""
+    """Run a command; return the exit code unless the command exits itself."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands = find_commands()
     if not words or words[0] in ("-h", "--help", "help"):
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
         fix = f"Did you mean jaxdist {near[0]}?" if near else f"Use one of {', '.join(commands)}."
-        print(f"jaxdist {name}: there is no such command. {fix}", file=sys.stderr)
+        print(f"jaxdist {name}: unknown command. {fix}", file=sys.stderr)
         return 2
     sys.argv = [f"jaxdist {name}", *words[1:]]
     runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_commands() -> dict[str, str]:
-    """Command -> first sentence of its module's docstring, for those that are installed."""
+    """Return command -> first sentence of its docstring, for the installed commands."""
     sources = {name: _source_of(name) for name in COMMANDS}
     return {name: _first_sentence(source) for name, source in sources.items() if source}
 
 
 def overview(commands: dict[str, str]) -> str:
-    """What `jaxdist --help` prints."""
+    """Return the text of `jaxdist --help`."""
     width = max((len(name) for name in commands), default=0)
     lines = [f"  {name:<{width}}  {doc}" for name, doc in commands.items()]
     return (
@@ -68,7 +68,7 @@ def overview(commands: dict[str, str]) -> str:
 
 
 def _source_of(name: str) -> Path | None:
-    """The file that `python -m jaxdist.<name>` runs, without importing anything but jaxdist."""
+    """Return the file that `python -m jaxdist.<name>` runs; import only jaxdist."""
     spec = importlib.util.find_spec(f"jaxdist.{name}")
     if spec is None or spec.origin is None:
         return None
@@ -79,7 +79,7 @@ def _source_of(name: str) -> Path | None:
 
 
 def _first_sentence(file: Path) -> str:
-    """From the source's docstring; a leading "`python -m ...`: " is left out."""
+    """Return the first sentence of a file's docstring without "`python -m ...`: "."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     line = doc.partition("\n\n")[0].replace("\n", " ")
     if line.startswith("`"):

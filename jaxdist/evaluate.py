@@ -1,7 +1,7 @@
-"""`python -m jaxdist.evaluate RUN`: loss and perplexity, or accuracy, of a checkpoint.
+"""`python -m jaxdist.evaluate RUN`: compute loss and perplexity, or accuracy, of a checkpoint.
 
-Evaluates on the rows that the run held out, or on other data, each row once. It runs on any legal
-mesh, whatever mesh the run was trained on.
+Evaluates the held-out rows of the run or other data, each row once. It runs on any legal mesh,
+independent of the mesh of the training.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What to evaluate, on what, and where."""
+    """Checkpoint, data and devices."""
 
     run: str = setting("", "run directory, or one of its checkpoints", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
-        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
-        "run keeps one",
+        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
+        "one",
     )
-    sources: list[str] = setting([], "data to evaluate on; empty = the rows that the run held out")
-    global_batch_size: int = setting(0, "rows of a batch over all devices; 0 = as in the run", ge=0)
+    sources: list[str] = setting([], "data to evaluate on; empty = the held-out rows of the run")
+    global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(
-        0, "batches to evaluate, spread over the data; 0 = every row once", ge=0
+        0, "number of batches, spread over the data; 0 = every row once", ge=0
     )
     mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
     simulate: int = setting(
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
     parts = run.parts_for(dataset.fields)
     result = {**facts, "mesh": str(parts.spec), "step_plan": parts.plan.digest, **means}
-    shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
-    lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
+    text = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
+    lines = columns([(name, text(value)) for name, value in result.items()], left=2)
     print(encode(result) if config.json else "\n".join(lines))
     return 0
 

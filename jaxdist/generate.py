@@ -1,7 +1,7 @@
-"""`python -m jaxdist.generate RUN`: generate text from a checkpoint, or talk to it with `--chat`.
+"""`python -m jaxdist.generate RUN`: generate text from a checkpoint, or chat with it (`--chat`).
 
-Prompts of any lengths are continued together; a single one is printed as it grows. It runs on any
-legal mesh, whatever mesh the run was trained on.
+Prompts of different lengths are batched; the text for a single prompt is streamed. It runs on any
+legal mesh, independent of the mesh of the training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(TextSettings):
-    """What to continue, how, and where."""
+    """Checkpoint, prompts, output and devices."""
 
     run: str = setting("", "run directory, or one of its checkpoints", required=True)
     prompt: tuple[str, ...] = setting(
         (),
-        "text to continue, or with --chat what the user says; may be given several times; without "
-        "any, text begins with a new line and a chat reads its turns from the terminal",
+        "text to continue, or with --chat a user message; may be repeated; without any, the prompt "
+        "is a line break, and a chat reads its turns from the terminal",
     )
     prompt_file: str = setting(
         "",
@@ -42,21 +42,21 @@ class GenerateConfig(TextSettings):
     )
     out: str = setting(
         "",
-        "new .jsonl file for the answers: what was asked, what was answered, and whether the text "
-        "ended (stop) or max_new_tokens did (length); empty = print them",
+        "new .jsonl file for prompts, answers and finish reasons: stop = the text ended, length = "
+        "max_new_tokens reached; empty = print the answers",
     )
     chat: bool = setting(
         False,
-        "prompts are what a user says, written with the chat template of the run's data settings, "
+        "prompts are user messages, formatted with the chat template of the run's data settings, "
         "and the model answers",
     )
-    system: str = setting("", "system message that each conversation begins with; needs --chat")
-    batch_size: int = setting(32, "prompts continued together", ge=1)
+    system: str = setting("", "system message at the start of each conversation; needs --chat")
+    batch_size: int = setting(32, "number of prompts per batch", ge=1)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
-        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
-        "run keeps one",
+        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
+        "one",
     )
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
     simulate: int = setting(
@@ -64,36 +64,35 @@ class GenerateConfig(TextSettings):
     )
 
     def problems(self) -> list[str]:
-        """Violated rules beyond the bounds of each setting."""
+        """Return violated rules beyond the bounds of each setting."""
         problems = []
         if self.prompt and self.prompt_file:
             problems.append(
-                f"prompt and prompt_file={self.prompt_file!r} are both given: one of them holds "
-                "the prompts. Leave one out."
+                f"prompt and prompt_file={self.prompt_file!r} are both set. Leave one out."
             )
         if self.prompt_file and (
             problem := file_system_problem(self.prompt_file, "prompts are read")
         ):
             problems.append(f"prompt_file={problem}")
         elif self.prompt_file and not Path(self.prompt_file).is_file():
-            problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
+            problems.append(f"prompt_file={self.prompt_file!r} is not a file. Name a text file.")
         if self.system and not self.chat:
-            problems.append("system without chat: text has no system message. Add --chat.")
+            problems.append("system needs --chat. Add --chat, or leave --system out.")
         if self.out and (problem := file_system_problem(self.out, "answers are written")):
             problems.append(f"out={problem}")
         elif self.out and Path(self.out).exists():
-            problems.append(f"out={self.out!r} exists and is never overwritten. Name another.")
+            problems.append(f"out={self.out!r} exists and is not overwritten. Name another file.")
         if self.out and self.is_interactive:
-            problems.append("out without prompts: a talk is not kept. Give --prompt-file.")
+            problems.append("out needs prompts: a terminal chat is not saved. Use --prompt-file.")
         return problems
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a person talks to the model."""
+        """Return whether a chat reads its turns from the terminal."""
         return self.chat and not self.prompt and not self.prompt_file
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """What to continue or answer: {"prompt"}, or {"messages"} of a chat."""
+        """Yield each prompt as {"prompt"}, or as {"messages"} of a chat."""
         from jaxdist.data.chat import BadRecord, checked_messages
         from jaxdist.data.documents import read_pieces, read_records
         from jaxdist.data.files import kind_of
@@ -108,22 +107,22 @@ class GenerateConfig(TextSettings):
             text = "".join(piece.text for piece in read_pieces(Path(self.prompt_file), "prompt"))
             lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
             records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(lines, 1)]
-        for record, place in records:
+        for record, origin in records:
             try:
                 if self.chat and "messages" in record:
                     messages = checked_messages(record, answered=False)
                     yield {**record, "messages": [*start, *messages]}
                 elif isinstance(record.get("prompt"), str):
-                    said = {"role": "user", "content": record["prompt"]}
-                    yield {"messages": [*start, said]} if self.chat else record
+                    message = {"role": "user", "content": record["prompt"]}
+                    yield {"messages": [*start, message]} if self.chat else record
                 else:
-                    raise BadRecord("has no text 'prompt'. With --chat 'messages' are read too.")
+                    raise BadRecord("has no text 'prompt' (with --chat, 'messages' is read too).")
             except BadRecord as error:
-                raise ConfigError([f"{place} {error}"]) from None
+                raise ConfigError([f"{origin} {error}"]) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a checkpoint and write continuations to stdout or a file."""
+    """Load a checkpoint and write generated text to stdout or a file."""
     from jaxdist.settings import read_settings
 
     config = read_settings(
@@ -143,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer = open_writer(parts, config, chat=config.chat)
     requests = [] if config.is_interactive else list(config.requests())
     if not requests and not config.is_interactive:
-        raise ConfigError("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
+        raise ConfigError("there is no prompt. Use --prompt TEXT, or a prompt_file with lines.")
     prompts = writer.encode(requests)
     weights = run.weights(step, config.weights)
     writer.decoder = make_decoder(parts, weights.params, config)
@@ -162,22 +161,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
 ) -> None:
-    """One prompt streams as it grows; several are printed one after another.
+    """Stream the text of one prompt, or print the texts of several.
 
     `prompts` are token ids, int [length] each.
     """
-    asked = [
+    headings = [
         f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
         for request in requests
     ]
     if len(prompts) == 1:
-        print("" if "messages" in requests[0] else asked[0], end="", flush=True)
+        print("" if "messages" in requests[0] else headings[0], end="", flush=True)
         writer.write(prompts, stream=True)
         return
     for first in range(0, len(prompts), batch_size):
         answers = writer.write(prompts[first : first + batch_size], stream=False)
         for number, (text, _) in enumerate(answers, first):
-            print(f"--- {number + 1} ---\n{asked[number]}{text}\n")
+            print(f"--- {number + 1} ---\n{headings[number]}{text}\n")
 
 
 def _write_file(
@@ -186,15 +185,15 @@ def _write_file(
     prompts: list[np.ndarray],
     config: GenerateConfig,
 ) -> None:
-    """A line of JSON per request, in the form that `data.records` trains on.
+    """Write one JSON line per request, in the format that `data.records` reads.
 
     `prompts` are token ids, int [length] each.
     """
     with new_output(Path(config.out)) as partial, partial.open("x") as file:
         for first in range(0, len(prompts), config.batch_size):
-            asked = requests[first : first + config.batch_size]
+            batch = requests[first : first + config.batch_size]
             answers = writer.write(prompts[first : first + config.batch_size], stream=False)
-            for request, (text, why) in zip(asked, answers, strict=True):
+            for request, (text, why) in zip(batch, answers, strict=True):
                 record = {**request, "finish_reason": why}
                 if "messages" in request:
                     answer = {"role": "assistant", "content": text}
@@ -203,34 +202,34 @@ def _write_file(
                     record["completion"] = text
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
-            print(f"{first + len(asked)} of {len(prompts)} answers", file=sys.stderr)
+            print(f"{first + len(batch)} of {len(prompts)} answers", file=sys.stderr)
     print(f"{len(prompts)} answers: {config.out}")
 
 
 def _converse(writer: Writer, config: GenerateConfig) -> None:
-    """Lines of stdin are turns of one conversation, until it ends."""
+    """Read the turns of a conversation from stdin, one per line."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("each line is a turn; /new begins again, Ctrl-D ends", file=sys.stderr)
+        print("each line is a turn; /new restarts, Ctrl-D ends", file=sys.stderr)
     start = [{"role": "system", "content": config.system}] if config.system else []
     messages = start
     while True:
         try:
-            said = input("> " if is_terminal else "").strip()
+            line = input("> " if is_terminal else "").strip()
         except EOFError:
             return
-        if said == "/new":
+        if line == "/new":
             messages = start
-        if not said or said == "/new":
+        if not line or line == "/new":
             continue
-        asked = [*messages, {"role": "user", "content": said}]
+        turns = [*messages, {"role": "user", "content": line}]
         try:
-            prompts = writer.encode([{"messages": asked}])
+            prompts = writer.encode([{"messages": turns}])
         except ConfigError as error:
-            print(f"{error} Or begin again with /new.", file=sys.stderr)
+            print(f"{error} Or restart with /new.", file=sys.stderr)
             continue
         ((answer, _),) = writer.write(prompts, stream=True)
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        messages = [*turns, {"role": "assistant", "content": answer}]
 
 
 if __name__ == "__main__":

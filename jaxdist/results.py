@@ -1,4 +1,4 @@
-"""`Run`: what a program sees of a run directory, while it trains or long after."""
+"""`Run`: read measurements and weights of a run directory in a program."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
 def check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
-    """Raise ConfigError for an argument of a wrong type."""
+    """Raise ConfigError if an argument has a wrong type."""
     if not is_allowed:
         raise ConfigError(f"{name} is {value!r:.80}. Use {allowed}.")
 
 
 class Run:
-    """A run directory: what the run measured, and its weights on this machine's devices.
+    """The measurements of a run, and its weights on this machine's devices.
 
-    Weights are read when they are first asked for.
+    Weights are read at their first use.
 
     Attributes:
         path: the run directory.
@@ -57,16 +57,16 @@ class Run:
         check_type("step", step, is_step, "a whole number or None")
         check_type("mesh", mesh, isinstance(mesh, str), 'a text such as "tp=2"')
         check_type("weights", weights, weights in get_args(Weights), '"auto", "ema" or "raw"')
-        given = path if is_url(path) else os.path.expanduser(path)
+        expanded = path if is_url(path) else os.path.expanduser(path)
         try:
-            place, named = run_at(given)
+            directory, named = run_at(expanded)
         except ConfigError:
-            RunDirectory.existing(given)  # says which runs are nearby
+            RunDirectory.existing(expanded)  # its error lists runs nearby
             raise
-        self.path: Path | Location = place if is_url(place) else Path(place)
-        self._directory = RunDirectory.existing(place)
+        self.path: Path | Location = directory if is_url(directory) else Path(directory)
+        self._directory = RunDirectory.existing(directory)
         if None not in (step, named) and step != named:
-            raise other_step(step, named, place)
+            raise other_step(step, named, directory)
         self._step = named if step is None else step
         self._mesh, self._model, self._rows = mesh, model, rows
         self._objective = objective
@@ -81,12 +81,12 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The settings stored with the checkpoint that is read, or those of `config.toml`."""
+        """Return the settings stored with the checkpoint, or those of `config.toml`."""
         return settings_of_run(self.path, self._step)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json of its newest end; {} while it runs, or where it was killed.
+        """Return summary.json; {} while the run goes on or after it was killed.
 
         Raises:
             ConfigError: the file is damaged.
@@ -95,46 +95,46 @@ class Run:
 
     @property
     def exit_reason(self) -> str:
-        """Why it ended: "finished", "preempted", "stopped_by_callback" ...; "" without an end."""
+        """Return the reason for the end: "finished", "preempted", ...; "" without an end."""
         return str(self.summary.get("exit_reason", ""))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One record per step, oldest first: step, loss, grad_norm, learning_rate and rates.
+        """Return one record per step, oldest first: step, loss, grad_norm, learning_rate, rates.
 
-        Loss and grad_norm of a step without labels are None.
-        Steps that a restart did again count once, as they came last.
+        Loss and grad_norm of a step without labels are None. Of a step that was repeated after a
+        restart only the last record is returned.
         """
         return self._records("train")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """One record per evaluation while it trained, oldest first."""
+        """Return one record per evaluation during training, oldest first."""
         return self._records("eval")
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Starts, saves, warnings and whatever else happened, oldest first."""
+        """Return starts, saves, warnings and other events, oldest first."""
         return self._records("event")
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of each step, nats per token (per image); NaN for a step without labels."""
+        """Return the training loss of each step, nats per token or image; NaN without labels."""
         records = stream_records(self._directory.metrics)
         losses = (r["loss"] for r, counts in records if counts and r["kind"] == "train")
         return [math.nan if loss is None else loss for loss in losses]
 
     @property
     def last_step(self) -> int:
-        """Steps done."""
+        """Return the number of the last step."""
         outline = current(read_outline(self._directory.metrics, sys.maxsize))
         return max((record["step"] for record in outline if record["kind"] == "train"), default=0)
 
     def dataframe(self) -> Any:
-        """`metrics` as a pandas DataFrame with the step as index.
+        """Return `metrics` as a pandas DataFrame with the step as index.
 
         Raises:
-            ImportError: pandas is not installed; `metrics` is the same as a list.
+            ImportError: pandas is not installed.
         """
         try:
             import pandas
@@ -146,19 +146,19 @@ class Run:
 
     @property
     def params(self) -> Params:
-        """Parameters of the checkpoint: a tree of float32 arrays, layers stacked, on `mesh`.
+        """Return the parameters: a tree of float32 arrays, layers stacked, sharded over `mesh`.
 
-        Their moving average where the run keeps one (`optim.ema_decay`), unless it was opened with
+        These are the moving average if the run has one (`optim.ema_decay`), except with
         weights="raw".
 
         Raises:
-            ConfigError: there is no such checkpoint.
+            ConfigError: the checkpoint does not exist.
         """
         return self._weights.params
 
     @property
     def step(self) -> int:
-        """Step of the checkpoint whose weights are used."""
+        """Return the step of the checkpoint of `params`."""
         return self._weights.step
 
     @overload
@@ -172,28 +172,28 @@ class Run:
 
         Args:
             prompts: a text or several; or a conversation, [{"role", "content"}, ...], or several.
-            options: max_new_tokens, temperature, top_k, top_p, seed, stop_at_end, show_special, as
-                `python -m jaxdist.generate --help` explains them.
+            options: max_new_tokens, temperature, top_k, top_p, seed, stop_at_end, show_special; see
+                `python -m jaxdist.generate --help`.
 
         Returns:
-            What the model adds: one text for one prompt, a list for a list.
+            The generated text; a list for a list of prompts.
 
         Raises:
-            ConfigError: a wrong option, an empty prompt, or one that outgrows the model.
+            ConfigError: a wrong option, or a prompt that is empty or too long for the model.
         """
         settings = read_settings(TextSettings, [], command="Run.generate", values=options)
         is_many = isinstance(prompts, list | tuple) and not isinstance([*prompts, 0][0], Mapping)
-        asked = list(prompts) if is_many else [prompts]
-        chat = bool(asked) and isinstance(asked[0], list | tuple)
-        are_alike = all(isinstance(one, list | tuple if chat else str) for one in asked)
+        batch = list(prompts) if is_many else [prompts]
+        chat = bool(batch) and isinstance(batch[0], list | tuple)
+        are_alike = all(isinstance(one, list | tuple if chat else str) for one in batch)
         check_type("prompts", prompts, are_alike, "a text, a conversation, or a list of either")
         try:
-            talks = [checked_messages({"messages": [*m]}, answered=False) for m in asked if chat]
+            talks = [checked_messages({"messages": [*m]}, answered=False) for m in batch if chat]
         except BadRecord as error:
             raise ConfigError(f"a conversation {error}") from None
         parts = self._opened.parts
         writer = open_writer(parts, settings, chat=chat)
-        requests = [{"messages": m} for m in talks] or [{"prompt": text} for text in asked]
+        requests = [{"messages": m} for m in talks] or [{"prompt": text} for text in batch]
         prepared = writer.encode(requests)
         if not prepared:
             return []
@@ -204,14 +204,14 @@ class Run:
     def evaluate(
         self, sources: str | Sequence[str] = (), *, max_batches: int = 0
     ) -> dict[str, float]:
-        """Loss and perplexity, or accuracy.
+        """Return loss and perplexity, or accuracy.
 
         Args:
-            sources: data to evaluate on; none = the rows that the run held out.
-            max_batches: batches to evaluate, spread over the data; 0 = every row once.
+            sources: data to evaluate on; none = the held-out rows of the run.
+            max_batches: number of batches, spread over the data; 0 = every row once.
 
         Raises:
-            ConfigError: nothing was held out, or the data do not fit the model.
+            ConfigError: the run has no held-out rows, or the data do not fit the model.
         """
         names = [sources] if isinstance(sources, str) else sources
         are_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
@@ -221,14 +221,14 @@ class Run:
         return self._opened.evaluate(self.params, dataset, max_batches=max_batches)
 
     def export_hf(self, path: str | os.PathLike[str], *, dtype: str = "stored") -> Path:
-        """Write the weights as a new Hugging Face model directory; returns its path.
+        """Write the weights as a new Hugging Face model directory; return its path.
 
         Args:
             path: a directory that does not exist.
-            dtype: of the weights: "float32", "bfloat16", "float16"; "stored" = as they are.
+            dtype: dtype of the weights: "float32", "bfloat16", "float16"; "stored" = unchanged.
 
         Raises:
-            ConfigError: no decoder, no such checkpoint, or the directory exists.
+            ConfigError: the model is no decoder, or the directory exists.
         """
         from jaxdist.tools.convert import to_hf
 

@@ -18,9 +18,9 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.compare import rerun
-from jaxdist.tools.compare.__main__ import _recorded_otherwise, main, told
-from jaxdist.tools.compare.records import read_parting
-from jaxdist.tools.compare.rerun import StepDone, first_difference, steps_again
+from jaxdist.tools.compare.__main__ import _recorded_otherwise, describe, main
+from jaxdist.tools.compare.records import read_divergence
+from jaxdist.tools.compare.rerun import RerunStep, first_difference, rerun_steps
 
 STEPS = 3
 FLAGS = ["--model.d_model=16", "--model.num_layers=2", "--model.num_heads=2", "--model.mlp_dim=32"]
@@ -47,7 +47,7 @@ def batches(parts):
 
 @pytest.fixture(scope="module")
 def clean(parts, diagnose, batches):
-    return list(steps_again(parts, diagnose, parts.init_state(), batches))
+    return list(rerun_steps(parts, diagnose, parts.init_state(), batches))
 
 
 def harmed(leaf, generator, kind):
@@ -92,13 +92,13 @@ def with_fault(parts, step, seed, kind):
 def test_a_planted_fault_is_named(parts, diagnose, batches, clean, seed, kind):
     step = 1 + seed % (STEPS - 1)
     faulty, named = with_fault(parts, step, seed, kind)
-    walk = steps_again(faulty, diagnose, parts.init_state(), batches)
+    walk = rerun_steps(faulty, diagnose, parts.init_state(), batches)
     found = [d for a, b in zip(clean, walk, strict=True) if (d := first_difference(a, b))]
     assert (found[0].step, found[0].what) == (step + 1, named[0])
 
 
 def test_equal_runs_have_equal_digests(parts, diagnose, batches, clean):
-    again = list(steps_again(parts, diagnose, parts.init_state(), batches))
+    again = list(rerun_steps(parts, diagnose, parts.init_state(), batches))
     assert [first_difference(a, b) for a, b in zip(clean, again, strict=True)] == [None] * STEPS
     assert [one.numbers for one in again] == [one.numbers for one in clean]
 
@@ -160,11 +160,11 @@ def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
     a = run_directory(tmp_path / "a", [3.0, 2.0, 1.0])
     same = run_directory(tmp_path / "same", [3.0, 2.0, 1.0, 0.5])
     b = run_directory(tmp_path / "b", [3.0, np.nextafter(2.0, 3), 1.0], ledger="cd", seed=2)
-    parting = read_parting(a, b)
+    parting = read_divergence(a, b)
     assert (parting.step, parting.data_step, list(parting.numbers)) == (2, 1, ["loss"])
     assert parting.settings == {"seed": (1, 2)} and not parting.environment
-    assert "step 2" in " ".join(told(parting))
-    assert read_parting(a, same).is_equal and read_parting(a, same).last_common_step == 3
+    assert "step 2" in " ".join(describe(parting))
+    assert read_divergence(a, same).is_equal and read_divergence(a, same).last_common_step == 3
     assert main([str(a.path), str(same.path)]) == 0
     assert main([str(a.path), str(b.path), "--rerun=false"]) == 1
     assert "seed: 1 | 2" in capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_differ
         with contextlib.closing(Checkpointer(run.checkpoints, CheckpointConfig())) as writer:
             for step in (1, 3):
                 writer.save(step, {"params": jax.device_put(state, device)}, {})
-    parting = read_parting(*runs)
+    parting = read_divergence(*runs)
     assert (parting.equal_checkpoints, parting.last_to_rerun) == ([1, 3], 2)
     assert parting.rerun_from == 1
 
@@ -209,13 +209,13 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, name):
     runs = [run_directory(tmp_path / n, [3.0]) for n in "ab"]
     (tmp_path / "a" / name).write_text("[x")
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "a" / name))):
-        read_parting(*runs)
+        read_divergence(*runs)
 
 
 def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):
     runs = [run_directory(tmp_path / n, x) for n, x in (("a", [3.0, 2.0]), ("b", [3.0, 2.5]))]
     numbers = ({"loss": loss, "grad_norm": 1.0} for loss in (3.0, 2.0))
-    again = [StepDone(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]
+    again = [RerunStep(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]
     a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
     assert [re.findall(r"step (\d+)", line) for line in (a, b)] == [[], ["2"]]
     assert "sdc_check_interval_steps" in b

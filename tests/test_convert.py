@@ -102,14 +102,14 @@ def largest_file(checkpoint: Path) -> Path:
 def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
     copy = copied(run, tmp_path)
     assert main(["verify", str(copy), "--arrays=true"]) == 0
-    assert capsys.readouterr().out.count(": whole, ") == 2
+    assert capsys.readouterr().out.count(": valid, ") == 2
     victim = largest_file(copy / "checkpoints" / "2")
     victim.write_bytes(victim.read_bytes()[:-1])
     assert main(["verify", str(copy)]) == 1
     text = capsys.readouterr().out
-    assert "checkpoint 1: whole" in text and "checkpoint 2: CORRUPT: " in text
+    assert "checkpoint 1: valid" in text and "checkpoint 2: CORRUPT: " in text
     assert main(["verify", str(copy / "checkpoints" / "1")]) == 0
-    with refused("checkpoint 2", "not whole", "--step", num_problems=2):
+    with refused("checkpoint 2", "corrupt", "--step", num_problems=2):
         main(["inspect", str(copy), "--step=2"])
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
@@ -374,7 +374,7 @@ WRONG = {
     "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
     "output_exists": (["consolidate", "{run}", "{run}"], "{run}", "not empty"),
     "bad_mesh": (["reshard", "{run}", "{tmp}/x", "--mesh=zp=2"], "axis 'zp'"),
-    "misfit": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "params/layers/w", "not fit"),
+    "misfit": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "params/layers/w", "not match"),
 }
 
 
@@ -457,6 +457,6 @@ def test_a_second_command_leaves_the_first_its_files(tmp_path):
             pytest.fail("two commands write into one directory")
         assert (out / "checkpoints" / "0").exists()
         (out / "config.toml").write("")
-    with refused("just made"), making_run(out):  # checked before the first one ended
+    with refused("just created"), making_run(out):  # checked before the first one ended
         pytest.fail("a whole run is replaced")
     assert (out / "checkpoints" / "0").exists() and not (out / "unfinished.txt").exists()

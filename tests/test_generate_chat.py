@@ -146,7 +146,7 @@ def test_answers_to_a_file_can_be_trained_on(run_dir, tmp_path, capsys):
     ] * 2
     assert answers[1]["messages"][0] == said[0]
     assert {answer["finish_reason"] for answer in answers} <= {"stop", "length"}
-    with pytest.raises(ConfigError, match="never overwritten"):
+    with pytest.raises(ConfigError, match="is not overwritten"):
         generate.main([*flags, "--out", str(out)])
 
 

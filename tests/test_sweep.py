@@ -19,7 +19,6 @@ from jaxdist.runtime.storage import ObjectLocation
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.sweep import __main__ as command
 from jaxdist.tools.sweep.grid import Trial, read_sweep
-from jaxdist.tools.sweep.slurm_array import read_slurm
 
 
 def trials_of(argv):
@@ -298,14 +297,14 @@ def test_a_container_sees_the_run_directories_of_all_tasks(capsys, tmp_path):
 def test_an_array_keeps_its_state_on_a_file_system():
     trial = Trial(name="a", path=ObjectLocation("s3://bucket/sweep/a"), arguments=[], config=None)
     with refused("s3://bucket/sweep", "file systems only"):
-        read_slurm(["time=60"], [trial])
+        command.read_slurm(["time=60"], [trial])
 
 
 @pytest.mark.parametrize(
     ("flag", "facts"),
     [
         ("time", ["'time'", "time=24:00:00"]),
-        ("run_dir=x", ["'run_dir=x'", "the sweep decides run_dir"]),
+        ("run_dir=x", ["'run_dir=x'", "the sweep sets run_dir"]),
         ("nodes=1-4", ["nodes=1-4", "one number"]),
         ("gpus=1", ["gpus"]),
     ],

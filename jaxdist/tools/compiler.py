@@ -1,11 +1,10 @@
-"""The process that compiles: settings in on stdin, facts about the compiled step out on stdout.
+"""Compile a train step in a child process: settings on stdin, facts about the step on stdout.
 
-`python -m jaxdist.tools.compiler` is started by `check.compile_step` and by nobody else. It
-is a process of its own for three reasons. jax must be set up for it: no GPU is touched and no
-cached executable is read. The compiler warns on the file descriptor of stderr. A compilation that
-takes too long can only be ended from outside.
+`check.compile_step` starts `python -m jaxdist.tools.compiler`. A separate process is needed because
+jax must be configured before its import (no GPU, no cached executable), the compiler writes
+warnings to the stderr descriptor, and only a process can be stopped if compilation takes too long.
 
-It answers with one line of JSON: the facts, or `{"refused": [...]}` for settings that are illegal.
+It prints one line of JSON: the facts, or `{"refused": [...]}` for illegal settings.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def main() -> int:
-    """Answer one request."""
-    answer_to = os.dup(1)
-    os.dup2(2, 1)  # whatever else prints must not stand in the answer
+    """Compile one request and print the result."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # other output goes to stderr
     request = json.load(sys.stdin)
     try:
         answer = compile_request(request)
     except ConfigError as error:
         answer = {"refused": error.problems}
-    with os.fdopen(answer_to, "w") as stream:
+    with os.fdopen(output, "w") as stream:
         json.dump(answer, stream)
     return 0
 
@@ -59,7 +58,7 @@ def main() -> int:
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
-    The request has the settings as TOML and the cluster; `check.compile_step` makes it.
+    The request contains the settings as TOML and the cluster; `check.compile_step` creates it.
 
     Raises:
         ConfigError: the settings or the mesh are illegal.
@@ -74,7 +73,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         topology=f"1x{cluster.num_nodes}x{cluster.gpus_per_node}",
         target_config=text,
     ).devices
-    _answer_for_the_target(gpu)
+    _patch_gpu_checks(gpu)
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
         settings = Path(scratch) / "config.toml"
@@ -103,12 +102,11 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _answer_for_the_target(gpu: Gpu) -> None:
-    """Let jax's checks before cuDNN attention ask the GPU planned for.
+def _patch_gpu_checks(gpu: Gpu) -> None:
+    """Make jax's checks before cuDNN attention use the planned GPU.
 
-    Before lowering the kernel they ask the local backend for its cuDNN and its compute capability;
-    here that is the CPU, which would turn attention off that the run will have. A real run asks the
-    same questions and gets these answers.
+    Before lowering the kernel, they query cuDNN version and compute capability of the local
+    backend. Here this is the CPU, which would disable the kernel that the run will use.
     """
     capability = _numbers(gpu.compute_capability)
     major, minor, patch = gpu_target.CUDNN
@@ -119,7 +117,7 @@ def _answer_for_the_target(gpu: Gpu) -> None:
     }
     for name, answer in answers.items():
         if not hasattr(fused_attention_stablehlo, name):
-            raise RuntimeError(f"jax asks for cuDNN in a way not known here: no {name}")
+            raise RuntimeError(f"this jax version has no {name} in its cuDNN checks")
         setattr(fused_attention_stablehlo, name, answer)
 
 
@@ -128,7 +126,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _branch_shares(parts: Any) -> dict[str, float]:
-    """Kind of action -> a stage's actions of it, as a share of the switches that may hold one."""
+    """Return kind of action -> share of the schedule's switches in which a stage executes it."""
     schedule = parts.pipeline_schedule
     if schedule is None:
         return {}
@@ -162,10 +160,10 @@ def _memory(
 
 
 def _host_bytes(parts: Any) -> int:
-    """Bytes of one device's part of the state that lies in host memory during a run.
+    """Return the bytes of one device's state that are in host memory during a run.
 
-    A topology's devices know no memory but their own, so that here all of it is compiled as lying
-    there; that the run copies it in for the update is covered by what it no longer needs by then.
+    The devices of a topology have no host memory, so all state is compiled as device memory. In a
+    run the copy for the update fits into memory that is free by then.
     """
     if not parts.config.train.offload_optimizer:
         return 0
@@ -177,10 +175,10 @@ def _host_bytes(parts: Any) -> int:
 
 
 def attention_workspace(call: HloInstruction, gpu: Gpu) -> int:
-    """Scratch bytes that cuDNN asks for at run time, which the compiler writes down as none.
+    """Return the scratch bytes of a cuDNN call, which the compiler does not count.
 
-    Of a forward 256 on Hopper, 0 on Ampere; of a backward see `cudnn_scratch`. Each of the
-    documents that a packed call takes is a row to cuDNN.
+    A forward needs 256 on Hopper and 0 on Ampere; for a backward see `cudnn_scratch`. cuDNN treats
+    each document of a packed call as a row.
     """
     if "Backward" not in call.attributes:
         return 256 if float(gpu.compute_capability) >= 9.0 else 0
@@ -195,15 +193,15 @@ _VALUE = re.compile(r"value: <\d+ ([^\s{]+)(\{[\d,]*\})? @\d+> \(size=(\d+),offs
 
 
 def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
-    """What the arena of temporary memory is divided into, the largest pieces.
+    """Return the largest buffers of the arena of temporary memory.
 
-    Pieces overlap in place when their turns differ in time; the largest come first, and those that
-    lie where a larger one lies are left out, so that the sizes add up.
+    Buffers with different lifetimes share addresses. A buffer that overlaps a larger one is left
+    out, so that the sizes add up.
     """
     reports = sorted(scratch.glob("*after_optimizations-buffer-assignment.txt"))
     if not reports:
         return []
-    found = {i.name: i for instructions in module.computations.values() for i in instructions}
+    by_name = {i.name: i for instructions in module.computations.values() for i in instructions}
     pieces: dict[tuple[int, int], list[tuple[str, str]]] = {}
     for name, size, offset, shape in _temporaries(
         max(reports, key=lambda path: path.stat().st_size).read_text()
@@ -216,7 +214,7 @@ def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
             continue
         chosen.append((size, offset))
         values = pieces[size, offset]
-        names = [found[name].op_name for _, name in values if name in found]
+        names = [by_name[name].op_name for _, name in values if name in by_name]
         buffers.append(
             {
                 "bytes": size,
@@ -228,7 +226,7 @@ def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
 
 
 def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
-    """(instruction, size, offset, shape) of every value in the temporary arena."""
+    """Return (instruction, size, offset, shape) of every value in the temporary arena."""
     values, inside = [], False
     for line in report.splitlines():
         if line.startswith("allocation "):

@@ -1,65 +1,114 @@
-"""`python -m jaxdist.audit`: check that every sum of the train step is taken once, on this mesh.
+"""`python -m jaxdist.audit`: check that the train step has every reduction exactly once on a mesh.
 
     python -m jaxdist.audit --mesh dp=2,fsdp=2,tp=2
     python -m jaxdist.audit --config configs/llama3_8b.toml --mesh fsdp=4,tp=2
 
 Takes the settings of training and needs no GPU: it traces the step on simulated devices and follows
-every value over every mesh axis. It prints what the step moves, and names each sum that is missing,
-taken twice or taken of the wrong parts, with its parameter, line and fix. A user's own model is
+every value over every mesh axis. It prints the transfers of the step, and reports each reduction
+that is missing, done twice or done on wrong values, with parameter, line and fix. Custom models are
 audited too. Every run does the same before it compiles its step.
 
-Exit code: 0 if nothing is wrong, 2 if something is or the settings are bad.
+Exit code: 0 without a violation, 2 with one or with bad settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
 
 from jaxdist import runtime
+from jaxdist.config import RunConfig
+from jaxdist.config.command_line import ALIASES
+from jaxdist.plan.audit import Audit
+from jaxdist.plan.audit.table import text_of
+from jaxdist.run.audit import MeshDifference, audit_parts, differences
+from jaxdist.run.setup import Parts, assemble
+from jaxdist.runtime.storage import read_url
+from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 
-if TYPE_CHECKING:
-    from jaxdist.plan.audit import Audit
-    from jaxdist.run.audit import MeshDifference
-    from jaxdist.run.setup import Parts
-    from jaxdist.tools.audit.options import AuditConfig
+COMMAND = "jaxdist.audit"
+
+NUM_DEVICES = 8
+"""Simulated devices if neither --mesh nor --simulate sets their number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditConfig(RunConfig):
+    """The settings of a run, and the extent of the audit."""
+
+    deep: bool = setting(
+        False,
+        "also run one step on simulated devices, and compare its loss and every gradient with one "
+        "device's; slow for large models",
+    )
+    json: bool = setting(False, "print one JSON object instead of text")
+
+    REMOVED: ClassVar[Mapping[str, Removed]] = {
+        **RunConfig.REMOVED,
+        "compiled": Removed(False, "Use scripts/bench/audit_sound.py, which compiles steps too."),
+    }
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices to simulate: of the mesh, or of --simulate."""
+        spec = self.mesh.spec
+        if spec is None or spec.is_open:
+            return self.simulate or NUM_DEVICES
+        return spec.num_devices
+
+
+def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
+    """Read the settings; data files need not exist.
+
+    Raises:
+        ConfigError: lists every problem of the settings.
+    """
+    config, _ = read_with_origins(
+        AuditConfig,
+        argv,
+        command=COMMAND,
+        summary=summary,
+        aliases=ALIASES,
+        check_rules=False,
+        read_url=read_url,
+    )
+    elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", simulate=0)
+    problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]
+    if problems:
+        raise ConfigError(problems, asked=COMMAND)
+    return config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Audit and print; returns the exit code."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tracing must never start a GPU
-    from jaxdist.tools.audit.options import read_audit
-
+    """Audit and print; return the exit code."""
     config = read_audit(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     runtime.simulate(config.num_devices)
-    import jax
-
-    from jaxdist.plan.audit.table import text_of
-    from jaxdist.run.audit import audit_parts
-    from jaxdist.run.setup import assemble
-
     parts = assemble(config.run, jax.devices()[: config.num_devices])
     audit = audit_parts(parts)
-    found = _looked_deep(config, parts) if config.deep else []
+    unequal: list[MeshDifference] = []
+    if config.deep:  # one step on the mesh against one device
+        mesh = dataclasses.replace(config.mesh, shape=str(parts.spec))
+        unequal = differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())
     if config.json:
-        print(json.dumps(_record(parts, audit, found), indent=2))
+        print(json.dumps(_record(parts, audit, unequal), indent=2))
     else:
         devices = f"{config.num_devices} simulated devices, step plan {parts.plan.digest}"
         print(f"{parts.model.name} on mesh {parts.spec} ({devices})\n")
         print(text_of(audit))
         if config.deep:
             verdict = "deep audit: loss and every gradient of one step equal one device's"
-            print("\n" + ("\n".join(f"  ✗ {one}" for one in found) or verdict))
-    return 0 if audit.is_clean and not found else 2
+            print("\n" + ("\n".join(f"  ✗ {one}" for one in unequal) or verdict))
+    return 0 if audit.is_clean and not unequal else 2
 
 
-def _record(parts: Parts, audit: Audit, found: list[MeshDifference]) -> dict[str, Any]:
+def _record(parts: Parts, audit: Audit, unequal: list[MeshDifference]) -> dict[str, Any]:
     return {
-        "differences": [dataclasses.asdict(one) for one in found],
+        "differences": [dataclasses.asdict(one) for one in unequal],
         "model": parts.model.name,
         "mesh": str(parts.spec),
         "step_plan": parts.plan.digest,
@@ -68,16 +117,6 @@ def _record(parts: Parts, audit: Audit, found: list[MeshDifference]) -> dict[str
         "num_parameters": audit.num_parameters,
         "seconds": audit.seconds,
     }
-
-
-def _looked_deep(config: AuditConfig, parts: Parts) -> list[MeshDifference]:
-    """One step on the mesh against one device."""
-    import jax
-
-    from jaxdist.run.audit import differences
-
-    mesh = dataclasses.replace(config.mesh, shape=str(parts.spec))
-    return differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())
 
 
 if __name__ == "__main__":

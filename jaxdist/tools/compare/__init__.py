@@ -1,1 +1,1 @@
-"""Where two runs first differ that should be equal: by what they wrote, and by repeated steps."""
+"""Find the first difference between two runs that should be equal, by records and by rerun."""

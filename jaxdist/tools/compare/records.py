@@ -1,6 +1,6 @@
-"""What two run directories say of where they part: settings, data, losses, checkpoints.
+"""Compare the records of two run directories: settings, data, losses, checkpoints.
 
-Nothing is computed: only JSON and TOML are read, and of the arrays only their stored checksums.
+It reads JSON, TOML and the stored checksums of arrays, and computes nothing.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, rea
 from jaxdist.settings import ConfigError
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
-"""Numbers of a step that must be equal to the last bit, in the order in which it computes them."""
+"""Numbers of a step that must be bit-identical, in the order of their computation."""
 
 _VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parting:
-    """What two run directories say.
+class Divergence:
+    """Differences between two run directories.
 
     Attributes:
-        settings: key -> its value in both runs, None where a run lacks it.
-        environment: the same of versions, commits and devices.
-        last_common_step: newest step that both runs did.
-        data_step: first step with other rows; None if all had the same, or there is no ledger.
-        step: first step with another number; None if all steps of both are equal.
-        numbers: of that step: name -> value in both runs.
-        equal_checkpoints: steps at which both hold the same arrays, in increasing order.
-        checkpoint: oldest step at which the arrays differ; None if none do.
-        arrays: names of the arrays that differ there.
-        num_arrays: how many there are.
+        settings: setting -> value in both runs, None if a run lacks it.
+        environment: versions, commits and devices, likewise.
+        last_common_step: newest step of both runs.
+        data_step: first step with different rows; None without a difference or a ledger.
+        step: first step with a different number; None if all are equal.
+        numbers: name -> value in both runs at `step`.
+        equal_checkpoints: steps of equal checkpoints, in increasing order.
+        checkpoint: oldest step of which the checkpoints differ, or None.
+        arrays: names of the arrays that differ in it.
+        num_arrays: number of its arrays.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -52,26 +52,26 @@ class Parting:
 
     @property
     def is_equal(self) -> bool:
-        """Whether neither numbers, nor data, nor checkpoints differ."""
+        """Return whether numbers, data and checkpoints are equal."""
         return self.step is None and self.data_step is None and self.checkpoint is None
 
     @property
     def last_to_rerun(self) -> int:
-        """The step that must show a difference when it is done again."""
+        """Return the step in which a rerun must show a difference."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 
     @property
     def rerun_from(self) -> int:
-        """The newest equal checkpoint before that step; 0 for none."""
+        """Return the newest equal checkpoint before that step; 0 for none."""
         return max((s for s in self.equal_checkpoints if s < self.last_to_rerun), default=0)
 
 
-def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
-    """Compare what two runs wrote.
+def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
+    """Compare the records of two runs.
 
     Raises:
-        ConfigError: a run is damaged, or they did no step in common.
+        ConfigError: a run is damaged, or no step is common to both.
     """
     step = data_step = last = None
     numbers: dict[str, tuple[float, float]] = {}
@@ -83,10 +83,10 @@ def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
             step, numbers = last, {n: (x[n], y[n]) for n in unequal}
     if last is None:
         raise ConfigError(
-            f"runs {a.path} and {b.path} did no step in common: nothing can be compared. Name two "
-            "runs that trained the same steps."
+            f"runs {a.path} and {b.path} have no step in common. Name two runs that trained the "
+            "same steps."
         )
-    return Parting(
+    return Divergence(
         settings=_unequal(*(_settings_of(run) for run in (a, b))),
         environment=_unequal(*(_environment_of(run) for run in (a, b))),
         last_common_step=last,
@@ -98,12 +98,12 @@ def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
 
 
 def _differ(a: Record, b: Record, name: str) -> bool:
-    """Whether both have a number and it is not the same, to the last bit; NaN equals NaN."""
+    """Return whether both have the number and its bits differ; NaN equals NaN."""
     return name in a and name in b and repr(a[name]) != repr(b[name])
 
 
 def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Record]]:
-    """Yield the records of each step that both runs did."""
+    """Yield the records of each step of both runs."""
     others = steps_of(b)
     other = next(others, None)
     for record in steps_of(a):
@@ -114,7 +114,7 @@ def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Re
 
 
 def steps_of(run: RunDirectory) -> Iterator[Record]:
-    """Yield the train record of each step that led to the newest state, in order of steps."""
+    """Yield the train record of each step that led to the newest state, in order."""
     records = stream_records(run.metrics)
     return (r for r, is_current in records if is_current and r["kind"] == "train")
 
@@ -137,27 +137,27 @@ def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    """The checkpoints of both that are equal, and the oldest after them that is not."""
+    """Return the equal checkpoints of both, and the oldest that differs."""
     steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
     equal: list[int] = []
-    found: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}
+    different: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}
     for step in sorted(set(steps[0]) & set(steps[1])):
         entries = [stored_arrays(run, step) for run in (a, b)]
         if names := unequal_arrays(*entries):
-            found = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
+            different = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
             break
         equal.append(step)
-    return {"equal_checkpoints": equal, **found}
+    return {"equal_checkpoints": equal, **different}
 
 
 def unequal_arrays(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of arrays whose shape, dtype or checksum differ between two descriptions."""
+    """Return the names of arrays whose shape, dtype or checksum differ."""
     names = [*a, *(name for name in b if name not in a)]
     return [name for name in names if _identity(a.get(name)) != _identity(b.get(name))]
 
 
 def stored_arrays(run: RunDirectory, step: int) -> dict[str, Any]:
-    """Shape, dtype and checksum of the arrays of a checkpoint, by name."""
+    """Return name -> shape, dtype and checksum of the arrays of a checkpoint."""
     try:
         return StoredArrays(run.checkpoints / str(step)).entries
     except (OSError, ValueError) as error:

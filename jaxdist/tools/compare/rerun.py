@@ -1,4 +1,4 @@
-"""Steps of two runs done again, until a digest differs: which step, which layer, which tensor."""
+"""Rerun steps of two runs until a digest differs; report its step, layer and tensor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ log = logging.getLogger("jaxdist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepDone:
-    """One step done again.
+class RerunStep:
+    """Result of one rerun step.
 
     Attributes:
-        digests: of what it held, in the order in which it computes them.
-        numbers: its loss and gradient norm.
-        arrays: description of every array before the step, as a checkpoint stores it; {} where
-            none was asked for.
+        digests: digests of its tensors, in the order of their computation.
+        numbers: loss and gradient norm.
+        arrays: description of every array before the step, as in a checkpoint; {} unless requested.
     """
 
     step: int
@@ -41,11 +40,11 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstDifference:
-    """The first thing that differs between two runs done again.
+    """First difference between the reruns of two runs.
 
     Attributes:
-        what: the tensor, with its layer where it has one; e.g. "params/layers/mlp/up, layer 3".
-        also: how many things more differ in the same step.
+        what: tensor and layer, e.g. "params/layers/mlp/up, layer 3".
+        also: number of further differences in the same step.
     """
 
     step: int
@@ -53,7 +52,7 @@ class FirstDifference:
     also: int
 
 
-def steps_again(
+def rerun_steps(
     parts: Parts,
     diagnose: Callable[[TrainState, Batch], Digests],
     state: TrainState,
@@ -61,34 +60,34 @@ def steps_again(
     *,
     limit: Callable[[int], float] = lambda step: math.inf,
     checkpoint: int | None = None,
-) -> Iterator[StepDone]:
-    """Do steps of a run again, with these batches, from this state on; it is donated.
+) -> Iterator[RerunStep]:
+    """Rerun steps with these batches, starting from `state`, which is donated.
 
-    `diagnose` is the run's diagnostic step. `limit` gives the loss above which the update of a step
-    is left out. The step after `checkpoint` describes its arrays.
+    `diagnose` is the run's diagnostic step. `limit` returns the loss above which a step's update is
+    skipped. The step after `checkpoint` describes its arrays.
     """
     for step, batch in enumerate(batches, start=int(state.step) + 1):
-        arrays = _described(state) if step - 1 == checkpoint else {}
+        arrays = _describe(state) if step - 1 == checkpoint else {}
         digests = diagnose(state, batch)
         state, metrics = parts.step.train(state, batch, limit(step))
         numbers = loss_and_norm(metrics)
-        yield StepDone(step=step, digests=digests, numbers=numbers, arrays=arrays)
+        yield RerunStep(step=step, digests=digests, numbers=numbers, arrays=arrays)
 
 
-def _described(state: TrainState) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and checksum of every array of a state, by name."""
+def _describe(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Return name -> shape, dtype and checksum of every array of a state."""
     leaves = pytree.leaves_of(state)
     arrays = [pytree.plain(leaf) for leaf in leaves]
     return pytree.with_checksums(pytree.describe(leaves, arrays), checksums(arrays))
 
 
-def first_difference(a: StepDone, b: StepDone) -> FirstDifference | None:
-    """The first digest of a step that differs between two runs; None if all are equal."""
+def first_difference(a: RerunStep, b: RerunStep) -> FirstDifference | None:
+    """Return the first digest of a step that differs, or None."""
     names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
-    found = [name for name in names if a.digests.get(name) != b.digests.get(name)]
-    if not found:
+    different = [name for name in names if a.digests.get(name) != b.digests.get(name)]
+    if not different:
         return None
-    return FirstDifference(step=a.step, what=found[0], also=len(found) - 1)
+    return FirstDifference(step=a.step, what=different[0], also=len(different) - 1)
 
 
 def rerun(
@@ -98,18 +97,18 @@ def rerun(
     last: int,
     *,
     checkpoint: int | None = None,
-) -> tuple[FirstDifference | None, list[tuple[StepDone, StepDone]]]:
-    """Do the steps after `start` again with both runs, up to `last` or the first difference.
+) -> tuple[FirstDifference | None, list[tuple[RerunStep, RerunStep]]]:
+    """Rerun the steps of both runs after `start`, up to `last` or the first difference.
 
     Args:
-        runs: to read from; nothing is written there.
-        parts: of both runs, on the same devices and mesh.
-        start: a step of which both have a checkpoint; 0 = from new states.
-        last: last step to do.
-        checkpoint: the step after it describes its arrays.
+        runs: the run directories; they are only read.
+        parts: parts of both runs, on the same devices and mesh.
+        start: a step with a checkpoint in both; 0 = new states.
+        last: last step to rerun.
+        checkpoint: describe the arrays before the step after it.
 
     Returns:
-        The first difference, None if there is none; the steps done.
+        The first difference or None, and the steps.
     """
     walks, done = [], []
     with contextlib.ExitStack() as stack:
@@ -120,9 +119,12 @@ def rerun(
             history = read_history(run)
             state, loader = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)
-            batches, diagnose = _recorded(loader, history, start + 1), make_diagnostic_step(own)
+            batches, diagnose = (
+                _checked_batches(loader, history, start + 1),
+                make_diagnostic_step(own),
+            )
             walks.append(
-                steps_again(
+                rerun_steps(
                     own, diagnose, state, batches, limit=history.limit, checkpoint=checkpoint
                 )
             )
@@ -135,8 +137,8 @@ def rerun(
     return None, done
 
 
-def _recorded(loader: Loader, history: History, step: int) -> Iterator[Batch]:
-    """Batches from `step` on; one that the run did not record for its step is refused."""
+def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Batch]:
+    """Yield batches from `step` on; raise an error if a batch is not the recorded one."""
     for number, batch in enumerate(loader, start=step):
         history.check(number, loader.first_sample)
         yield batch

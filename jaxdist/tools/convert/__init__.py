@@ -1,5 +1,5 @@
-"""Looking at checkpoints and rewriting them, on any machine, with little memory.
+"""Inspect, verify, compare and rewrite checkpoints, on any machine, with little memory.
 
-One file for each verb: its settings (`Config`) and what it does with them (`run`).
-`checkpoint_paths` says which checkpoint a path means.
+One file per verb with its settings (`Config`) and function (`run`). `checkpoint_paths` finds the
+checkpoint of a path.
 """

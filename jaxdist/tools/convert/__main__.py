@@ -2,14 +2,14 @@
 
     inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
     verify RUN               check every file of every checkpoint; --arrays=true the arrays too
-    diff A B                 which arrays differ, and by how much
+    diff A B                 list the arrays that differ, and by how much
     reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
     consolidate SRC OUT      safetensors, one file or shards with an index
     from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
 
-RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest valid one is
-taken unless --step says another. `python -m jaxdist.convert VERB --help` explains the rest.
+RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the default is the
+newest valid one, --step selects another. See `python -m jaxdist.convert VERB --help`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit code."""
+    """Run a verb and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(__doc__)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."
-        raise ConfigError(f"jaxdist.convert {words[0]}: there is no such verb. {fix}")
+        raise ConfigError(f"jaxdist.convert {words[0]}: unknown verb. {fix}")
     verb = importlib.import_module(f"jaxdist.tools.convert.{words[0].replace('-', '_')}")
     config = read_settings(
         verb.Config,

@@ -1,4 +1,4 @@
-"""Which checkpoint a path on the command line means."""
+"""Resolve paths of the command line: checkpoints to read, directories to write."""
 
 from __future__ import annotations
 
@@ -20,58 +20,60 @@ _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had
 
 
 def checkpoint_of(path: str, step: int) -> Location:
-    """One checkpoint, its files verified by size and CRC-32.
+    """Return a checkpoint with verified files (size and CRC-32).
 
-    A negative `step` is the one that `path` names (see `manifest.named_step`), or the newest.
+    A negative `step` selects the step in `path` (see `manifest.named_step`), or the newest.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is corrupt.
+        ConfigError: the checkpoint does not exist or is corrupt.
     """
     directory, named = manifest.named_step(path)
-    there = manifest.steps_in(directory)
+    steps = manifest.steps_in(directory)
     if step < 0 and named is not None:
         step = named
-    if step >= 0 and step not in there:
+    if step >= 0 and step not in steps:
         raise ConfigError(
-            f"{directory} has no checkpoint {step}; it has {', '.join(map(str, there))}. "
-            "Name one of these, or leave --step out for the newest."
+            f"{directory} has no checkpoint {step}; it has {', '.join(map(str, steps))}. "
+            "Use one of these, or leave --step out for the newest."
         )
     reasons = []
-    for candidate in [step] if step >= 0 else reversed(there):
+    for candidate in [step] if step >= 0 else reversed(steps):
         reason = manifest.damage(directory / candidate)
         if not reason:
             return directory / candidate
-        reasons.append(f"checkpoint {candidate} in {directory} is not whole: {reason}")
-    raise ConfigError([*reasons, "Name another with --step, or restore its files."])
+        reasons.append(f"checkpoint {candidate} in {directory} is corrupt: {reason}")
+    raise ConfigError([*reasons, "Use another one with --step, or restore its files."])
 
 
 def nothing_under(prefix: str, names: Iterable[str]) -> str:
-    """What to say when no array's name begins with the prefix of `--under`."""
+    """Return the message for a prefix of `--under` that no array has."""
     return (
-        f"--under {prefix}: no array has a name that begins with it. There are "
+        f"--under {prefix}: no array name begins with it. Names: "
         f"{few(list(dict.fromkeys(names)), 3)}."
     )
 
 
 def new_directory(path: str) -> Location:
-    """A directory to write into, which must not hold anything yet."""
-    given = locate(path).absolute()
-    if given.exists() and (not given.is_directory() or given.entries()):
+    """Return a directory to write into, which must be empty or missing."""
+    directory = locate(path).absolute()
+    if directory.exists() and (not directory.is_directory() or directory.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
-    return given
+    return directory
 
 
 def new_run_directory(path: str) -> Location:
-    """As `new_directory`, or with nothing but what a command that was cut off began there."""
-    given = locate(path).absolute()
-    return given if _is_unfinished(given) else new_directory(path)
+    """Return a directory as `new_directory`; it may contain a run that `making_run` began."""
+    directory = locate(path).absolute()
+    marker = directory / _MARKER
+    only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
+    return directory if only_ours and marker.text() == _CUT_OFF else new_directory(path)
 
 
 @contextlib.contextmanager
 def making_run(directory: Location) -> Iterator[None]:
-    """Hold a directory of `new_run_directory` while a run is written into it.
+    """Lock a directory of `new_run_directory` while a run is written into it.
 
-    It does not count as one before the end. What was begun there and cut off is deleted.
+    A marker file makes it incomplete until the end. An interrupted earlier attempt is deleted.
 
     Raises:
         ConfigError: another process writes there, or has just done so.
@@ -84,7 +86,7 @@ def making_run(directory: Location) -> Iterator[None]:
     try:
         if (directory / "config.toml").exists():
             marker.delete()
-            raise ConfigError(f"another process has just made {directory}. Name another directory.")
+            raise ConfigError(f"another process has just created {directory}. Name another one.")
         for name in (directory / "checkpoints").entries():
             if name != LOCK_NAME:
                 (directory / "checkpoints" / name).delete_tree()
@@ -94,15 +96,8 @@ def making_run(directory: Location) -> Iterator[None]:
         lock.release()
 
 
-def _is_unfinished(directory: Location) -> bool:
-    """Whether all that is there was begun by `making_run` and not ended."""
-    marker = directory / _MARKER
-    only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
-    return only_ours and marker.text() == _CUT_OFF
-
-
 def new_local_directory(path: str) -> Location:
-    """As `new_directory`, on a file system."""
+    """Return a directory as `new_directory`, on a file system."""
     if problem := file_system_problem(path, "safetensors are written"):
         raise ConfigError(problem)
     return new_directory(path)

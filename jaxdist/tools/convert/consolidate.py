@@ -1,4 +1,4 @@
-"""`convert consolidate SRC OUT`: a checkpoint as safetensors, one file or shards with an index."""
+"""`convert consolidate SRC OUT`: write a checkpoint as safetensors, one file or shards."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_dire
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to write, and how."""
+    """Checkpoint, part and form of the output."""
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     out: str = setting("", "new directory for model*.safetensors", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     items: Literal["params", "all"] = setting(
-        "params", "params = weights only; all = optimizer state and the rest too"
+        "params", "params = weights only; all = also optimizer state and the rest"
     )
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
-        "stored", "dtype of floating point weights; stored = as they are"
+        "stored", "dtype of floating-point weights; stored = unchanged"
     )
-    shard_gb: float = setting(0.0, "GB in one file at most, with an index; 0 = one file", ge=0)
+    shard_gb: float = setting(0.0, "largest file in GB, with an index; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:
-    """Write the files; reads and verifies one array at a time."""
+    """Write the files; read and verify one array at a time."""
     out = new_local_directory(config.out)
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
     # `params/layers/w` -> `layers.w`; other parts keep their item's name.
-    theirs = [name.removeprefix("params/").replace("/", ".") for name in names]
-    tensors = {new: _tensor(stored, old, config) for new, old in zip(theirs, names, strict=True)}
+    flat = [name.removeprefix("params/").replace("/", ".") for name in names]
+    tensors = {new: _tensor(stored, old, config) for new, old in zip(flat, names, strict=True)}
     metadata = {"format": "pt", "step": str(stored.document["step"])}
     with new_output(Path(out)) as partial:
         partial.mkdir()
@@ -52,13 +52,16 @@ def run(config: Config) -> int:
 
 
 def _tensor(stored: StoredArrays, name: str, config: Config) -> safetensors.Tensor:
+    import jax.numpy as jnp
+
     entry = stored.entries[name]
     dtype = dtype_of(entry["dtype"])
-    if config.dtype != "stored" and name.startswith("params/") and _is_float(dtype):
+    is_float = bool(jnp.issubdtype(dtype, jnp.floating))  # bfloat16 included
+    if config.dtype != "stored" and name.startswith("params/") and is_float:
         dtype = dtype_of(config.dtype)
     if dtype.name not in safetensors.DTYPES:
         raise ConfigError(
-            f"{name} is {dtype.name}, which safetensors does not have. Use --items=params or "
+            f"{name} is {dtype.name}, which safetensors does not support. Use --items=params or "
             "--dtype=float32."
         )
 
@@ -67,10 +70,3 @@ def _tensor(stored: StoredArrays, name: str, config: Config) -> safetensors.Tens
             yield part.astype(dtype)
 
     return safetensors.Tensor(entry["shape"], dtype, parts())
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is floating point, ml_dtypes' included."""
-    import jax.numpy as jnp
-
-    return bool(jnp.issubdtype(dtype, jnp.floating))

@@ -1,4 +1,4 @@
-"""`convert diff A B`: which arrays of two checkpoints differ, and by how much."""
+"""`convert diff A B`: list the arrays of two checkpoints that differ, and by how much."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which two checkpoints to compare."""
+    """The two checkpoints to compare."""
 
     a: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    b: str = setting("", "what to compare it with", required=True)
+    b: str = setting("", "the checkpoint to compare it with", required=True)
     step_a: int = setting(-1, "step of the checkpoint of A; -1 = the newest valid one")
     step_b: int = setting(-1, "step of the checkpoint of B; -1 = the newest valid one")
-    under: str = setting("", "compare only arrays whose name begins with this, e.g. params")
-    limit: int = setting(40, "differing arrays shown, largest difference first; 0 = all", ge=0)
+    under: str = setting("", "compare only arrays whose names begin with this, e.g. params")
+    limit: int = setting(40, "number of arrays printed, largest difference first; 0 = all", ge=0)
     json: bool = setting(False, "print one JSON object instead of text")
 
 
 def run(config: Config) -> int:
-    """Compare two checkpoints; 0 when they hold the same, 1 otherwise."""
+    """Compare two checkpoints; return 0 if they are equal, else 1."""
     a = StoredArrays(checkpoint_of(config.a, config.step_a))
     b = StoredArrays(checkpoint_of(config.b, config.step_b))
     result = compare(a, b, config.under)
@@ -42,28 +42,26 @@ def run(config: Config) -> int:
 
 
 def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
-    """Names only in one, of other shapes, identical, and differing with numbers.
-
-    Arrays of the same shape, dtype and checksum are the same and are not read.
+    """Compare arrays by name; read only those with different dtype or checksum.
 
     Raises:
         ConfigError: neither has an array whose name begins with `under`.
     """
-    mine = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
-    theirs = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
-    if not mine and not theirs:
+    in_a = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
+    in_b = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
+    if not in_a and not in_b:
         raise ConfigError(nothing_under(under, [*a.entries, *b.entries]))
     result: dict[str, Any] = {
-        "only_a": [name for name in mine if name not in theirs],
-        "only_b": [name for name in theirs if name not in mine],
+        "only_a": [name for name in in_a if name not in in_b],
+        "only_b": [name for name in in_b if name not in in_a],
         "reshaped": {},
         "identical": [],
         "differing": {},
     }
-    for name in mine:
-        if name not in theirs:
+    for name in in_a:
+        if name not in in_b:
             continue
-        one, other = mine[name], theirs[name]
+        one, other = in_a[name], in_b[name]
         if one["shape"] != other["shape"]:
             result["reshaped"][name] = [one["shape"], other["shape"]]
         elif (one["dtype"], one["checksum"]) == (other["dtype"], other["checksum"]):
@@ -74,13 +72,13 @@ def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]
 
 
 def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
-    """Largest and mean absolute difference, where, and the share of elements that differ.
+    """Return the largest and mean absolute difference and the share of elements that differ.
 
-    NaN differs from everything but NaN; where exactly one side is not finite the difference is inf.
+    NaN equals only NaN. The difference is inf if exactly one side is not finite.
     """
     entry = a.entries[name]
     shape = tuple(entry["shape"])
-    worst, where, total, count = 0.0, [0] * len(shape), 0.0, 0
+    worst, worst_index, total, count = 0.0, [0] * len(shape), 0.0, 0
     for index in grid(shape, block_shape(shape, 8, BLOCK_BYTES)):
         x, y = (side.read(name, index).astype(np.float64) for side in (a, b))
         same = (x == y) | (np.isnan(x) & np.isnan(y))
@@ -90,13 +88,13 @@ def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
         if gap.size and gap.max() > worst:
             worst = float(gap.max())
             inside = np.unravel_index(int(gap.argmax()), gap.shape)
-            where = [int(at) + s.start for at, s in zip(inside, index, strict=True)]
+            worst_index = [int(at) + s.start for at, s in zip(inside, index, strict=True)]
         total += float(gap.sum())
         count += int((~same).sum())
     size = max(math.prod(shape), 1)
     return {
         "max_abs": worst,
-        "at": where,
+        "at": worst_index,
         "mean_abs": total / size,
         "num_differing": count,
         "num_elements": size,
@@ -111,10 +109,10 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
         for name in result[part]:
             print(f"{text}: {name}")
     for name, (one, other) in result["reshaped"].items():
-        print(f"other shape: {name} is {one} in a and {other} in b")
+        print(f"different shape: {name} is {one} in a and {other} in b")
     ranked = sorted(result["differing"].items(), key=lambda pair: -pair[1]["max_abs"])
-    shown = ranked[: limit or None]
-    for name, d in shown:
+    printed = ranked[: limit or None]
+    for name, d in printed:
         dtypes = (
             "" if d["dtypes"][0] == d["dtypes"][1] else f", {d['dtypes'][0]} / {d['dtypes'][1]}"
         )
@@ -123,6 +121,6 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
             f"{d['num_differing']:,} of {d['num_elements']:,} elements "
             f"({percent(d['differing_share'])}){dtypes}"
         )
-    if len(ranked) > len(shown):
-        print(f"… and {len(ranked) - len(shown)} more (--limit=0 shows all)")
+    if len(ranked) > len(printed):
+        print(f"… and {len(ranked) - len(printed)} more (--limit=0 prints all)")
     print(f"{len(result['identical'])} arrays identical, {len(ranked)} differ")

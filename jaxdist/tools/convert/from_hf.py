@@ -1,9 +1,9 @@
 """`convert from-hf DIR OUT`: import a Hugging Face model as a run directory.
 
-DIR is a model's directory, or ORG/NAME[@REVISION] on the hub.
+DIR is a model directory, or ORG/NAME[@REVISION] on the hub.
 
-The run directory can be evaluated and generated from at once, and trained from. Weights keep their
-dtype and move in blocks of a few MB: memory does not grow with the model or its tensors.
+The run directory can be evaluated, used for generation, and trained. Weights keep their dtype and
+are copied in blocks of a few MB: memory use does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Where the model is, and where it goes."""
+    """Source and destination."""
 
     src: str = setting(
         "",
@@ -47,41 +47,40 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Convert; prints what it made and what to run next."""
+    """Convert the model; print a summary and the next command."""
     out, is_hub = new_run_directory(config.out), hub.is_hub_name(config.src)
-    given = hub.with_commit(config.src) if is_hub else config.src
-    source = folder_of(given, weights=True)
+    name = hub.with_commit(config.src) if is_hub else config.src
+    source = folder_of(name, weights=True)
     weights = open_weights(source)
-    run_name = hub.short_name(given) if is_hub else source.absolute().name
-    theirs, model = read_json(source), weights.model
+    run_name = hub.short_name(name) if is_hub else source.absolute().name
+    hf_config, model = read_json(source), weights.model
     tensors = weights.tensors.values()
     total = sum(tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
     with making_run(out):
         writer = CheckpointWriter(out / "checkpoints" / "0", total)
-        for name, parts in weights.pieces.items():
-            _write(writer, name, parts, weights)
+        for array, parts in weights.pieces.items():
+            _write(writer, array, parts, weights)
         settings = _settings(run_name, model, source, out)
-        writer.finish({"mesh": "", "config": settings, "source": given if is_hub else str(source)})
+        writer.finish({"mesh": "", "config": settings, "source": name if is_hub else str(source)})
         (out / "config.toml").write(settings)
     count = num_params(build(model, seq_len=1))
     files = tokenizer_files(source)
-    talks = "chat_template.jinja" in files or b'"chat_template"' in files.get(
-        "tokenizer_config.json", b""
-    )
-    asks = "--chat" if talks else "--prompt Once"
-    lines = left_out(theirs)
+    tokenizer_config = files.get("tokenizer_config.json", b"")
+    has_template = "chat_template.jinja" in files or b'"chat_template"' in tokenizer_config
+    prompt = "--chat" if has_template else "--prompt Once"
+    lines = left_out(hf_config)
     if "tokenizer.json" not in files:
         lines.append(f"{source} has no tokenizer.json. Copy the model's to {out / 'tokenizer'}.")
     remarks = "".join(f"{line}\n" for line in lines)
     print(
-        f"{theirs['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
-        f"{out}\n{remarks}next: python -m jaxdist.generate {shlex.quote(str(out))} {asks}"
+        f"{hf_config['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
+        f"{out}\n{remarks}next: python -m jaxdist.generate {shlex.quote(str(out))} {prompt}"
     )
     return 0
 
 
 def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Weights) -> None:
-    """One array of ours, block by block; a block is a chunk on disk."""
+    """Write one array block by block; a block is a chunk on disk."""
     piece = parts[0]
     dtype = weights.dtype(piece)
     stacked = piece.layer is not None
@@ -90,7 +89,7 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
     chunk = _chunk(piece, dtype.itemsize)
 
     def blocks() -> Iterator[tuple[Index, np.ndarray]]:
-        """Places of the array's blocks, and their values [shape of the place]."""
+        """Yield index and values [shape of the index] of each block."""
         for part in parts:
             for index in grid(part.shape, chunk):
                 values = part.read(index, weights.fetch, dtype)
@@ -103,16 +102,16 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
 
 
 def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
-    """A chunk of a part, no larger than `_CHUNK_BYTES`: cut as the tensor lies in its file."""
+    """Return the chunk shape of a part: up to `_CHUNK_BYTES`, contiguous in its file."""
     order = piece.stored_order
     cut = even_chunk(tuple(piece.shape[dim] for dim in order), itemsize, _CHUNK_BYTES)
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
 
 
 def _settings(name: str, model: DecoderConfig, source: Location, out: Location) -> str:
-    """Copy the tokenizer, so that the run stands alone, and return the run's config.toml.
+    """Copy the tokenizer into the run and return the text of its config.toml.
 
-    It names the copy even if there is no tokenizer, because no other one fits the model.
+    It names the copy even if the model has no tokenizer, because no other one fits.
     """
     run = RunConfig(name=name, model=model)
     files = tokenizer_files(source)

@@ -1,4 +1,4 @@
-"""`convert inspect RUN`: what a checkpoint holds."""
+"""`convert inspect RUN`: print the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 _WIDEST = 60
-"""Characters of a list that is printed as it is."""
+"""Characters of the longest list that is printed in full."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which checkpoint to show, and how much of it."""
+    """Checkpoint and extent of the output."""
 
     path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
-    under: str = setting("", "show only arrays whose name begins with this, e.g. params/layers")
-    settings: bool = setting(False, "also print the settings that the run had")
+    under: str = setting("", "print only arrays whose names begin with this, e.g. params/layers")
+    settings: bool = setting(False, "also print the settings of the run")
     json: bool = setting(False, "print one JSON object instead of text")
 
 
 def run(config: Config) -> int:
-    """Print a checkpoint's tree and facts."""
+    """Print the arrays and metadata of a checkpoint."""
     stored = StoredArrays(checkpoint_of(config.path, config.step))
     meta = stored.document["meta"]
     facts = {
@@ -54,7 +54,7 @@ def run(config: Config) -> int:
     print()
     print(_table(stored, names))
     if config.settings:
-        print(f"\n{meta.get('config', 'no settings were stored')}")
+        print(f"\n{meta.get('config', 'no settings are stored')}")
     return 0
 
 
@@ -66,7 +66,7 @@ def _short(value: Any) -> str:
 
 
 def _totals(stored: StoredArrays) -> dict[str, Any]:
-    """Arrays, elements and bytes of each part."""
+    """Return arrays, elements and bytes of each part."""
     totals = {}
     for item in ITEMS:
         names = [name for name in stored.entries if name.startswith(item + "/")]

@@ -1,8 +1,8 @@
 """`convert reshard SRC DST --mesh dp=4,tp=2`: rewrite a checkpoint for another mesh.
 
-Any checkpoint loads on any mesh as it is. Rewriting it in chunks that are exactly what each device
-of a mesh holds makes every later start there read each byte once. It needs no GPU and holds one
-chunk at a time; arrays are verified on the way.
+Any checkpoint loads on any mesh. After a rewrite in chunks equal to the shards of a mesh, every
+later start on that mesh reads each byte once. It needs no GPU, keeps one chunk in memory and
+verifies the arrays.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, ne
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to rewrite, and for which mesh."""
+    """Checkpoint, mesh and form of the output."""
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
-    mesh: str = setting("dp=1", "mesh to write for, e.g. fsdp=64 or dp=4,tp=2,pp=2")
+    mesh: str = setting("dp=1", "target mesh, e.g. fsdp=64 or dp=4,tp=2,pp=2")
     items: Literal["all", "params"] = setting(
-        "all", "all = with optimizer state, to resume from; params = weights only"
+        "all", "all = with optimizer state, for resuming; params = weights only"
     )
     dtype: Literal["stored", "float32", "bfloat16"] = setting(
-        "stored", "dtype of the weights; a later start casts them to what it needs"
+        "stored", "dtype of the weights; a later start casts them as needed"
     )
-    chunk_mb: int = setting(64, "largest chunk, MiB: what is held in memory at a time", ge=1)
+    chunk_mb: int = setting(64, "largest chunk and memory use, MiB", ge=1)
 
 
 def run(config: Config) -> int:
-    """Rewrite one checkpoint into a run directory of its own."""
+    """Rewrite one checkpoint into a new run directory."""
     spec = MeshSpec.parse(config.mesh)
     checkpoint = checkpoint_of(config.src, config.step)
     destination = new_run_directory(config.dst)
@@ -81,10 +81,10 @@ def run(config: Config) -> int:
 def _target(
     config: Config, spec: MeshSpec, stored: StoredArrays
 ) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """The run's settings (TOML) with the new mesh; array -> shape that one device of it holds.
+    """Return the run's settings (TOML) with the new mesh, and array -> shape of one shard.
 
-    An average of the weights that the settings or the checkpoint lack is left out, as a restore
-    does.
+    An average of the weights that only the settings or only the checkpoint have is left out, as in
+    a restore.
     """
     from jaxdist.run.trained_run import open_run
 
@@ -93,21 +93,19 @@ def _target(
     parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
     of_average = lambda name: pytree.under(name, ["ema_params"])
-    if (
-        len({any(map(of_average, names)) for names in ([x.name for x in leaves], stored.entries)})
-        > 1
-    ):
+    has_average = any(of_average(leaf.name) for leaf in leaves)
+    if has_average != any(map(of_average, stored.entries)):
         print("the EMA of the weights is left out: only one of checkpoint and settings has it")
         leaves = [leaf for leaf in leaves if not of_average(leaf.name)]
     problems = pytree.mismatches(leaves, stored.entries, ignore=["ema_params"])
     if problems:
         raise ConfigError(
-            [f"{checkpoint} does not fit the settings of the run: {p}" for p in problems]
+            [f"{checkpoint} does not match the settings of the run: {p}" for p in problems]
         )
     shapes = {}
     for leaf in leaves:
         shard = leaf.value.sharding.shard_shape(leaf.value.shape)
-        extra = stored.entries[leaf.name]["shape"][len(shard) :]  # a key's data has one dim more
+        extra = stored.entries[leaf.name]["shape"][len(shard) :]  # dim of a random key's data
         shapes[leaf.name] = (*shard, *extra)
     moved = dataclasses.replace(settings.mesh, shape=config.mesh)
     return write_toml(dataclasses.replace(settings, mesh=moved)), shapes

@@ -1,4 +1,4 @@
-"""`convert to-hf RUN OUT`: a run's weights as a Hugging Face model directory.
+"""`convert to-hf RUN OUT`: write the weights of a run as a Hugging Face model directory.
 
 `config.json`, safetensors in shards with an index, and the tokenizer's files; transformers opens it
 with `AutoModelForCausalLM.from_pretrained(OUT)`.
@@ -38,40 +38,41 @@ _SLAB_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which weights to write, and how."""
+    """Weights and form of the output."""
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     out: str = setting("", "new directory", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
-        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
-        "run keeps one",
+        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
+        "one",
     )
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
-        "stored", "dtype of the weights; stored = as they are"
+        "stored", "dtype of the weights; stored = unchanged"
     )
-    shard_gb: float = setting(5.0, "GB in one file at most; 0 = one file", ge=0)
+    shard_gb: float = setting(5.0, "largest size of a file in GB; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:
-    """Convert; prints what it made."""
+    """Convert; print a summary."""
     print(export(config))
     return 0
 
 
 def export(config: Config) -> str:
-    """Write the directory; returns a line about what was made.
+    """Write the directory; return a summary line.
 
     Raises:
-        ConfigError: the run is no decoder's, has no such checkpoint, or `out` exists.
+        ConfigError: the model is no decoder, the checkpoint does not exist, or `out` exists.
     """
     out = Path(new_local_directory(config.out))
     checkpoint = checkpoint_of(config.src, config.step)
     stored = StoredArrays(checkpoint)
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     model = decoder_of(settings.model, config.src)
-    dtype = _dtype(stored, config.dtype)
+    is_stored = config.dtype == "stored"
+    dtype = dtype_of(stored.entries["params/embed/table"]["dtype"] if is_stored else config.dtype)
     item = pytree.weights_item(config.weights, stored.entries)
     tensors = _tensors(stored, model, dtype, item)
     with new_output(out) as partial:
@@ -88,16 +89,10 @@ def export(config: Config) -> str:
     )
 
 
-def _dtype(stored: StoredArrays, asked: str) -> np.dtype:
-    if asked != "stored":
-        return dtype_of(asked)
-    return dtype_of(stored.entries["params/embed/table"]["dtype"])
-
-
 def _tensors(
     stored: StoredArrays, model: DecoderConfig, dtype: np.dtype, item: str
 ) -> dict[str, safetensors.Tensor]:
-    """Their name -> tensor of the weights in `item`; its values are read when it is written."""
+    """Return Hugging Face name -> tensor of the weights in `item`, read when it is written."""
     ours = [
         dataclasses.replace(piece, name=piece.name.replace("params/", f"{item}/", 1))
         for piece in pieces(model, family_of(model))
@@ -111,16 +106,16 @@ def _tensors(
 
 
 def _check_shapes(stored: StoredArrays, ours: list[Piece], item: str) -> None:
-    """Raise ConfigError if the arrays are not exactly those that the settings make."""
+    """Raise ConfigError if names or shapes differ from those of the settings."""
     layers = collections.Counter(piece.name for piece in ours)
-    made = {p.name: [*[layers[p.name]][: p.layer is not None], *p.shape] for p in ours}
+    expected = {p.name: [*[layers[p.name]][: p.layer is not None], *p.shape] for p in ours}
     held = {n: e["shape"] for n, e in stored.entries.items() if pytree.under(n, [item])}
     problems = [
-        f"{name} is {held.get(name, 'absent')} in checkpoint {stored.checkpoint.name}, and "
-        f"{made.get(name, 'absent')} by the settings of its run. Put back the settings or the "
-        "checkpoint, or name another one with --step."
-        for name in sorted(made.keys() | held.keys())
-        if made.get(name) != held.get(name)
+        f"{name} is {held.get(name, 'absent')} in checkpoint {stored.checkpoint.name}, but "
+        f"{expected.get(name, 'absent')} in the settings of its run. Restore the settings or the "
+        "checkpoint, or use another one with --step."
+        for name in sorted(expected.keys() | held.keys())
+        if expected.get(name) != held.get(name)
     ]
     if problems:
         raise ConfigError(problems)
@@ -129,44 +124,44 @@ def _check_shapes(stored: StoredArrays, ours: list[Piece], item: str) -> None:
 def _rows(
     stored: StoredArrays, piece: Piece, source: Source, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """A tensor of theirs in slabs [rows, ...], so that no second copy of it is ever whole.
+    """Yield a Hugging Face tensor in slabs [rows, ...], to avoid a complete second copy.
 
-    Where both sides store rows in the same order, slabs are read one by one; where dims change
-    places the tensor is read at once, because every slab would touch every chunk on disk.
+    If both sides store rows in the same order, slabs are read one by one. If dims are transposed,
+    the tensor is read at once, because every slab would touch every chunk on disk.
     """
     same = source.order == tuple(range(len(source.order)))
     step = max(1, _SLAB_BYTES * source.view[0] // max(1, math.prod(source.view) * dtype.itemsize))
-    whole = None if same else _read(stored, piece, source.block)
+    tensor = None if same else _read(stored, piece, source.block)
     for start in range(0, source.view[0], step):
         rows = slice(start, min(start + step, source.view[0]))
-        if whole is None:
+        if tensor is None:
             block = (slice(source.block[0].start + rows.start, source.block[0].start + rows.stop),)
             part = _read(stored, piece, block + source.block[1:])
         else:
-            part = whole[tuple(rows if dim == 0 else slice(None) for dim in source.order)]
+            part = tensor[tuple(rows if dim == 0 else slice(None) for dim in source.order)]
         yield part.transpose(np.argsort(source.order)).astype(dtype)
 
 
 def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
-    """A block [shape of `index`] of a part of ours, in the stored dtype."""
+    """Read a block [shape of `index`] of a piece, in the stored dtype."""
     if piece.layer is None:
         return stored.gather(piece.name, index)
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]
 
 
 def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
-    """Write the tokenizer's files, bytes have none; returns the ids that `config.json` states."""
+    """Write the tokenizer's files if it has any; return the token ids for `config.json`."""
     unknown = {"bos_token_id": None, "eos_token_id": None}
     if any(map(is_custom, data.sources)) and data.tokenizer_name == "bytes":
         return unknown  # the user's own token numbers
     name = data.tokenizer_name
     try:
-        is_here = name == "bytes" or tokenizer_file(name).exists()
+        exists = name == "bytes" or tokenizer_file(name).exists()
     except ConfigError as error:
         print("\n".join(error.problems))
-        is_here = False
-    if not is_here:
-        print(f"no tokenizer is written: {name!r} is not here. Copy it to {out}.")
+        exists = False
+    if not exists:
+        print(f"no tokenizer is written: {name!r} does not exist. Copy it to {out}.")
         return unknown
     tokenizer = load_tokenizer(name, data.eos_token)
     stops = set(tokenizer.stop_ids)
@@ -179,7 +174,7 @@ def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     if isinstance(tokenizer, FileTokenizer):
         for name, content in tokenizer.files.items():
             (out / name).write_bytes(content)
-        # transformers stops where this file says, whatever config.json says.
+        # transformers prefers the ids of this file to those of config.json.
         generation = json.loads(tokenizer.files.get("generation_config.json", b"{}")) | ids
         (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     return ids

@@ -1,4 +1,4 @@
-"""`convert verify RUN`: whether each checkpoint is whole."""
+"""`convert verify RUN`: check that each checkpoint is complete and not corrupt."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which checkpoints to check, and how far."""
+    """Checkpoints and extent of the check."""
 
     path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     arrays: bool = setting(
-        False, "also read every array and compare its checksum with the one taken on the devices"
+        False, "also read every array and compare its checksum with the one computed on the devices"
     )
     json: bool = setting(False, "print one JSON object per checkpoint instead of text")
 
 
 def run(config: Config) -> int:
-    """Check all checkpoints of a run; 0 when every one is whole, 1 otherwise."""
+    """Check all checkpoints of a run; return 0 if all are valid, else 1."""
     directory, named = manifest.named_step(config.path)
     steps = manifest.steps_in(directory) if named is None else [named]
     corrupt = 0
@@ -42,13 +42,13 @@ def run(config: Config) -> int:
         else:
             files = {} if reason else manifest.read(checkpoint)["files"]
             size = in_bytes(sum(size for size, _ in files.values()))
-            said = f"CORRUPT: {reason}" if reason else f"whole, {len(files)} files, {size}"
-            print(f"checkpoint {step}: {said}")
+            result = f"CORRUPT: {reason}" if reason else f"valid, {len(files)} files, {size}"
+            print(f"checkpoint {step}: {result}")
     return 1 if corrupt else 0
 
 
 def _array_problem(checkpoint: Location) -> str:
-    """Why the arrays are not those that were saved, or ""."""
+    """Return the reason why an array differs from the saved one, or ""."""
     stored = StoredArrays(checkpoint)
     try:
         for name in stored.entries:

@@ -1,6 +1,5 @@
-"""`jaxdist sweep`: train every combination of some settings, one after the other.
+"""`jaxdist sweep`: train every combination of some settings, sequentially or as a SLURM job array.
 
-grid      which combinations, each checked by training's own reader   (read_sweep)
-slurm_array  the same as a SLURM job array          (read_slurm, tasks_of)
-__main__  one process for each, and what came of them
+grid      combinations, each checked by training's own reader
+__main__  one process per combination, or one task of a job array
 """

@@ -2,24 +2,24 @@
 
     python -m jaxdist.sweep --grid optim.peak_lr=1e-4,3e-4 --grid train.global_batch_size=16,32
 
-Takes the settings of training, and checks all combinations before the first one starts. Each is a
-run of its own below --run-dir (runs/NAME without it), called by its values, in a process of its
-own, one after the other. A run that fails is named, and the rest goes on. The same command again
-skips finished runs and goes on with the others. At the end come the table of `jaxdist report` and
-the best run.
+Takes the settings of training and checks all combinations before the first one starts. Each is a
+run below --run-dir (default: runs/NAME), named by its values, in its own process, one after the
+other. After a failed run the sweep continues. The same command skips finished runs and resumes the
+others. At the end it prints the table of `jaxdist report` and the best run.
 
-With --slurm the runs become the tasks of a SLURM job array, each of which saves at its time limit
-and requeues itself:
+With --slurm the runs are the tasks of a SLURM job array, each of which saves at its time limit and
+requeues itself:
 
     python -m jaxdist.sweep --grid seed=1,2,3 --slurm time=24:00:00 --slurm gpus-per-node=8
 
-Exit code: 0 if all runs are finished, 1 if one failed, 2 if the settings are bad, 75 or 130 if the
-sweep was told to stop.
+Exit code: 0 if all runs are finished, 1 if one failed, 2 for bad settings, 75 or 130 after a stop
+request.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -27,33 +27,38 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import file_system_problem
+from jaxdist.settings import ConfigError, read_settings, without_flags
 from jaxdist.tools.launch.slurm import deliver
-from jaxdist.tools.launch.slurm_script import batch_script
+from jaxdist.tools.launch.slurm_script import ArrayTask, Nodes, SlurmConfig, batch_script
 from jaxdist.tools.report.runs import ReportedRun, read_runs
 from jaxdist.tools.report.table import text_table
-from jaxdist.tools.sweep.grid import Trial, read_sweep
-from jaxdist.tools.sweep.slurm_array import read_slurm, tasks_of
+from jaxdist.tools.sweep.grid import COMMAND, Trial, read_sweep
+
+_SWEEP_FLAGS = ("run_dir", "arguments", "program")
+"""Flags of `jaxdist launch slurm` that the sweep sets."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is not finished, then compare; returns the exit code."""
+    """Train the unfinished runs, then compare all; return the exit code."""
     sweep = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     trials = sweep.trials
     if sweep.slurm:
         return write_array(sweep.slurm, trials)
     failed = []
     for number, trial in enumerate(trials, start=1):
-        place = f"sweep: run {number} of {len(trials)}: {trial.name}"
+        prefix = f"sweep: run {number} of {len(trials)}: {trial.name}"
         if trial.is_finished():
-            print(f"{place}: finished before", flush=True)
+            print(f"{prefix}: already finished", flush=True)
             continue
-        print(f"{place}: {trial.path}", flush=True)
-        code, told_to_stop = train(trial)
-        if told_to_stop or code in (runtime.EXIT_PREEMPTED, runtime.EXIT_INTERRUPTED):
-            print("sweep: stopped; the same command goes on", flush=True)
+        print(f"{prefix}: {trial.path}", flush=True)
+        code, is_stopping = train(trial)
+        if is_stopping or code in (runtime.EXIT_PREEMPTED, runtime.EXIT_INTERRUPTED):
+            print("sweep: stopped; the same command resumes it", flush=True)
             return code if code > 0 else runtime.EXIT_PREEMPTED
         if code != runtime.EXIT_OK:
-            failed.append(f"failed: {trial.name}, {_ended(code)}: {trial.path}")
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            failed.append(f"failed: {trial.name}, {reason}: {trial.path}")
             print(f"sweep: {failed[-1]}", flush=True)
     begun = [str(trial.path) for trial in trials if (trial.path / "metrics.jsonl").exists()]
     runs = read_runs(begun) if begun else []
@@ -63,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
-    """Write a job array of the runs that are not finished; returns the exit code.
+    """Write a job array of the unfinished runs; return the exit code.
 
     Raises:
-        ConfigError: every problem of SLURM's flags.
+        ConfigError: lists every problem of SLURM's flags.
     """
     left = [trial for trial in trials if not trial.is_finished()]
     if not left:
@@ -75,44 +80,85 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
     config = read_slurm(flags, left)
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
-    code = deliver(config, batch_script(config, tasks=tasks_of(left)))
+    tasks = [
+        ArrayTask(run_dir=str(trial.path), arguments=without_flags(trial.arguments, "run_dir"))
+        for trial in left
+    ]
+    code = deliver(config, batch_script(config, tasks=tasks))
     if not config.dry_run and code == runtime.EXIT_OK:
         paths = " ".join(shlex.quote(str(trial.path)) for trial in trials)
         print(f"{len(left)} tasks; when they have ended: python -m jaxdist.report {paths}")
     return code
 
 
-def train(trial: Trial) -> tuple[int, bool]:
-    """Train in a process of its own.
+def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
+    """Read flags of `jaxdist launch slurm` such as "time=24:00:00".
 
-    Ctrl-C reaches both processes, SIGTERM is handed on; training then saves and leaves.
+    The default job name is the directory of the runs.
+
+    Raises:
+        ConfigError: lists every problem of the flags.
+    """
+    names = [flag.partition("=")[0].replace("-", "_") for flag in flags]
+    problems = [
+        f"slurm={flag!r} is not FLAG=VALUE. Use e.g. time=24:00:00."
+        for flag in flags
+        if "=" not in flag
+    ]
+    problems += [
+        f"slurm={flag!r}: the sweep sets {name}. Leave it out."
+        for name, flag in zip(names, flags, strict=True)
+        if name in _SWEEP_FLAGS
+    ]
+    folder = str(trials[0].path.parent)
+    if problem := file_system_problem(folder, "a job of SLURM keeps its state"):
+        problems.append(f"--run-dir {problem}")
+    if problems:
+        raise ConfigError(problems, asked=COMMAND)
+    words = [f"--{flag}" for flag in flags]
+    if "name" not in names:
+        name = re.sub(r"[^\w.-]+", "-", str(trials[0].path).split("/")[-2])
+        words.append(f"--name=sweep-{name}")
+    config = read_settings(SlurmConfig, words, command=f"{COMMAND} --slurm")
+    if Nodes.parse(config.nodes).least:
+        raise ConfigError(
+            f"slurm='nodes={config.nodes}': all runs of a sweep need the same number of nodes, so "
+            "that they can be compared. Use one number."
+        )
+    return config
+
+
+def train(trial: Trial) -> tuple[int, bool]:
+    """Train in a child process.
+
+    Ctrl-C reaches both processes, SIGTERM is forwarded; training then saves and exits.
 
     Returns:
-        Its exit code, negative where a signal ended it, and whether this process was told to stop.
+        Its exit code, negative after a signal, and whether this process received a stop request.
     """
-    told: list[int] = []
+    signals: list[int] = []
     begun: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int, frame: object) -> None:
-        told.append(number)
+    def forward(number: int, frame: object) -> None:
+        signals.append(number)
         if number == signal.SIGTERM:
             for process in begun:
                 process.terminate()
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen([sys.executable, "-m", "jaxdist.train", *trial.arguments])
         begun.append(process)
-        if signal.SIGTERM in told:  # before there was one to hand it to
+        if signal.SIGTERM in signals:  # received before the process existed
             process.terminate()
-        return process.wait(), bool(told)
+        return process.wait(), bool(signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def best_of(runs: Sequence[ReportedRun]) -> str:
-    """The run with the least loss: held-out where one was evaluated, else of training."""
+    """Describe the run with the lowest evaluation loss, or else training loss."""
     for key, what in (("best_eval_loss", "eval loss"), ("train_loss", "train loss")):
         losses = [(run.outcome[key], run) for run in runs]
         rated = [(loss, run) for loss, run in losses if loss is not None and math.isfinite(loss)]
@@ -120,10 +166,6 @@ def best_of(runs: Sequence[ReportedRun]) -> str:
             loss, run = min(rated, key=lambda pair: pair[0])
             return f"best: {run.name}, {what} {loss:.4f}: {run.path}"
     return "best: none, no run has a finite loss"
-
-
-def _ended(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 if __name__ == "__main__":

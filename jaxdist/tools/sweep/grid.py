@@ -1,4 +1,4 @@
-"""What `jaxdist sweep` is asked: training's settings, and which of them take several values."""
+"""Settings of `jaxdist sweep`: those of training, some of them with several values."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from jaxdist.settings.schema import BadValueError, FlagText, read_value
 
 COMMAND = "jaxdist.sweep"
 
-_OF_THE_SWEEP = ("name", "run_dir", "resume", "replay")
-"""Settings of a run that the sweep decides: they cannot vary."""
+_SWEEP_SETTINGS = ("name", "run_dir", "resume", "replay")
+"""Settings of a run that the sweep sets: they cannot vary."""
 
 _MOST_TRIALS = 10_000
-_LONGEST_NAME = 255  # bytes of a directory's name on the file systems of Linux
+_LONGEST_NAME = 255  # bytes of a directory name on Linux file systems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig(RunConfig):
-    """A run's settings, and which of them vary."""
+    """The settings of a run, and those that vary."""
 
     grid: tuple[str, ...] = setting(
         (),
-        "a setting and its values, e.g. optim.peak_lr=1e-4,3e-4. Given several times, every "
-        "combination is trained. Values that hold commas are a list of texts, e.g. "
+        "a setting and its values, e.g. optim.peak_lr=1e-4,3e-4; repeat the flag to train every "
+        "combination. Values that contain commas are a list of texts, e.g. "
         'mesh=["dp=2,tp=2","dp=4"]',
     )
     slurm: tuple[str, ...] = setting(
         (),
-        "write a SLURM job array in place of training here, one task for each combination: a flag "
-        "of `jaxdist launch slurm` and its value, e.g. time=24:00:00, gpus-per-node=8 or "
-        "submit=true; may be given several times",
+        "write a SLURM job array instead of training here, one task per combination: a flag of "
+        "`jaxdist launch slurm` and its value, e.g. time=24:00:00, gpus-per-node=8 or "
+        "submit=true; may be repeated",
     )
 
 
@@ -49,8 +49,8 @@ class Trial:
     """One combination.
 
     Attributes:
-        name: "optim.peak_lr=1e-4,train.steps=100"; its run directory is called so.
-        arguments: of `jaxdist.train`.
+        name: name of the run directory, e.g. "optim.peak_lr=1e-4,train.steps=100".
+        arguments: arguments of `jaxdist.train`.
         config: the settings that training reads from them.
     """
 
@@ -59,17 +59,12 @@ class Trial:
     arguments: list[str]
     config: RunConfig
 
-    @property
-    def arguments_without_run_dir(self) -> list[str]:
-        """`arguments`, for a launcher that names the run directory itself."""
-        return without_flags(self.arguments, "run_dir")
-
     def is_finished(self) -> bool:
-        """Whether its run has ended with all steps done."""
+        """Return whether its run has ended after all steps."""
         run = RunDirectory(self.path, is_writer=False, resumed=True)
         try:
             summary = read_table(run.summary, decode)
-        except (OSError, ConfigError):  # it cannot be read, or is damaged
+        except (OSError, ConfigError):  # missing or damaged
             return False
         ended = summary.get("exit_reason"), summary.get("step")
         return ended == (ExitReason.FINISHED, self.config.train.steps)
@@ -77,11 +72,11 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to train, and where.
+    """The runs of a sweep.
 
     Attributes:
-        trials: every combination, in the order of the grid; the setting named last varies fastest.
-        slurm: flags of a SLURM job array; () = the runs are trained here.
+        trials: every combination; the last setting of the grid varies fastest.
+        slurm: flags of a SLURM job array; () = train here.
     """
 
     trials: list[Trial]
@@ -89,10 +84,10 @@ class Sweep:
 
 
 def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
-    """The sweep that the arguments of the command ask for.
+    """Read the arguments of the command.
 
     Raises:
-        ConfigError: every problem of the grid, or else of any combination.
+        ConfigError: lists every problem of the grid, or else of all combinations.
     """
     config = read_settings(
         SweepConfig,
@@ -106,8 +101,8 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     axes, problems = _axes_of(config)
     if (count := math.prod(map(len, axes.values()))) > _MOST_TRIALS:
         problems.append(
-            f"the grid has {count} combinations, {_MOST_TRIALS} are allowed. Vary fewer settings, "
-            "or give fewer values."
+            f"the grid has {count} combinations, at most {_MOST_TRIALS} are allowed. Vary fewer "
+            "settings, or use fewer values."
         )
     if problems:
         raise ConfigError(problems, asked=COMMAND)
@@ -115,7 +110,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     name = read_run(plain, command=COMMAND, check_rules=False).name
     folder = locate(config.run_dir or f"runs/{name}")
     trials: list[Trial] = []
-    found: dict[str, list[str]] = {}
+    by_problem: dict[str, list[str]] = {}
     for pairs in itertools.product(*([f"{n}={v}" for v in values] for n, values in axes.items())):
         name = re.sub(r"[^\w.,=+@-]+", "-", ",".join(pairs))
         path = folder / name
@@ -124,12 +119,12 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
             settings = read_run(arguments, command="jaxdist.train")
         except ConfigError as error:
             for problem in error.problems:
-                found.setdefault(problem, []).append(name)
+                by_problem.setdefault(problem, []).append(name)
             continue
         trials.append(Trial(name=name, path=path, arguments=arguments, config=settings))
     problems = [
         problem if len(names) == count else f"{' and '.join(names[:2])}: {problem}"
-        for problem, names in found.items()
+        for problem, names in by_problem.items()
     ]
     problems += _name_problems(trials)
     problems += [problem for trial in trials if (problem := _other_run(trial))]
@@ -139,17 +134,15 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
 
 
 def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
-    """Setting -> its values as a flag would spell them, and what is wrong with the grid."""
+    """Return setting -> its values as flags spell them, and the problems of the grid."""
     axes: dict[str, list[str]] = {}
     problems = [
-        f"{name}={getattr(config, name)!r}: a sweep goes on with its own runs. Leave it out."
+        f"{name}={getattr(config, name)!r}: a sweep resumes its own runs. Leave it out."
         for name, default in (("resume", "auto"), ("replay", ""))
         if getattr(config, name) != default
     ]
     if not config.grid:
-        problems.append(
-            "no setting varies. Say which and how: --grid optim.peak_lr=1e-4,3e-4,1e-3."
-        )
+        problems.append("no setting varies. Set e.g. --grid optim.peak_lr=1e-4,3e-4,1e-3.")
     for text in config.grid:
         spelled, _, values = text.partition("=")
         name = ALIASES.get(spelled.replace("-", "_"), spelled.replace("-", "_"))
@@ -160,22 +153,22 @@ def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
             continue
         if not spelled or not items:
             problems.append(f"grid={text!r} is not SETTING=VALUE,VALUE. Use e.g. seed=1,2,3.")
-        elif name in _OF_THE_SWEEP:
-            problems.append(f"grid={text!r}: the sweep decides {name}. Vary another setting.")
+        elif name in _SWEEP_SETTINGS:
+            problems.append(f"grid={text!r}: the sweep sets {name}. Vary another setting.")
         elif name in axes:
-            problems.append(f"grid={text!r}: {name} is given twice. Give all its values at once.")
+            problems.append(f"grid={text!r}: {name} is set twice. List all its values at once.")
         elif len(set(items)) < len(items):
-            problems.append(f"grid={text!r} names a value twice. Remove one.")
+            problems.append(f"grid={text!r} contains a value twice. Remove one.")
         axes[name] = items
     return axes, problems
 
 
 def _name_problems(trials: Sequence[Trial]) -> list[str]:
-    """Run directories that cannot be, or cannot be told apart."""
+    """Return problems of run directories with invalid or equal names."""
     names = [trial.name for trial in trials]
     return [
         f"two combinations have the run directory {name}: their values differ only in characters "
-        "that no name has. Sweep them apart, with --run-dir."
+        "that names cannot contain. Use two sweeps with different --run-dir."
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ] + [
@@ -187,14 +180,14 @@ def _name_problems(trials: Sequence[Trial]) -> list[str]:
 
 
 def _other_run(trial: Trial) -> str:
-    """A problem where the run directory holds a run of other settings; more steps are no problem.
+    """Return a problem if the run directory contains a run with other settings.
 
-    Skipping it, or going on with it, would mix two sweeps.
+    To skip or resume such a run would mix two sweeps. More steps are allowed.
     """
     run = RunDirectory(trial.path, is_writer=False, resumed=True)
     try:
         old = flatten(tomllib.loads(run.config.text()))
-    except (OSError, ValueError):  # new; a damaged one is named when training opens it
+    except (OSError, ValueError):  # new; training reports a damaged one
         return ""
     changed = changed_settings(old, flatten(tomllib.loads(write_toml(trial.config))))
     before, now = changed.get("train.steps", (0, 0))
@@ -204,6 +197,6 @@ def _other_run(trial: Trial) -> str:
         return ""
     lines = [f"{name}: {a} -> {b}" for name, (a, b) in changed.items()]
     return (
-        f"{trial.path} holds a run with other settings ({', '.join(lines)}). Name another folder "
-        "with --run-dir, or remove this one."
+        f"{trial.path} contains a run with other settings ({', '.join(lines)}). Use another "
+        "--run-dir, or delete this one."
     )
