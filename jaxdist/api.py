@@ -19,7 +19,7 @@ from jaxdist.checkpoint import CheckpointError
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.types import Model, Objective
-from jaxdist.data.custom import GIVEN_ROWS
+from jaxdist.data.custom import PYTHON_ROWS
 from jaxdist.models import GIVEN_MODEL
 from jaxdist.results import Run, check_type
 from jaxdist.run.metrics_log import Record
@@ -253,7 +253,7 @@ def _objects(
     if data is None:
         return make_model, None
     name = _importable(data)
-    values["data.sources"] = [name or GIVEN_ROWS]
+    values["data.sources"] = [name or PYTHON_ROWS]
     return make_model, None if name else data
 
 

@@ -102,7 +102,7 @@ class GenerateConfig(TextSettings):
         records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(prompts, 1)]
         if kind_of(Path(self.prompt_file)) in ("lines", "parquet"):
             read = read_records(Path(self.prompt_file), ["prompt", "messages"])
-            records = [(record.value, record.place) for record in read]
+            records = [(record.value, record.source) for record in read]
         elif self.prompt_file:
             text = "".join(piece.text for piece in read_pieces(Path(self.prompt_file), "prompt"))
             lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []

@@ -79,7 +79,7 @@ def run(
     if budget is not None and "memory" not in config.override:
         budget.check()
     data = open_datasets(
-        config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
+        config.data, seq_len=config.train.seq_len, seed=config.seed, python_source=program.rows
     )
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may differ

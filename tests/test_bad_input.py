@@ -220,12 +220,12 @@ OTHERS = {
     "data field": ("data", ["rows.jsonl", "--out=t"], "rows.jsonl", "text"),
     "data broken line": ("data", ["broken.jsonl", "--out=t"], "broken.jsonl", "line 2"),
     "data cut gzip": ("data", ["cut.jsonl.gz", "--out=t"], "cut.jsonl.gz", "again"),
-    "data kinds": ("data", ["mixed", "--out=t"], "mixes kinds of files", "Name one kind"),
+    "data kinds": ("data", ["mixed", "--out=t"], "mixes kinds of files", "Select one kind"),
     "data tokenizer": (
         "data", ["good.txt", "--out=t", "--tokenizer=bad_tokenizer.json"], "bad_tok", "token"),
-    "data out exists": ("data", ["good.txt", "--out=mixed"], "--out mixed exists", "Name another"),
+    "data out exists": ("data", ["good.txt", "--out=mixed"], "--out mixed exists", "Choose"),
     "data two tokenizers": (
-        "data", ["good.txt", "--out=t", "--train-bpe=300", "--tokenizer=x.json"], "x.json", "Drop"),
+        "data", ["good.txt", "--out=t", "--train-bpe=9", "--tokenizer=x.json"], "x.json", "Remove"),
     "data BPE too large": (
         "data", ["good.txt", "--out=t", "--train-bpe=9000"], "--train-bpe 9000", "or less"),
 }  # fmt: skip

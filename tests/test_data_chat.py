@@ -409,7 +409,7 @@ BAD_CHATS = {
     "record_mask": ({"messages": [ASK, SAY], "weight": 0}, "weight"),
     "record_false": ({"messages": [ASK, SAY], "learn": False}, "learn"),
     "message_name": ({"messages": [{**ASK, "name": "Ann"}, SAY]}, "message 1", "name"),
-    "silent": ({"messages": [ASK]}, "no message of the assistant"),
+    "silent": ({"messages": [ASK]}, "no assistant message"),
     "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2", "empty"),
     "a_list": (["a"], "not an object", "list"),
 }  # fmt: skip

@@ -216,7 +216,7 @@ def test_fingerprint_follows_rows():
         ("endless", "repeats without end"),
         ("gaps", "row 7 is missing"),
         ("nothing_left", "has no rows"),
-        ("forgetful", "cannot be resumed: from the state behind its first row"),
+        ("forgetful", "cannot be resumed: from the state after its first row"),
         ("stateless", "cannot be resumed: its state cannot be saved"),
     ],
 )
@@ -227,7 +227,7 @@ def test_functions_that_cannot_be_used_are_refused(name, error):
 
 
 def test_what_a_function_needs_is_said_at_once():
-    with pytest.raises(ConfigError, match="stands alone"):
+    with pytest.raises(ConfigError, match="the only source"):
         open_function("pipeline", eval_sources=["stdlib"])
     with refused("no_such:rows", "named 'no_such'"):
         open_datasets(DataConfig(sources=["no_such:rows"]), seq_len=8)

@@ -188,7 +188,7 @@ def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
 
     first = folder()
     assert folder() == first
-    assert [r.message for r in caplog.records if "tokenising mine: 1 files" in r.message] == [
+    assert [r.message for r in caplog.records if "tokenizing mine: 1 files" in r.message] == [
         caplog.records[0].message
     ]
     changed = source.read_bytes().replace(b"first", b"worst")
@@ -227,7 +227,7 @@ def test_a_cut_off_or_foreign_corpus_is_refused(tmp_path):
     about = json.loads((folder / "corpus.json").read_text())
     tokens = folder / "tokens-00000.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1])
-    with refused("tokens-00000.bin", "cut off"):
+    with refused("tokens-00000.bin", "truncated"):
         Corpus(folder)
     (folder / "corpus.json").write_text(json.dumps(about | {"format": "other"}))
     with refused("format 'other'"):
@@ -290,8 +290,8 @@ def test_a_bpe_learns_on_as_many_megabytes_as_asked_evenly_spread(tmp_path, monk
     ("options", "facts"),
     [
         (["--train-bpe", "100"], ["--train-bpe 100", "256 bytes"]),
-        (["--train-bpe", "90000"], ["--train-bpe 90000", "gives only"]),
-        (["--train-bpe", "300", "--tokenizer", "x"], ["Drop one"]),
+        (["--train-bpe", "90000"], ["--train-bpe 90000", "yields only"]),
+        (["--train-bpe", "300", "--tokenizer", "x"], ["Remove one"]),
         (["--eos-token", "<s>"], ["eos_token"]),
         (["--tokenizer", "nowhere.json"], ["'nowhere.json'"]),
         (["--text-field", "body"], ["source.jsonl:1 ", "field 'body'", "text, other"]),
@@ -385,7 +385,7 @@ BAD_SOURCES = {
     "not_zstd": (save("a.jsonl.zst", GOOD), "a.jsonl.zst", "damaged"),
     "missing_column": (save_parquet(PARQUET_TEXT), "no column text", "has: other"),
     "column_of_numbers": (save_parquet(PARQUET_NUMBERS), "column text", "int64"),
-    "not_parquet": (save("a.parquet", GOOD), "a.parquet", "whole Parquet"),
+    "not_parquet": (save("a.parquet", GOOD), "a.parquet", "complete Parquet"),
     "mixed_folder": (save_folder(a_txt=GOOD, b_jsonl=GOOD), "a.txt", "b.jsonl"),
 }  # fmt: skip
 

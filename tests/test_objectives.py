@@ -140,7 +140,7 @@ def test_evaluation_spreads_complete_examples_over_the_data():
     for i, row in enumerate(rows):
         row["reference"] = np.float32(i)
     config = DataConfig(sources=["python:rows"])
-    data, held = open_datasets(config, seq_len=tiny.SEQ, given=(rows, rows))
+    data, held = open_datasets(config, seq_len=tiny.SEQ, python_source=(rows, rows))
     batches = EvalBatches(held.in_examples(2), 4, Held(np.arange(4)), 2)
     found = [batches[i][1]["reference"] for i in range(len(batches))]
     assert np.array_equal(found, [[0, 1, 6, 7], [12, 13, 18, 19]])

@@ -1,17 +1,17 @@
-"""Sources to rows to global batches: the batch of a step depends on (data, seed, step) alone.
+"""Turn sources into rows and rows into global batches, a function of (data, seed, step) alone.
 
-    config     what a user can ask                 tokenizer  text to tokens and back
-    documents  files to documents                  corpus     tokenised shards on disk, cached
-    encoding   documents to tokens                 chat       conversations, and what they teach
+    config     settings                            tokenizer  text to tokens and back
+    documents  files to documents                  corpus     tokenized shards on disk, cached
+    encoding   documents to tokens                 chat       conversations to tokens and weights
     packing    tokens to rows                      images     CIFAR-10
-    custom     rows of the user's own, by number   stream     rows of the user's own, in sequence
-    dataset    sources together, held-out split    order      sample number to row
+    custom     rows of a user's function           stream     a user's stream of rows
+    dataset    all sources, held-out split         order      sample number to row
     batches    batch number to rows, for grain     prefetch   grain's thread and worker processes
     loader     batches on devices, and resuming    ledger     hash chain of the sample ids
     __main__   `python -m jaxdist.data`            template_sandbox   chat templates, with limits
 
-Nothing here knows a model. Of jax it takes the processes and the placing of arrays by a sharding,
-of the core the order of positions that the context axis asks for.
+Nothing here depends on a model. Of jax it uses processes and shardings, of the core the order of
+positions on the context axis.
 """
 
 from jaxdist.data.config import DataConfig

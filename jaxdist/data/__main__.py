@@ -1,4 +1,4 @@
-"""`python -m jaxdist.data SRC … --out DIR`: tokenise a corpus once into memory-mapped shards."""
+"""Tokenize a corpus into memory-mapped shards: `python -m jaxdist.data SRC … --out DIR`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxdist.runtime.storage import Location, is_url, locate, read_url
 from jaxdist.settings import ConfigError, read_settings, setting
 
 SUMMARY = """\
-Tokenise text once into memory-mapped shards that training reads at random.
+Tokenize text once into memory-mapped shards that training reads at random.
 
     python -m jaxdist.data book.txt --out tokens
     python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
@@ -44,20 +44,19 @@ Then train on it:
 
     python -m jaxdist.train --data.sources tokens
 
-The folder appears whole or not at all: an interrupted run leaves nothing behind on a disk, and in a
-bucket nothing that is read. The same command replaces it."""
+The folder appears complete or not at all. After an interruption start the same command again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to tokenise, with which tokenizer, and where to."""
+    """Settings of the command: sources, tokenizer and output folder."""
 
     sources: list[str] = setting(
         [],
         'text files, folders, globs, .jsonl[.gz|.zst], .parquet, as paths or URLs, or "stdlib"',
         required=True,
     )
-    out: str = setting("", "folder to make, by its path or URL; it must not exist", required=True)
+    out: str = setting("", "path or URL of the new folder; it must not exist", required=True)
     tokenizer: str = setting(
         "bytes",
         'a tokenizer.json, ORG/NAME[@REVISION] on the Hugging Face hub, "bytes" (256 tokens) or '
@@ -65,7 +64,7 @@ class PrepareConfig:
     )
     train_bpe: int = setting(
         0,
-        "learn a byte-level BPE of so many tokens on the sources first, and keep it as "
+        "first learn a byte-level BPE with this many tokens on the sources, and store it as "
         "tokenizer.json in the folder; 0 = no",
         ge=0,
     )
@@ -77,48 +76,44 @@ class PrepareConfig:
     )
     records: Literal["text", "chat", "completion"] = setting(
         "text",
-        'what a JSON line or Parquet row holds: a text, a conversation {"messages": [{"role", '
-        '"content"}, ...]}, or {"prompt", "completion"}; of the last two only the answers are '
-        "learned",
+        'content of a JSON line or Parquet row: a text, a conversation {"messages": [{"role", '
+        '"content"}, ...]}, or {"prompt", "completion"}; with the last two only the answers '
+        "are learned",
     )
     chat_template: str = setting(
-        "auto", "auto = the tokenizer's own, else plain; plain; or a Jinja file, by its path or URL"
+        "auto", "auto = the tokenizer's own, else plain; plain; or the path or URL of a Jinja file"
     )
     eos_token: str = setting(
-        "", "token put after each document; empty = the tokenizer's own end of text, if it has one"
+        "", "token after each document; empty = the tokenizer's own end of text, if it has one"
     )
 
     def problems(self) -> list[str]:
-        """Settings that exclude each other."""
+        """Return the errors of settings that exclude each other."""
         if self.train_bpe and self.tokenizer != "bytes":
             return [
-                f"--train-bpe makes a tokenizer, --tokenizer {self.tokenizer} names one. Drop one."
+                f"--train-bpe makes a tokenizer, but --tokenizer is {self.tokenizer}. Remove one."
             ]
         if self.train_bpe and self.records != "text":
             return [
-                f"--train-bpe learns on text, --records {self.records} is none. Learn it on text "
-                "first, then name DIR/tokenizer.json with --tokenizer."
+                f"--train-bpe needs text, not --records {self.records}. Learn it on text "
+                "first, then set --tokenizer to DIR/tokenizer.json."
             ]
         return []
 
 
 _UPLOADED_TOKENS = 1 << 24
-"""Tokens of a shard that goes to an object store: it is held in memory for a moment."""
+"""Tokens of a shard for an object store, which is uploaded from memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ConfigError: what the user can mend. Nothing is left behind.
-    """
+    """Run the command and return its exit code; raises `ConfigError` for errors of the user."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
         raise ConfigError(
             "`data prove` was removed. `python -m jaxdist.train --replay RUN:STEP` lists the rows "
             "of a step."
         )
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: what is half done goes
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: partial output is removed
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = read_settings(
         PrepareConfig,
@@ -141,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: PrepareConfig, out: Location) -> None:
-    """Tokenise the sources into the new folder `out`, with progress on stderr."""
+    """Tokenize the sources into the new folder `out`, with progress on stderr."""
     if out.exists() and not is_cut_upload(out):
-        raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
+        raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Choose another.")
     files = [path for source in config.sources for path in find_files(source)]
     size = total_bytes(files)
     print(f"{len(files)} files, {in_bytes(size)}", file=sys.stderr)
@@ -182,17 +177,17 @@ def _learn(files: list[DataFile], config: PrepareConfig, path: str) -> None:
         f"learning a BPE of {vocab_size} tokens on {percent(share, 0)} of the text", file=sys.stderr
     )
     train_bpe(_sample(files, share, config.text_field), vocab_size, path)
-    found = load_tokenizer(path).vocab_size
-    if found < vocab_size:
+    size = load_tokenizer(path).vocab_size
+    if size < vocab_size:
         raise ConfigError(
-            f"--train-bpe {vocab_size}: the text gives only {found} tokens. Use --train-bpe "
-            f"{found} or less, or more text."
+            f"--train-bpe {vocab_size}: the text yields only {size} tokens. Use --train-bpe "
+            f"{size} or less, or more text."
         )
     print(f"learned in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 def _sample(files: list[DataFile], share: float, text_field: str) -> Iterator[str]:
-    """Evenly spaced pieces of the text, each cut into lines so that little is held at once."""
+    """Yield evenly spaced pieces of the text, line by line to save memory."""
     due = 0.0
     for piece in itertools.chain.from_iterable(read_pieces(path, text_field) for path in files):
         due += share

@@ -1,10 +1,10 @@
-"""Batches as grain datasets: batch number to the part of it that this process holds.
+"""Grain datasets of batches: from a batch number to the rows that this process holds.
 
-One element is a whole local batch and not a row: reading, prefetching and handing over then cost
-grain's Python once per batch (`scripts/bench/results/data.md` has both ways side by side).
+One element is a complete local batch, not a row, so grain's Python overhead for reading and
+prefetching is paid once per batch (`scripts/bench/results/data.md` compares both).
 
-Shapes: `batch` rows over all processes, `local` of them held by this process; where devices share
-rows, `local_seq` positions of a row, in the order of `core.parallel.context.device_order`.
+Shapes: `batch` rows over all processes, of which this process holds `local`; if devices share rows,
+`local_seq` positions of a row, in the order of `core.parallel.context.device_order`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ Samples = Sequence[tuple[int, int]]
 
 
 class Held(NamedTuple):
-    """The part of every batch that some devices hold.
+    """Part of every batch that some devices hold.
 
     Attributes:
-        rows: int64 [local], ascending: which rows of a batch.
-        places: int64 [local_seq], ascending: which places of `device_order`; None = whole rows.
-        spans: the positions that lie there.
+        rows: int64 [local], ascending: indices of rows of a batch.
+        seq_indices: int64 [local_seq], ascending: indices into `device_order`; None = all.
+        spans: positions at these indices.
     """
 
     rows: np.ndarray
-    places: np.ndarray | None = None
+    seq_indices: np.ndarray | None = None
     spans: Spans | None = None
 
 
 class TrainBatches(grain.MapDataset[Numbered]):
-    """Batch number -> first sample and rows, a pure function of (data, seed, start, left_out)."""
+    """Batch number -> first sample and rows, a function of (data, seed, start, left_out)."""
 
     def __init__(
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
         start: int, left_out: Samples,
     ):  # fmt: skip
-        """Nothing is read yet. Batch 0 begins at sample `start`, and no batch holds `left_out`."""
+        """Batch 0 begins at sample `start`; no batch holds `left_out`. Reads nothing yet."""
         super().__init__()
-        # Worker processes get a copy, and rows need no tokenizer.
+        # Worker processes get a copy; rows need no tokenizer.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
         self._order = dataset.order(seed)
         self._batch_size, self._held = batch_size, held
         self._start, self._left_out = start, left_out
 
     def __len__(self) -> int:
-        return sys.maxsize  # epoch follows epoch
+        return sys.maxsize  # endless epochs
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # the part of one worker process
@@ -76,10 +76,10 @@ class TrainBatches(grain.MapDataset[Numbered]):
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
-    """Batch number -> rows in storage order, each once; what the last batch lacks has weights 0."""
+    """Batch number -> rows in storage order, each once; padding has weights 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
-        """Nothing is read yet. Rows of `max_batches` are spread evenly over the dataset."""
+        """Rows of `max_batches` are spread evenly over the dataset. Reads nothing yet."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._held = batch_size, held
@@ -93,7 +93,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
         if isinstance(index, slice):
             return self.slice(index)
         numbers = index * self._batch_size + self._held.rows
-        # Padding repeats a real row: rows of zeros could make a model divide by nothing.
+        # Pad with a real row: rows of zeros could make a model divide by zero.
         size = self._dataset.rows_per_example
         examples = np.minimum(numbers // size, self._count // size - 1)
         examples = examples * (self._dataset.num_rows // size) // (self._count // size)
@@ -104,18 +104,18 @@ class EvalBatches(grain.MapDataset[Numbered]):
 
 
 class StreamBatches(grain.IterDataset[Numbered]):
-    """Batches of a stream, in its own order; the state is the stream's and the next sample."""
+    """Batches of a stream, in its order; the state is the stream's and the next sample."""
 
     def __init__(
         self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
         batch_size: int, num_read: int, held: Held, start: int, left_out: Samples,
     ):  # fmt: skip
-        """Nothing is read yet.
+        """Reads nothing yet.
 
-        `rows` gives a row per element; `stack` makes rows a field name -> [rows, ...]. A batch is
-        `num_read` of them: all of it where every process reads the whole stream, else those of its
-        shard; this process holds a part of these. The first row is sample `start`; samples
-        `left_out` are read and dropped.
+        `rows` yields single rows; `stack` turns rows into field name -> [rows, ...]. A batch is
+        `num_read` rows: all of it if every process reads the whole stream, else those of its shard;
+        this process holds a part of these. The first row is sample `start`; samples `left_out` are
+        read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -134,14 +134,14 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
     def __next__(self) -> Numbered:
         plan = self._plan
         first = first_sample(0, plan.batch_size, self._sample, plan.left_out)
-        # A shard drops its part of the samples left out, rounded up in all shards alike.
+        # A shard drops its share of these samples, rounded up equally in all shards.
         dropped = -(-(first - self._sample) * plan.num_read // plan.batch_size)
         try:
             read = [next(self._parent) for _ in range(dropped + plan.num_read)][dropped:]
         except StopIteration:
             raise ConfigError(
                 f"the stream of data.sources ended in the batch of sample {first}: training "
-                "takes as many rows as it has steps. Repeat it, e.g. with `.repeat()` before "
+                "needs more rows. Repeat it, e.g. with `.repeat()` before "
                 "`.to_iter_dataset()`, or lower train.steps."
             ) from None
         self._sample = first + plan.batch_size
@@ -156,16 +156,16 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
 
 
 def first_sample(number: int, batch_size: int, start: int, left_out: Samples) -> int:
-    """First sample of batch `number`, when batch 0 begins at `start` or behind what is left out.
+    """Return the first sample of batch `number`; batch 0 begins at `start`.
 
-    A batch that would begin among samples left out, or reach into them, begins behind them.
+    A batch that would begin in or reach into samples `left_out` begins after them.
     """
     for begin, end in sorted(left_out):
-        whole = max(0, (begin - start) // batch_size)  # batches that fit in before
-        if number < whole:
+        fitting = max(0, (begin - start) // batch_size)  # batches that fit before them
+        if number < fitting:
             break
-        number -= whole
-        start = max(start + whole * batch_size, end)
+        number -= fitting
+        start = max(start + fitting * batch_size, end)
     return start + number * batch_size
 
 
@@ -175,12 +175,10 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """The part of a batch that `devices` hold, by default this process's.
+    """Return the part of a batch that `devices` hold, by default this process's.
 
-    `sharding` is that of a batch's rows and, where devices share rows, of their positions.
-
-    Raises:
-        ConfigError: devices share rows, and a field's first dim is not that of positions.
+    `sharding` is that of a batch's rows and, if devices share rows, of their positions. Raises
+    `ConfigError` if devices share rows and the first dim of a field is not that of positions.
     """
     mine = list(sharding.addressable_devices if devices is None else devices)
     shards = num_position_shards(sharding)
@@ -191,17 +189,17 @@ def part_held(
     if other:
         raise ConfigError(
             f"data fields {other} of rows of {seq_len} tokens: {shards} devices share each row "
-            "(the mesh's cp), and take their positions of every field with dims. Give these "
+            "(the mesh's cp), and split the first dim of every field. Give these "
             f"fields {seq_len} as first dim, or use cp=1."
         )
     shape = (batch_size, seq_len)
-    places = _held_of(1, shape, sharding, mine)
+    seq_indices = _held_of(1, shape, sharding, mine)
     rows = _held_of(0, shape, sharding, mine)
-    return Held(rows, places, _spans(device_order(seq_len, shards)[places]))
+    return Held(rows, seq_indices, _spans(device_order(seq_len, shards)[seq_indices]))
 
 
 def _spans(positions: np.ndarray) -> Spans:
-    """Runs of positions, int64 [n], that follow each other."""
+    """Return runs of consecutive positions, int64 [n]."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
@@ -209,7 +207,7 @@ def _spans(positions: np.ndarray) -> Spans:
 def _held_of(
     dim: int, shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[jax.Device]
 ) -> np.ndarray:
-    """Which indices of one dim of an array the devices hold: int64 [held], ascending."""
+    """Return the indices of one dim of an array that the devices hold: int64 [held], sorted."""
     held = sharding.devices_indices_map(shape)
     parts = {held[device][dim].indices(shape[dim])[:2] for device in devices}
     return np.unique(np.concatenate([np.arange(*part, dtype=np.int64) for part in parts]))
@@ -218,33 +216,31 @@ def _held_of(
 def device_placer(
     fields: Fields, batch_size: int, held: Held, sharding: NamedSharding
 ) -> Callable[[Numbered], tuple[int, Batch]]:
-    """A function that makes a global batch on the devices from this process's part of it.
+    """Return a function that makes a global batch on the devices from this process's part.
 
-    `sharding` is that of a batch's rows, and of their positions as far as a field has them.
-
-    Returns:
-        (first sample, name -> numpy [local, local_seq, ...]) -> (first sample, name -> jax [batch,
-        seq, ...]).
+    `sharding` is that of a batch's rows, and of the positions of fields that have them. The
+    function maps (first sample, name -> numpy [local, local_seq, ...]) to (first sample, name ->
+    jax [batch, seq, ...]).
     """
     shardings = {
         name: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)]))
         for name, (shape, _) in fields.items()
     }
 
-    seq_len = fields["tokens"][0][0] if held.places is not None else 0
+    seq_len = fields["tokens"][0][0] if held.seq_indices is not None else 0
 
     def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Of one field [local, ...], what a device with this index of [batch, ...] holds."""
+        """Return the part of a field [local, ...] for a device with this index of [batch, ...]."""
         here = [_among(held.rows, index[0], batch_size), *index[1:]]
-        if held.places is not None and len(index) > 1:
-            here[1] = _among(held.places, index[1], seq_len)
+        if held.seq_indices is not None and len(index) > 1:
+            here[1] = _among(held.seq_indices, index[1], seq_len)
         return np.asarray(values)[tuple(here)]
 
-    def place(numbered: Numbered) -> tuple[int, Batch]:
+    def to_devices(numbered: Numbered) -> tuple[int, Batch]:
         first, rows = numbered
-        # The one place where batches are meant to move to devices, whatever the run forbids
-        # elsewhere. By callback and not `make_array_from_process_local_data`: that one refuses
-        # meshes on which two processes share some of their rows but not all.
+        # Only this transfer of batches is allowed, even if the run forbids implicit ones.
+        # `make_array_from_process_local_data` would reject meshes on which two processes share
+        # some of their rows but not all.
         with jax.transfer_guard_host_to_device("allow"):
             return first, {
                 name: jax.make_array_from_callback(
@@ -255,11 +251,11 @@ def device_placer(
                 for name, values in rows.items()
             }
 
-    return place
+    return to_devices
 
 
-def _among(held: np.ndarray, wanted: slice, size: int) -> slice:
-    """Where indices of a dim of `size` stand among those held, int64 [n], ascending."""
-    start, stop, _ = wanted.indices(size)
+def _among(held: np.ndarray, part: slice, size: int) -> slice:
+    """Return the position of a slice of a dim of `size` in the held indices, int64 [n], sorted."""
+    start, stop, _ = part.indices(size)
     first = int(np.searchsorted(held, start))
     return slice(first, first + stop - start)

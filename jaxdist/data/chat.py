@@ -1,8 +1,7 @@
-"""Conversations to tokens and weights: which tokens a model learns to produce.
+"""Encode conversations as tokens and weights: which tokens a model learns to produce.
 
-A conversation is written down with the tokenizer's own chat template (Jinja, as Hugging Face keeps
-it next to `tokenizer.json`), so that a tuned model is asked the way it was trained. Tokenizers
-without one use `plain`:
+A conversation is formatted with the tokenizer's chat template (Jinja, stored next to
+`tokenizer.json`), so that training and inference match. Tokenizers without one use `plain`:
 
     <|system|>
     Be brief.
@@ -11,8 +10,8 @@ without one use `plain`:
     <|assistant|>
     Devices with names.END
 
-where END is the tokenizer's end token; further messages follow after a new line. Weights are 1 on
-what the assistant says and on the token that ends it, 0 everywhere else.
+END is the tokenizer's end token; further messages follow after a newline. Weights are 1 on the
+assistant's messages and the token that ends them, and 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
 ROLES = ("system", "user", "assistant")
-"""Roles that are read. Tools and functions are refused: no format for them is common to models."""
+"""Supported roles. Tools and functions are rejected: models have no common format for them."""
 
-_STAND_IN = "\ue000what the assistant says\ue001"  # private use characters: no text has them
+_STAND_IN = "\ue000what the assistant says\ue001"  # private use characters, absent from texts
 
 _MASKS = ("weight", "train", "training", "loss_mask", "trainable")
-"""Fields of a message with which other trainers exclude it; 1 and true are the rule here."""
+"""Fields with which other trainers exclude a message; only 1 and true are accepted."""
 
 _METADATA = {
     "id", "uuid", "index", "idx", "hash", "prompt_id", "conversation_id", "source", "dataset",
@@ -50,7 +49,7 @@ _METADATA = {
     "metadata", "meta", "model", "date", "timestamp", "created_at", "finish_reason", "num_turns",
     "num_tokens", "cached", "index_level_0",
 }  # fmt: skip
-"""Fields that describe a record or message and may be left out; docs/data.md lists them."""
+"""Fields that describe a record or message and are ignored; docs/data.md lists them."""
 
 Message = dict[str, str]
 
@@ -63,25 +62,25 @@ class Weighted(NamedTuple):
 
 
 class BadRecord(ValueError):
-    """What is wrong with a record; the caller adds the file and line."""
+    """An error of a record; the caller adds file and line."""
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
-    """The `messages` of a record: the assistant speaks or, unless `answered`, the user is last.
+    """Return the `messages` of a record, in which the assistant speaks.
 
-    Raises:
-        BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
+    Unless `answered`, the last message must be the user's. Raises `BadRecord` if they are no list
+    of {"role", "content"} with text, or have nothing to learn.
     """
     messages = record.get("messages")
     if "messages" not in record and isinstance(record.get("conversations"), list):
         raise BadRecord(
-            "holds ShareGPT's 'conversations': 'messages' are read. Write each "
+            "holds ShareGPT's 'conversations' instead of 'messages'. Write each "
             '{"from", "value"} as {"role", "content"}, human as user and gpt as assistant.'
         )
     if not isinstance(messages, list) or not messages:
         have = ", ".join(record)
         raise BadRecord(f"has no list 'messages' (it has: {have}). Use data.records=text for text.")
-    more = ("tools", "system", "functions", "documents")  # `generate` keeps other fields
+    more = ("tools", "system", "functions", "documents")  # `generate` accepts other fields
     _check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -97,14 +96,14 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         if message["role"] == "assistant" and not message["content"].strip():
             raise BadRecord(f"message {number} is an empty answer. Repair or remove the line.")
     if not answered and messages[-1]["role"] != "user":
-        raise BadRecord("does not end with a message of the user: there is nothing to answer.")
+        raise BadRecord("does not end with a user message: there is nothing to answer.")
     if answered and not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("has no message of the assistant: there is nothing to learn from it.")
+        raise BadRecord("has no assistant message: there is nothing to learn.")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def is_metadata(name: str) -> bool:
-    """Return whether a field or column of this name describes a record and is never read."""
+    """Return whether a field or column of this name only describes a record."""
     return name.lower().strip("_") in _METADATA
 
 
@@ -123,18 +122,15 @@ def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") 
         masks *= any(key in _MASKS for key in lost)
         raise BadRecord(
             f"{which}has {', '.join(lost)}, which would be lost: only {' and '.join(used)} are "
-            f"read. {system}{masks}Remove fields that do not matter, or move them into 'metadata'."
+            f"read. {system}{masks}Remove unneeded fields, or move them into 'metadata'."
         )
 
 
 def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
-    """`prompt`, then `completion` and the end token, tokens and weights [length].
+    """Return `prompt`, `completion` and the end token as tokens and weights [length].
 
-    Only the completion and the end token have weight 1. The prompt is encoded alone, as when text
-    is generated.
-
-    Raises:
-        BadRecord: one of them is missing or no text, or there is nothing to learn.
+    Only completion and end token have weight 1. The prompt is encoded separately, as in generation.
+    Raises `BadRecord` if one of them is missing or not text, or there is nothing to learn.
     """
     for field in ("prompt", "completion"):
         if not isinstance(record.get(field), str):
@@ -149,10 +145,9 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Roles in angle brackets on lines of their own; the module's docstring shows it.
+    """Format roles in angle brackets on their own lines, as the module docstring shows.
 
-    Attributes:
-        fingerprint: changes whenever the same conversation could be written in another way.
+    `fingerprint` changes whenever the same conversation could be formatted differently.
     """
 
     fingerprint = "plain-1"
@@ -163,9 +158,9 @@ class PlainTemplate:
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens and weights [length] of a conversation (see `checked_messages`).
+        """Return tokens and weights [length] of a conversation (see `checked_messages`).
 
-        Answers are tokenised apart, as they are generated.
+        Answers are tokenized separately, as in generation.
         """
         texts, answers = [""], []
         for number, message in enumerate(messages):
@@ -184,31 +179,27 @@ class PlainTemplate:
         return _joined(parts)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins."""
+        """Return tokens uint32 [length] of a conversation, up to the assistant's answer."""
         return self.encode([*messages, {"role": "assistant", "content": ""}]).tokens[:-1]
 
 
 class JinjaTemplate:
-    """A tokenizer's own template, as Hugging Face's `apply_chat_template` renders it.
+    """Format with a tokenizer's template, as Hugging Face's `apply_chat_template` does.
 
     An answer is learned from the end of its generation prompt, so that prompt and answer add up to
-    the whole text, with any `<think>` block that the template writes. It ends where rendering the
-    conversation with another answer gives the same text again, however the template trims it. The
-    special token that follows is learned too. Deviation: the template knows no date of today
-    (`strftime_now`), because data must not depend on the day.
+    the complete text, including any `<think>` block of the template. It ends where rendering the
+    conversation with another answer yields the same text again, so that trimming is handled. The
+    next special token is learned too. Deviation: the template has no current date (`strftime_now`),
+    because data must not depend on the day.
     """
 
     def __init__(self, source: str, name: str, tokenizer: FileTokenizer, variables: dict[str, str]):
-        """Compile.
-
-        Raises:
-            ConfigError: the template is broken.
-        """
+        """Compile the template; raises `ConfigError` if it is broken."""
         self.name = name
         rule = "v2" if tokenizer.text_format == OLD_TEXT_FORMAT else "v3"
-        told = json.dumps([source, variables, rule], sort_keys=True)
+        settings = json.dumps([source, variables, rule], sort_keys=True)
         self.source = source
-        self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        self.fingerprint = f"jinja-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
         try:
             self._template = Template(source)
@@ -220,10 +211,9 @@ class JinjaTemplate:
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens and weights [length] of a conversation (see `checked_messages`).
+        """Return tokens and weights [length] of a conversation (see `checked_messages`).
 
-        Raises:
-            BadRecord: the conversation does not fit the template.
+        Raises `BadRecord` if the conversation does not fit the template.
         """
         text = self._rendered(messages)
         spans: list[tuple[int, int]] = []
@@ -246,20 +236,19 @@ class JinjaTemplate:
         return Weighted(tokens, weights)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins.
+        """Return tokens uint32 [length] of a conversation, up to the assistant's answer.
 
-        Raises:
-            BadRecord: the conversation does not fit the template.
+        Raises `BadRecord` if the conversation does not fit the template.
         """
-        return self._tokenizer.encode(self._rendered(messages, asks=True))
+        return self._tokenizer.encode(self._rendered(messages, for_answer=True))
 
     def _answer_ends(self) -> frozenset[int]:
-        """The special token that the template puts after an answer; often not the tokenizer's."""
-        says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        """Return the special token that the template puts after an answer."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            text = self._rendered(says)
-            _, stop = self._span(text, says, 1)
-        except BadRecord:  # a template of another kind; records tell what is wrong with it
+            text = self._rendered(messages)
+            _, stop = self._span(text, messages, 1)
+        except BadRecord:  # the records will report the error
             return frozenset()
         tokens, offsets, special = self._tokenizer.encode_spans(text)
         after = np.flatnonzero((offsets[:, 0] >= stop) & special)[:1]
@@ -270,11 +259,9 @@ class JinjaTemplate:
     ) -> bool:
         """Give weight 1 to the special token after an answer, and to white space before it.
 
-        The answer ends at character `stop` of the `text`. Tokens stand for characters `offsets`,
+        The answer ends at character `stop` of the `text`. Tokens cover the characters `offsets`,
         int64 [n, 2]; some are `special`, bool [n]. `weights`, uint8 [n], are changed in place.
-
-        Returns:
-            Whether there is such a token.
+        Returns whether there is such a token.
         """
         after = np.flatnonzero((offsets[:, 0] >= stop) & special)
         if not len(after) or text[stop : offsets[after[0], 0]].strip():
@@ -290,22 +277,22 @@ class JinjaTemplate:
         stop = len(text) - _common(text[start:][::-1], other[start:][::-1])
         if start >= stop:
             raise BadRecord(
-                f"message {number + 1} does not appear in what the chat template {self.name} makes "
-                "of it. Use data.chat_template=plain."
+                f"message {number + 1} does not appear in the output of the chat template "
+                f"{self.name}. Use data.chat_template=plain."
             )
         return start, stop
 
     def _prompt_end(
         self, text: str, messages: Sequence[Message], after: int, start: int, stop: int
     ) -> int:
-        """Return where an answer begins, whose content is `text[start:stop]`.
+        """Return the start of an answer whose content is `text[start:stop]`.
 
-        It is the end of the generation prompt for the `messages` before it. If the template writes
+        It is the end of the generation prompt for the `messages` before it. If the template formats
         those differently in `text`, it is the end of the prompt's header, such as
-        `<|im_start|>assistant`, or of the part that `text` has. `after` ends the previous answer.
+        `<|im_start|>assistant`, or of the common part. `after` ends the previous answer.
         """
         try:
-            prompt = self._rendered(messages, asks=True)
+            prompt = self._rendered(messages, for_answer=True)
             header = prompt[_common(prompt, self._rendered(messages)) :]
         except BadRecord:  # the template needs the answer
             return start
@@ -316,14 +303,14 @@ class JinjaTemplate:
         common = _common(text, prompt)
         return min(common, start) if common > len(prompt) - len(header) else start
 
-    def _rendered(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
         try:
             return self._template.render(
                 {
                     "messages": list(messages),
                     "tools": None,
                     "documents": None,
-                    "add_generation_prompt": asks,
+                    "add_generation_prompt": for_answer,
                     **self._variables,
                 }
             )
@@ -338,19 +325,17 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 
 
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that `data.chat_template` names.
+    """Return the template that `data.chat_template` names.
 
-    It is "auto" (the tokenizer's own if there is one, else plain), "plain", or a file's path.
-
-    Raises:
-        ConfigError: no such file, a broken template, or a tokenizer it cannot be used with.
+    It is "auto" (the tokenizer's template, else plain), "plain", or a file's path. Raises
+    `ConfigError` if the file is missing, the template is broken, or the tokenizer does not suit it.
     """
     if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):
         raise ConfigError(
-            f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
-            "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
+            f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template "
+            "needs the special tokens of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = locate(tokenizer.name).parent
     variables = token_texts(tokenizer.settings)
@@ -360,10 +345,10 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{str(path)!r} is no text of a template ({error}).") from None
+            raise ConfigError(f"{str(path)!r} is not a text template ({error}).") from None
         return JinjaTemplate(text, str(path), tokenizer, variables)
     source = tokenizer.settings.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several named templates
         entries = [entry for entry in source if isinstance(entry, dict)]
         named = {str(entry.get("name")): entry.get("template") for entry in entries}
         source = named.get("default")
@@ -373,7 +358,6 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _content(path: Location) -> bytes:
-    """What a template's file holds."""
     try:
         return path.read()
     except OSError as error:
@@ -384,23 +368,23 @@ def _content(path: Location) -> bytes:
 
 
 def _common(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     return min(len(a), len(b)) if same is None else same
 
 
 def _end(tokenizer: Tokenizer) -> np.ndarray:
-    """The end token, uint32 [1]."""
+    """Return the end token, uint32 [1]."""
     if tokenizer.end_id is None:
         raise ConfigError(
-            f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
-            "learn where an answer ends. Set data.eos_token to one of its tokens."
+            f"tokenizer {tokenizer.name!r} has no end token: a model could not learn "
+            "where an answer ends. Set data.eos_token to one of its tokens."
         )
     return np.array([tokenizer.end_id], np.uint32)
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, int | np.ndarray]]) -> Weighted:
-    """Parts one after the other; each is tokens [n] and their weight, one for all or [n]."""
+    """Concatenate parts of tokens [n] and their weight, a scalar or [n]."""
     tokens = [tokens.astype(np.uint32) for tokens, _ in parts]
     weights = [np.broadcast_to(np.asarray(weight, np.uint8), len(t)) for t, weight in parts]
     return Weighted(np.concatenate(tokens), np.concatenate(weights))

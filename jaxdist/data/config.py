@@ -1,7 +1,7 @@
-"""What a user can ask of the data: sources, mixing, tokenizer, packing, held-out split, workers.
+"""Settings of data: sources, mixture, tokenizer, packing, held-out split, workers.
 
-Light to import: a wrong value is answered before a device is started. Only a tokenizer on the hub
-is fetched, and the folder of a corpus asked what it holds.
+Light to import, so that a wrong value is rejected before a device starts. Checks download only
+tokenizers from the hub and read the metadata of corpora.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SMALLEST_SHARE = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where samples come from and how they become rows of a batch."""
+    """Settings of sources and of rows in a batch."""
 
     sources: list[str] = setting(
         ["stdlib"],
-        'what to train on: "stdlib" (source text of this machine\'s Python standard library), or '
+        'training data: "stdlib" (source text of this machine\'s Python standard library), or '
         "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder "
-        "made by `jaxdist data`, a CIFAR-10 folder, or module:function for rows of your own (see "
+        "made by `jaxdist data`, a CIFAR-10 folder, or module:function for your own rows (see "
         "jaxdist/data/custom.py)",
     )
     mixture_weights: list[float] = setting(
@@ -41,19 +41,19 @@ class DataConfig:
     tokenizer: str = setting(
         "auto",
         '"code" (1,024 tokens, learned from Python), "bytes" (256 tokens), the path or URL of a '
-        "tokenizer.json, or ORG/NAME[@REVISION] on the Hugging Face hub; auto = code where sources "
-        "has stdlib, else bytes; a token folder in sources brings its own",
+        "tokenizer.json, or ORG/NAME[@REVISION] on the Hugging Face hub; auto = code if sources "
+        "has stdlib, else bytes; a token folder in sources has its own",
     )
     eos_token: str = setting(
         "",
-        "token put after each document, as the tokenizer spells it; empty = the tokenizer's own "
+        "token after each document, as the tokenizer spells it; empty = the tokenizer's own "
         "end of text (byte 0 for bytes), none if it has none",
     )
     text_format: int = setting(
         TEXT_FORMAT,
-        "how texts are tokenized. 2: they begin with the tokens of the tokenizer's "
-        "post-processor, and pieces such as prompt and completion decode to the whole text; "
-        "1: neither, as in runs and token folders that carry no text_format, which keep it",
+        "rules of tokenization. 2: texts begin with the tokens of the tokenizer's "
+        "post-processor, and pieces such as prompt and completion decode to the complete text; "
+        "1: neither, as in runs and token folders without a text_format, which keep it",
         ge=1,
         le=2,
     )
@@ -62,7 +62,7 @@ class DataConfig:
     )
     records: Literal["text", "chat", "completion"] = setting(
         "text",
-        "what a JSON line or Parquet row holds. text: a text in text_field; chat: a conversation, "
+        "content of a JSON line or Parquet row. text: a text in text_field; chat: a conversation, "
         '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
         '"completion": "..."}. Of the last two only answers (and the token that ends them) count '
         "in the loss; other fields are rejected, except metadata such as id or source "
@@ -70,8 +70,8 @@ class DataConfig:
     )
     chat_template: str = setting(
         "auto",
-        "how conversations are written down: auto = the tokenizer's own template "
-        "(chat_template.jinja or tokenizer_config.json next to tokenizer.json), plain where it has "
+        "format of conversations: auto = the tokenizer's template "
+        "(chat_template.jinja or tokenizer_config.json next to tokenizer.json), plain if it has "
         "none; plain = <|role|>, a new line, the text, answers closed by the end token; or the "
         "path or URL of a Jinja template",
     )
@@ -79,13 +79,13 @@ class DataConfig:
         "auto",
         "auto: stream for text, best_fit for conversations and completions; stream: rows are "
         "consecutive windows of all text joined together; documents: the same windows, but "
-        "attention and loss stop at document boundaries; best_fit: whole documents placed into "
-        "rows so that only those longer than a row are cut, rest of the row padded",
+        "attention and loss stop at document boundaries; best_fit: complete documents are placed "
+        "into rows, only those longer than a row are cut, and rows are padded",
     )
     eval_fraction: float = setting(
         0.02,
-        "last part of each source that is held out for evaluation, at least a row (0 = none); "
-        "ignored when eval_sources is set and for CIFAR-10, whose test file is held out",
+        "fraction at the end of each source that is held out for evaluation, at least a row "
+        "(0 = none); ignored if eval_sources is set and for CIFAR-10, whose test file is held out",
         ge=0,
         lt=1,
     )
@@ -95,41 +95,41 @@ class DataConfig:
     image_scaling: Literal["half", "unit", "channel"] = setting(
         "half",
         "pixels x of CIFAR-10, 0 to 255, become: half = x/127.5 - 1; unit = x/255; channel = zero "
-        "mean and unit variance per colour over the training images",
+        "mean and unit variance per color over the training images",
     )
     num_workers: int = setting(
         0,
         "processes that read rows and run transforms, for each training process; 0 = a thread "
-        "of the training process does, which is fastest for text. Raise it when the run says that "
+        "of the training process, which is fastest for text. Raise it if the run reports that "
         "its loader is the bottleneck",
         ge=0,
     )
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer in use, for `load_tokenizer`."""
+        """Name of the tokenizer in use, for `load_tokenizer`."""
         if self.tokenizer != "auto":
             return self.tokenizer
         return "code" if "stdlib" in self.sources else "bytes"
 
     @property
     def packs_documents(self) -> bool:
-        """Whether rows tell documents apart, as far as it can be known without reading them."""
+        """Return whether rows separate documents, without reading data of unknown kind."""
         if self.packing != "auto":
             return self.packing != "stream"
         return self.records != "text" or any(map(_holds_weights, self.sources))
 
     def problems(self) -> list[str]:
-        """Every rule that the values break, one line each."""
-        found = []
+        """Return the errors that the bounds of single fields do not cover."""
+        errors = []
         if not self.sources:
-            found.append(
+            errors.append(
                 'data.sources is empty: at least one source is needed. Use ["stdlib"] or a path.'
             )
         for name in ("sources", "eval_sources"):
-            found += [p for source in getattr(self, name) if (p := _missing(name, source))]
-        found += self._weight_problems() + self._record_problems()
-        return found + self._tokenizer_problems()
+            errors += [p for source in getattr(self, name) if (p := _missing(name, source))]
+        errors += self._weight_problems() + self._record_problems()
+        return errors + self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> list[str]:
         if self.tokenizer in ("auto", "bytes"):
@@ -149,26 +149,26 @@ class DataConfig:
     def _record_problems(self) -> list[str]:
         if self.records == "text":
             return []
-        found = []
+        errors = []
         if "stdlib" in [*self.sources, *self.eval_sources]:
-            found.append(
+            errors.append(
                 f'data.records={self.records} with source "stdlib", which is text: records come '
                 "from .jsonl or .parquet files. Set data.sources to them."
             )
         if self.packing == "stream":
-            found.append(
-                f"data.packing=stream with data.records={self.records}: records would read each "
-                "other. Use best_fit or documents."
+            errors.append(
+                f"data.packing=stream with data.records={self.records}: records would attend to "
+                "each other. Use best_fit or documents."
             )
         template = self.chat_template
         if problem := url_problem(template):
-            found.append(f"data.chat_template={problem}")
+            errors.append(f"data.chat_template={problem}")
         elif template not in ("auto", "plain") and not _is_file(template):
-            found.append(
+            errors.append(
                 f"data.chat_template={template!r} is not a file: it is auto, plain, or the path or "
                 "URL of a Jinja template. Check the path."
             )
-        return found
+        return errors
 
     def _weight_problems(self) -> list[str]:
         if not self.mixture_weights:
@@ -191,7 +191,7 @@ def _missing(name: str, source: str) -> str:
     if is_url(source):
         problem = url_problem(source)
         if not problem and not source_exists(source):
-            problem = f"{source!r}: nothing in the bucket has this name. Check the path."
+            problem = f"{source!r} does not exist in the bucket. Check the path."
         return problem and f"data.{name}: {problem}"
     if source == "stdlib" or is_custom(source) or source_exists(source):
         return ""
@@ -202,36 +202,37 @@ def _missing(name: str, source: str) -> str:
 
 
 def _is_file(path: str) -> bool:
-    place = locate(path)
-    return place.exists() and not place.is_directory() if is_url(path) else Path(path).is_file()
+    location = locate(path)
+    return (
+        location.exists() and not location.is_directory() if is_url(path) else Path(path).is_file()
+    )
 
 
 def source_exists(source: str) -> bool:
-    """Whether a path or URL names something; of a glob it is not known before it is opened."""
+    """Return whether a path or URL exists; True for globs, which are checked when opened."""
     if glob.has_magic(source):
         return True
     return locate(source).exists() if is_url(source) else Path(source).expanduser().exists()
 
 
 def is_token_folder(source: str) -> bool:
-    """Whether a source holds tokens made by `jaxdist data`, and not text."""
+    """Return whether a source is a folder of tokens made by `jaxdist data`."""
     if is_url(source) and glob.has_magic(source):
         return False
     return (locate(source) / "corpus.json").exists()
 
 
 def _holds_weights(source: str) -> bool:
-    """Whether a source is a token folder of records."""
     return "weights" in (about_tokens(source) or {})
 
 
 def about_tokens(source: str) -> dict[str, Any] | None:
-    """What a token folder says of itself (see `corpus`); None where a source is none."""
+    """Return the metadata of a token folder (see `corpus`); None for other sources."""
     if is_url(source) and (glob.has_magic(source) or url_problem(source)):
         return None
     try:
         return _stored_about(source) if is_url(source) else _about(source)
-    except (OSError, ValueError) as error:  # a broken one is named when it is opened
+    except (OSError, ValueError) as error:  # opening it reports the error
         if is_url(source) and not isinstance(error, FileNotFoundError | ValueError):
             raise
         return None
@@ -241,11 +242,11 @@ def _about(source: str) -> dict[str, Any]:
     return (locate(source) / "corpus.json").json()
 
 
-_stored_about = functools.lru_cache(_about)  # settings are read often; each look is a request
+_stored_about = functools.lru_cache(_about)  # settings are read often, and each read is a request
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """How a token folder was made, as settings of `DataConfig`, and the size of its vocabulary."""
+    """Return the `DataConfig` settings of a token folder, and its vocabulary size."""
     about = about_tokens(source)
     if about is None:
         return None

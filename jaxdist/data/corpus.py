@@ -1,13 +1,12 @@
-"""A tokenised corpus: shards read by memory map, document ends, a sidecar that makes it whole.
+"""A tokenized corpus: memory-mapped shards, document ends, and a metadata file.
 
-DIR/corpus.json        written last; a folder without it is not a corpus
-DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
-DIR/weights-00000.bin  uint8, 1 where a token is learned; only where some are not
-DIR/documents.bin      little-endian uint64, where each document ends, in tokens
-DIR/tokenizer.json     the tokenizer and what lay next to it, unless it is bytes
+DIR/corpus.json        written last; a folder without it is not a corpus DIR/tokens-00000.bin
+little-endian uint8, uint16 or uint32 DIR/weights-00000.bin  uint8, 1 if a token is learned; absent
+if all are DIR/documents.bin      little-endian uint64, the end of each document in tokens
+DIR/tokenizer.json     the tokenizer and the files next to it, unless it is bytes
 
-DIR may be on an object store. Of tokens the ranges that rows need are read then, and document ends
-and weights, where rows need them, once and whole.
+If DIR is on an object store, tokens are read in the ranges that rows need, and document ends and
+weights completely on first use.
 """
 
 from __future__ import annotations
@@ -50,28 +49,23 @@ log = logging.getLogger("jaxdist")
 
 FORMAT = "jaxdist-tokens-1"
 _READING = 2
-"""Version of the rules that turn files into text; another one reads a cached source again."""
+"""Version of the rules from files to text; changing it invalidates cached corpora."""
 
 SHARD_TOKENS = 1 << 28
-"""Tokens of one shard: half a GiB of uint16, small enough to copy, few enough to keep open."""
+"""Tokens of one shard: half a GiB of uint16, so that shards can be copied and kept open."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
 
 
 class Corpus:
-    """A tokenised corpus, opened but not read.
+    """A tokenized corpus, opened but not read.
 
-    Attributes:
-        weighted: whether only some tokens are learned.
-        fingerprint: digest of tokens, weights and document ends, whatever the shards and the place.
+    `weighted`: only some tokens are learned. `fingerprint`: digest of tokens, weights and document
+    ends, independent of shards and path.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Open a folder, by its path or URL.
-
-        Raises:
-            ConfigError: not a whole corpus, or one of another version.
-        """
+        """Open a folder by its path or URL; raises `ConfigError` if it is not a valid corpus."""
         self.folder = locate(folder)
         about = _read_about(self.folder)
         self.num_tokens: int = about["num_tokens"]
@@ -98,20 +92,19 @@ class Corpus:
             self._requests = ThreadPoolExecutor(REQUESTS, "corpus")
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Location]]:
-        """For worker processes: they open the same files instead of getting a copy."""
+        """Pickle the path: worker processes open the same files."""
         return Corpus, (self.folder.absolute(),)
 
     @functools.cached_property
     def document_ends(self) -> np.ndarray:
-        """Where each document ends, exclusive and ascending: uint64 [num_documents]."""
+        """End of each document, exclusive and ascending: uint64 [num_documents]."""
         return self._ends[:]
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer it was made with; loaded on first use, which reading rows is not.
+        """The tokenizer of the tokens, loaded on first use; reading rows does not need it.
 
-        Raises:
-            ConfigError: the tokenizer.json next to the tokens is another one.
+        Raises `ConfigError` if the tokenizer.json next to the tokens is another one.
         """
         about = self._about_tokenizer
         name = "bytes" if about["name"] == "bytes" else str(self.folder / "tokenizer.json")
@@ -124,28 +117,28 @@ class Corpus:
         return tokenizer
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop), unsigned [stop - start]; a view where one shard holds them all."""
+        """Return tokens [start, stop), unsigned [stop - start]; a view if in one shard."""
         return self._part(self._shards, start, stop)
 
     def ranges(self, bounds: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """`tokens` of several ranges, each [stop - start]; of an object store many at a time."""
+        """Yield `tokens` of several ranges, each [stop - start]; concurrently on object stores."""
         if self._requests is None:
             return (self.tokens(start, stop) for start, stop in bounds)
         return self._requests.map(lambda range: self.tokens(*range), bounds)
 
     def weights(self, start: int, stop: int) -> np.ndarray:
-        """1 where a token of [start, stop) is learned, else 0; uint8 [stop - start]."""
+        """Return 1 for each learned token of [start, stop), else 0; uint8 [stop - start]."""
         if not self.weighted:
             return np.ones(stop - start, _WEIGHT_DTYPE)
         return self._part(self._held_weights, start, stop)
 
     @functools.cached_property
     def _held_weights(self) -> list[np.ndarray]:
-        """Weights by shard, each uint8 [tokens of the shard]: rows ask for them bit by bit."""
+        """Weights by shard in memory, each uint8 [tokens of the shard]; rows read few at a time."""
         return [shard[:] for shard in self._weights]
 
     def _part(self, shards: list[Any], start: int, stop: int) -> np.ndarray:
-        """Elements [start, stop) of shards, each [tokens of the shard], as [stop - start]."""
+        """Return elements [start, stop) of shards, each [tokens of it], as [stop - start]."""
         first = bisect.bisect_right(self._starts, start) - 1
         if stop <= self._starts[first + 1]:
             offset = self._starts[first]
@@ -162,13 +155,11 @@ def write_corpus(
     shard_tokens: int = SHARD_TOKENS,
     sources: Sequence[str] = (),
 ) -> None:
-    """Tokenise files into a new folder, which appears whole or not at all.
+    """Tokenize files into a new folder, which appears complete or not at all.
 
-    A corpus that another process has put there meanwhile stays as it is. `sources` named the files:
-    those that are objects of a store are listed again at the end.
-
-    Raises:
-        ConfigError: a file is bad (see `Encoder.chunks`), or an object changed meanwhile.
+    A corpus that another process wrote meanwhile stays. `sources` are the names of the files as
+    given; objects of a store are listed again at the end. Raises `ConfigError` if a file is bad
+    (see `Encoder.chunks`) or an object changed meanwhile.
     """
     try:
         with new_output(folder) as partial:
@@ -176,8 +167,8 @@ def write_corpus(
             _fill(partial, files, encoder, shard_tokens)
             if changed := changed_objects(files, sources):
                 raise ConfigError(
-                    f"{few(changed, 3)} changed while being read, so that tokens may be of either "
-                    "content. Start the command again when nobody writes there."
+                    f"{few(changed, 3)} changed while being read, so the tokens may be a mixture. "
+                    "Start the command again when the files no longer change."
                 )
     except OSError:
         if not (folder / "corpus.json").exists():  # else another process was first
@@ -185,7 +176,7 @@ def write_corpus(
 
 
 def upload_corpus(made: Path, folder: Location) -> None:
-    """Copy a corpus to a place on an object store, what makes it whole last."""
+    """Copy a corpus to an object store, its metadata file last."""
     if is_cut_upload(folder):
         folder.delete_tree()
     names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
@@ -197,7 +188,7 @@ def upload_corpus(made: Path, folder: Location) -> None:
 
 
 def is_cut_upload(folder: Location) -> bool:
-    """Whether all that lies there is part of an upload that did not come to its end."""
+    """Return whether a folder holds only an incomplete upload."""
     names = {} if folder.is_local else folder.sizes()
     is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
     rest = {name for name in names if not is_part(name)}
@@ -205,19 +196,19 @@ def is_cut_upload(folder: Location) -> bool:
 
 
 def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:
-    """The corpus of files, tokenised on first use and kept by what they hold (`source_digest`).
+    """Return the corpus of files, tokenized on first use and cached by `source_digest`.
 
-    `source` is what named them, as the user wrote it.
+    `source` is the name of the files as the user wrote it.
     """
     key = hashlib.sha256(
         json.dumps([FORMAT, _READING, source_digest(files), *encoder.identity]).encode()
     ).hexdigest()[:24]
     root = cache_folder()
     folder = root / key
-    with _only_one(root / f"{key}.lock"):  # the processes of a host tokenise once, not each
+    with _only_one(root / f"{key}.lock"):  # one process per host tokenizes
         if not (folder / "corpus.json").exists():
             log.info(
-                "tokenising %s: %d files, %s, tokenizer %s, kept in %s",
+                "tokenizing %s: %d files, %s, tokenizer %s, kept in %s",
                 source, len(files), in_bytes(total_bytes(files)), encoder.tokenizer.name, folder,
             )  # fmt: skip
             write_corpus(files, folder, encoder, sources=[source])
@@ -225,10 +216,10 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
 
 
 def cache_folder() -> Path:
-    """Where tokenised sources are kept: $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary."""
+    """Return the cache folder: in $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary one."""
     named = os.environ.get("JAXDIST_CACHE")
-    wanted = Path(named).expanduser() if named else _home() / ".cache" / "jaxdist"
-    folder = wanted / "corpora"
+    base = Path(named).expanduser() if named else _home() / ".cache" / "jaxdist"
+    folder = base / "corpora"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -253,11 +244,11 @@ def _home() -> Path:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Hold a lock file; released by the system when the process dies, so nobody waits forever."""
+    """Hold a lock file, which the system releases when the process dies."""
     import fcntl
 
     with path.open("w") as file:
-        # A file system without locks: every process tokenises, the first rename wins.
+        # Without locks every process tokenizes, and the first rename wins.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -274,7 +265,7 @@ def _fill(
     shards = _ShardWriter(folder, "tokens", dtype, shard_tokens)
     weights = _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens)
     ends: list[np.ndarray] = [np.zeros(0, np.uint64)]
-    progress = Progress("tokenising", total_bytes(files), "B")
+    progress = Progress("tokenizing", total_bytes(files), "B")
     with contextlib.closing(shards), contextlib.closing(weights), progress:
         for chunk in encoder.chunks(files):
             ends.append(chunk.ends + np.uint64(shards.num_tokens))
@@ -325,7 +316,7 @@ class _ShardWriter:
     def __init__(self, folder: Path, stem: str, dtype: np.dtype[Any], shard_tokens: int):
         self.dtype, self._stem = dtype, stem
         self.num_tokens = 0
-        self.digest = hashlib.sha256()  # over all shards: where they are cut does not count
+        self.digest = hashlib.sha256()  # over all shards, independent of their boundaries
         self.about: list[dict[str, Any]] = []
         self._folder, self._shard_tokens = folder, shard_tokens
         self._file: BinaryIO | None = None
@@ -337,8 +328,8 @@ class _ShardWriter:
                 name = f"{self._stem}-{len(self.about):05d}.bin"
                 self._file = (self._folder / name).open("wb")
                 self.about.append({"file": name, "num_tokens": 0})
-            room = self._shard_tokens - self.about[-1]["num_tokens"]
-            part, tokens = tokens[:room], tokens[room:]
+            rest = self._shard_tokens - self.about[-1]["num_tokens"]
+            part, tokens = tokens[:rest], tokens[rest:]
             data = part.astype(self.dtype, copy=False).tobytes()
             self._file.write(data)
             self.digest.update(data)
@@ -373,13 +364,13 @@ def _read_about(folder: Location) -> dict[str, Any]:
 
 
 class _StoredArray:
-    """Numbers in an object, [count] of `dtype`; a slice of it is a request."""
+    """Numbers in an object, [count] of `dtype`; each slice is a request."""
 
     def __init__(self, file: Location, dtype: np.dtype[Any], count: int) -> None:
         self._file, self._dtype, self._count = file, dtype, count
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The numbers of a slice, read now: [length of the slice]."""
+        """Read the numbers of a slice: [length of the slice]."""
         start, stop, _ = part.indices(self._count)
         length = max(0, stop - start) * self._dtype.itemsize
         data = self._file.part(start * self._dtype.itemsize, length) if length else b""
@@ -391,7 +382,7 @@ class _StoredArray:
 def _open(
     path: Location, dtype: np.dtype[Any], count: int, stored: dict[str, int] | None
 ) -> np.ndarray | _StoredArray:
-    """A file as a read-only array [count] of `dtype`; `stored`: sizes on an object store."""
+    """Open a file as a read-only array [count] of `dtype`; `stored`: sizes on an object store."""
     if stored is not None:
         size = stored.get(path.name, 0)
     else:
@@ -399,8 +390,8 @@ def _open(
     if size != count * dtype.itemsize:
         raise ConfigError(
             f"{str(path)!r} has {size} bytes, corpus.json says "
-            f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
-            "one is then made again by itself, others with `python -m jaxdist.data`)."
+            f"{count * dtype.itemsize}: it is truncated or changed. Remove the folder (a cached "
+            "one is made again automatically, others with `python -m jaxdist.data`)."
         )
     if not count:
         return np.zeros(0, dtype)
@@ -411,5 +402,5 @@ def _open(
 
 
 def total_bytes(files: Iterable[DataFile]) -> int:
-    """Bytes of files as they are stored."""
+    """Return the stored bytes of files."""
     return sum(map(size_of, files))

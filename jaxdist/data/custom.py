@@ -1,16 +1,15 @@
-"""Rows of the user's own, named as `module:function`: any random-access pipeline, grain's included.
+"""Rows of a user's function, named as `module:function`: any random-access pipeline, e.g. grain's.
 
     def make_rows(*, seq_len, seed):
-        rows = grain.MapDataset.source(my_records).map(tokenise(seq_len))
+        rows = grain.MapDataset.source(my_records).map(tokenize(seq_len))
         return rows[1000:], rows[:1000]          # to train on, to evaluate on (or None)
 
 Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. Floating-point
 fields are stacked in float32, integers in int32 and booleans in bool; `weights` and `images` are
-always float32. Values that do not fit are rejected. Rows are shuffled here: leave order, repetition
-and batching out of the pipeline.
-With `data.num_workers` the pipeline runs in worker processes, and must be something that can be
-pickled. A `grain.IterDataset` of such rows trains too, in its own order (`jaxdist.data.stream`);
-what to evaluate on is always rows by number.
+always float32. Values that do not fit are rejected. Rows are shuffled here, so the pipeline must
+not shuffle, repeat or batch them. With `data.num_workers` it runs in worker processes and must be
+picklable. A `grain.IterDataset` of such rows trains too, in its own order (`jaxdist.data.stream`);
+evaluation always needs random access.
 """
 
 from __future__ import annotations
@@ -35,29 +34,25 @@ _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "label
 _INTEGERS = ("tokens", "segments", "positions")
 _SHARD = ("shard_index", "num_shards")
 
-GIVEN_ROWS = "python:rows"
-"""The source of a run whose rows a Python program gave as an object."""
+PYTHON_ROWS = "python:rows"
+"""Source of a run whose rows were passed as a Python object."""
 
 
 def is_custom(source: str) -> bool:
-    """Whether a source names a function and not a file."""
+    """Return whether a source is the name of a function and not a file."""
     return bool(_NAMED.fullmatch(source)) and not Path(source).exists()
 
 
 class CustomRows:
-    """A part made of a user's rows (see `jaxdist.data.packing.Part`).
+    """Part of a dataset with a user's rows (see `jaxdist.data.packing.Part`).
 
-    Attributes:
-        vocab_size: one more than the largest token, target or label in a few of the rows.
+    `vocab_size` is one more than the largest token, target or label in a few of the rows.
     """
 
     def __init__(self, source: Any, name: str):
-        """Look at a few rows to learn the fields.
+        """Read a few rows of `source`, which has len() and [index], to infer the fields.
 
-        `source` has len() and [index]; a `grain.MapDataset` has.
-
-        Raises:
-            ConfigError: no rows, no end, or fields that a batch cannot have.
+        Raises `ConfigError` if there are no rows, no end, or fields that a batch cannot have.
         """
         self._source, self._name = source, name
         self.num_rows = len(source)
@@ -77,37 +72,36 @@ class CustomRows:
         self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """As `Part.rows`, of indices int64 [n]; the user's function makes whole rows, then cut.
+        """Return `Part.rows` of indices int64 [n]; makes complete rows, which are then cut.
 
-        Raises:
-            ConfigError: a row is missing, has another shape than the first one, or values that its
-                dtype does not hold.
+        Raises `ConfigError` if a row is missing, its shape differs from the first one, or its
+        values do not fit the dtype.
         """
         numbers = np.asarray(indices).tolist()
-        found = [self._source[number] for number in numbers]
-        return cut(stack_rows(found, self.fields, self._name, indices), spans)
+        rows = [self._source[number] for number in numbers]
+        return cut(stack_rows(rows, self.fields, self._name, indices), spans)
 
 
 def open_custom(
-    source: str, *, seq_len: int, seed: int, given: Any = None
+    source: str, *, seq_len: int, seed: int, python_source: Any = None
 ) -> tuple[CustomRows | Callable[[int, int], Any], CustomRows | None, bool]:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `given` is what a Python program gives in the function's place: another function, or the rows.
+    `python_source` replaces the function: another function, or the rows. Raises `ConfigError` if
+    the function does not exist, takes other arguments, or returns another type.
 
     Returns:
-        What to train on, rows or how to open a stream: (shard_index, num_shards) -> IterDataset;
-        rows to evaluate on; whether the function divides its stream into shards.
-
-    Raises:
-        ConfigError: the function is not there, takes other arguments, or returns something else.
+        Training rows or a function that opens a stream: (shard_index, num_shards) -> IterDataset;
+        evaluation rows; whether the function divides its stream into shards.
     """
     import grain
 
-    if given is None:
+    if python_source is None:
         factory = _function(source)
     else:
-        factory = given if callable(given) else lambda *, seq_len, seed: given
+        factory = (
+            python_source if callable(python_source) else lambda *, seq_len, seed: python_source
+        )
     try:
         signature = inspect.signature(factory)
         divides = set(_SHARD) <= signature.parameters.keys()
@@ -127,8 +121,8 @@ def open_custom(
         if rows is not None and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             raise ConfigError(
                 f"data source {source!r} returned {type(rows).__name__}, which has no random "
-                "access and cannot be resumed. Return something with len() and [index], such "
-                "as grain.MapDataset; to train on, a grain.IterDataset will do too."
+                "access and cannot be resumed. Return an object with len() and [index], such "
+                "as grain.MapDataset; for training also a grain.IterDataset."
             )
     by_number = lambda rows: CustomRows(rows, source)
     opened: Any = (lambda index, count: call(index, count)[0]) if is_stream else by_number(train)
@@ -136,26 +130,22 @@ def open_custom(
 
 
 def _function(source: str) -> Callable[..., Any]:
-    if source == GIVEN_ROWS:
+    if source == PYTHON_ROWS:
         raise ConfigError(
-            "data.sources: the rows of this run were given as a Python object, which no file "
-            "holds. Give them again: jaxdist.open(RUN, data=ROWS)."
+            "data.sources: the rows of this run were passed as a Python object and are not "
+            "stored. Pass them again: jaxdist.open(RUN, data=ROWS)."
         )
     try:
         return named_function(source)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "
+            f"data source {source!r} cannot be loaded: {error}. Use a file, or an importable "
             "module:function (the current directory is on the path)."
         ) from error
 
 
 def check_row(row: Any, name: str) -> Literal["text", "images"]:
-    """Which kind of row it is.
-
-    Raises:
-        ConfigError: not a dict, or fields are missing.
-    """
+    """Return the kind of a row; raises `ConfigError` if it is no dict or lacks fields."""
     if not isinstance(row, Mapping):
         raise ConfigError(
             f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
@@ -173,8 +163,7 @@ def check_row(row: Any, name: str) -> Literal["text", "images"]:
 def fields_of(row: Mapping[str, Any], name: str) -> Fields:
     """Return name -> (shape, dtype in a batch) of a row of the source `name`.
 
-    Raises:
-        ConfigError: fields that are not numbers, and token fields that are not integers.
+    Raises `ConfigError` for fields that are not numbers and token fields that are not integers.
     """
     fields: Fields = {}
     problems = []
@@ -195,7 +184,7 @@ def fields_of(row: Mapping[str, Any], name: str) -> Fields:
 
 
 def digest_of(rows: Rows, text: str = "") -> str:
-    """Digest of a text and of rows [n, ...] by field."""
+    """Return a digest of a text and of rows [n, ...] by field."""
     digest = hashlib.sha256(text.encode())
     for field, values in sorted(rows.items()):
         digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
@@ -204,9 +193,9 @@ def digest_of(rows: Rows, text: str = "") -> str:
 
 
 def vocabulary_of(rows: Rows) -> int:
-    """One more than the largest token, target or label: the least vocabulary that holds them."""
+    """Return one more than the largest token, target or label."""
     named = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
-    numbers = [values for values in named if values.dtype == np.int32]  # others are no classes
+    numbers = [values for values in named if values.dtype == np.int32]  # others are not classes
     if not numbers:
         return 0
     return 1 + max(int(values.max(initial=0)) for values in numbers)
@@ -215,13 +204,11 @@ def vocabulary_of(rows: Rows) -> int:
 def stack_rows(
     rows: Sequence[Any], fields: Fields, name: str, numbers: Sequence[int] | np.ndarray = ()
 ) -> Rows:
-    """Rows as one array per field, [len(rows), ...] in the field's dtype.
+    """Stack rows to one array per field, [len(rows), ...] in the field's dtype.
 
-    `numbers` of the rows, if they have any, and the `name` of the source are for the error.
-
-    Raises:
-        ConfigError: a row or a field is missing, has another shape or kind than in the first row,
-            or holds values that its dtype does not.
+    `numbers` of the rows, if any, and the `name` of the source are for errors. Raises `ConfigError`
+    if a row or field is missing, differs in shape or kind from the first row, or does not fit its
+    dtype.
     """
     out = {field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()}
     for at, row in enumerate(rows):
@@ -237,7 +224,7 @@ def stack_rows(
 
 
 def _array_of(value: Any) -> np.ndarray:
-    """Return a field as an array [...]; lists of several lengths give an object scalar []."""
+    """Return a field as an array [...]; ragged lists give an object scalar []."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -245,7 +232,7 @@ def _array_of(value: Any) -> np.ndarray:
 
 
 def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
-    """Return the dtype that a user's field has in a batch; None if it has none."""
+    """Return the dtype of a user's field in a batch; None if it has none."""
     is_float = dtype.name.startswith(("float", "bfloat"))  # of ml_dtypes too
     if dtype.kind not in "iub" and not is_float:
         return None
@@ -255,7 +242,7 @@ def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
 
 
 def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
-    """Return why a batch of `dtype` cannot hold an array [...] without a change; "" if it can."""
+    """Return why an array [...] cannot be converted to `dtype` without loss; "" if it can."""
     own = _batch_dtype("", value.dtype)
     if own is None or (
         own != dtype and dtype != np.float32 and (own, dtype) != (np.bool_, np.int32)
@@ -280,14 +267,14 @@ def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
 def _unlike(
     name: str, which: str, row: Any, field: str, value: np.ndarray | None, shape: tuple[int, ...]
 ) -> str:
-    """Return the problem of a missing row, or of a field [...] unlike `shape` of the first row."""
+    """Return the error of a missing row, or of a field [...] whose shape differs from `shape`."""
     if row is None:
         return (
-            f"data source {name!r}: {which} is missing, as behind a filter. Filter the records "
-            "first, or return an IterDataset (.to_iter_dataset()), which skips what is missing."
+            f"data source {name!r}: {which} is missing, as after a filter. Filter the records "
+            "first, or return an IterDataset (.to_iter_dataset()), which skips missing rows."
         )
     has = "is missing" if value is None else f"has shape {value.shape}"
     return (
         f"data source {name!r}: {field} of {which} {has}, the first "
-        f"row has {shape}. Make all rows alike."
+        f"row has {shape}. All rows must be equal in shape."
     )

@@ -1,4 +1,4 @@
-"""Sources to datasets: rows by random access, with the identity that a resumed run must find again.
+"""Open sources as datasets: rows by random access, and an identity for resuming.
 
 A dataset has `__len__` and `__getitem__`, so it is also a source for `grain.MapDataset.source`.
 """
@@ -40,9 +40,9 @@ class Dataset:
     Attributes:
         parts: one per source.
         weights: share of each part in training; empty = in proportion to size.
-        vocab_size: tokens of the vocabulary, or classes of images; of the user's own rows as many
-            as some of them name.
-        identity: what the rows depend on, as JSON; `fingerprint` is its digest.
+        vocab_size: vocabulary size, or number of image classes; of custom rows the largest id in a
+            few of them, plus one.
+        identity: JSON of everything that rows depend on; `fingerprint` is its digest.
         rows_per_example: adjacent rows that stay together in every order.
     """
 
@@ -56,7 +56,7 @@ class Dataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch (of all parts together)."""
+        """Rows of one epoch of all parts."""
         return sum(part.num_rows for part in self.parts)
 
     @property
@@ -66,15 +66,15 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything the rows depend on; the same on every machine with the same data."""
+        """Digest of everything that rows depend on; equal on all machines with the same data."""
         text = json.dumps(self.identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
+        """Return rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...].
 
-        Of each row the positions of the spans alone, None = all: [n, positions, ...]. Pure: the
-        same indices give the same rows, in any process.
+        With `spans`, only these positions of each row: [n, positions, ...]. A pure function in any
+        process.
         """
         indices = np.asarray(indices, np.int64)
         starts = np.cumsum([0] + [part.num_rows for part in self.parts])
@@ -93,7 +93,7 @@ class Dataset:
         return out
 
     def describe(self) -> str:
-        """One line for the log: rows, size, tokenizer, fingerprint."""
+        """Return one line for the log: rows, size, tokenizer, fingerprint."""
         words = [f"{self.kind}, {self.num_rows:,} rows"]
         if self.kind == "text":
             seq_len = self.fields["tokens"][0][0]
@@ -107,21 +107,20 @@ class Dataset:
         return ", ".join([" ".join(words), *extra, f"fingerprint {self.fingerprint[:8]}"])
 
     def order(self, seed: int) -> Order:
-        """The order in which training takes the rows."""
+        """Return the order of rows in training."""
         sizes = [part.num_rows for part in self.parts]
         return Order(sizes, self.weights, seed, self.rows_per_example)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
-        """Return the same rows, in orders that keep so many adjacent rows together.
+        """Return the same rows, in orders that keep groups of adjacent rows together.
 
-        Raises:
-            ConfigError: a source would end in a part of an example.
+        Raises `ConfigError` if a source would end inside a group.
         """
         if any(part.num_rows % rows_per_example for part in self.parts):
             sizes = ", ".join(str(part.num_rows) for part in self.parts)
             raise ConfigError(
-                f"the data has {sizes} rows by source: the objective takes {rows_per_example} "
-                f"adjacent rows as an example. Use a multiple of {rows_per_example} rows."
+                f"the data has {sizes} rows by source: an example of the objective is "
+                f"{rows_per_example} adjacent rows. Use a multiple of {rows_per_example} rows."
             )
         return dataclasses.replace(self, rows_per_example=rows_per_example)
 
@@ -133,31 +132,28 @@ class Dataset:
 
 
 TrainData: TypeAlias = Dataset | StreamDataset
-"""What a run can train on; evaluation needs rows by number."""
+"""Training data of a run; evaluation needs random access."""
 
 
 def open_datasets(
-    config: DataConfig, *, seq_len: int, seed: int = 0, given: Any = None
+    config: DataConfig, *, seq_len: int, seed: int = 0, python_source: Any = None
 ) -> tuple[TrainData, Dataset | None]:
-    """Open the sources: what to train on and what is held out, without a common row.
+    """Open the sources as disjoint training and held-out data.
 
-    `seed` is given to a source of the user's own; rows of files do not depend on it. `given` is
-    what a Python program gives in place of the function that the source names.
-
-    Raises:
-        ConfigError: rules broken, or files that cannot be read as what they are said to be.
+    `seed` is passed to a user's function; rows of files do not depend on it. `python_source`
+    replaces the function that the source names. Raises `ConfigError` for invalid settings and
+    unreadable files.
     """
     if problems := problems_of(config, "data"):
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
-        return _open_custom(config, seq_len, seed, given)
+        return _open_custom(config, seq_len, seed, python_source)
     images = [is_cifar(source) for source in config.sources]
     if all(images):
         return _open_images(config)
     if any(images):
         raise ConfigError(
-            f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
-            "them. Name sources of one kind."
+            f"data.sources={config.sources} mixes CIFAR-10 with text. Use sources of one kind."
         )
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more.")
@@ -204,7 +200,7 @@ def _dataset(
     tokenizer: Tokenizer | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
-    """Parts as one dataset; `about` is what else the rows depend on."""
+    """Return parts as one dataset; `about` has other facts that rows depend on."""
     prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
     return Dataset(
         kind=kind,
@@ -219,19 +215,19 @@ def _dataset(
 def _packing(
     config: DataConfig, corpora: list[Corpus], seq_len: int
 ) -> Literal["stream", "documents", "best_fit"]:
-    """How rows are made of these corpora; says how many records a row cannot hold."""
+    """Choose how rows are made of these corpora; log how many records are cut."""
     weighted = [corpus for corpus in corpora if corpus.weighted]
     if weighted and config.packing == "stream":
         raise ConfigError(
-            "data.packing=stream with conversations or completions: they would read each "
-            "other. Use best_fit or documents."
+            "data.packing=stream with conversations or completions: they would attend to "
+            "each other. Use best_fit or documents."
         )
     ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
     long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
     if long:
         log.info(
-            "%d of %d records are longer than train.seq_len=%d and are cut: what follows the cut "
-            "is learned without what stood before it",
+            "%d of %d records are longer than train.seq_len=%d and are cut: tokens after the cut "
+            "are learned without the context before it",
             long, sum(map(len, ends)), seq_len,
         )  # fmt: skip
     if config.packing != "auto":
@@ -247,14 +243,14 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
         raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
     if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
         raise ConfigError(
-            f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
-            "SRC --out DIR` from text; give the folder."
+            f"{str(files[0])!r} is not text. Make a token folder from text with "
+            "`python -m jaxdist.data SRC --out DIR`, and use that folder."
         )
     return cached_corpus(files, source, encoder)
 
 
 def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:
-    """Refuse token folders that were made with another tokenizer than the run's."""
+    """Reject token folders that were made with another tokenizer than the run's."""
     problems = [
         f"{source!r} was made with tokenizer {made.name!r} (end token {made.end_id}), and "
         f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): the same token "
@@ -270,16 +266,16 @@ def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Co
 def _warn_of_old_rules(
     config: DataConfig, encoder: Encoder, sources: list[str], corpora: list[Corpus]
 ) -> None:
-    """Warn of texts whose old rule differs from the one that the tokenizer's files specify."""
+    """Warn of texts tokenized by old rules that differ from the tokenizer's files."""
     new = load_tokenizer(config.tokenizer_name, config.eos_token)
     for source, corpus in zip(sources, corpora, strict=True):
         used, old = corpus.tokenizer, []
         if used.begin_ids != new.begin_ids:
             old.append(f"do not begin with token {' '.join(map(str, new.begin_ids))}")
         if corpus.weighted and used.marks_start != new.marks_start:
-            old.append("have a space more in front of each answer")
+            old.append("have an extra space before each answer")
         if isinstance(encoder.template, JinjaTemplate) and used.text_format == OLD_TEXT_FORMAT:
-            old.append("may leave unlearned what the template writes before an answer (<think>)")
+            old.append("may not learn the text of the template before an answer (<think>)")
         if old:
             log.warning(
                 "texts of %s %s, unlike the tokenizer's files specify: they keep "
@@ -321,15 +317,17 @@ def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def _open_custom(
-    config: DataConfig, seq_len: int, seed: int, given: Any
+    config: DataConfig, seq_len: int, seed: int, python_source: Any
 ) -> tuple[TrainData, Dataset | None]:
     source = config.sources[0]
     if len(config.sources) > 1 or config.eval_sources:
         raise ConfigError(
             f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
-            f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
+            f"must be the only source. Mix sources inside {source!r} and return evaluation rows."
         )
-    opened, held_rows, divides = open_custom(source, seq_len=seq_len, seed=seed, given=given)
+    opened, held_rows, divides = open_custom(
+        source, seq_len=seq_len, seed=seed, python_source=python_source
+    )
     tokenizer = load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format)
 
     def dataset(part: CustomRows) -> Dataset:

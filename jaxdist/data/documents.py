@@ -1,6 +1,6 @@
-"""Files to documents: plain text, JSON lines and Parquet.
+"""Read documents from files: plain text, JSON lines and Parquet.
 
-A file is streamed: long texts come in pieces, so that memory stays small whatever the file's size.
+Files are streamed and long texts come in pieces, so memory does not grow with the file size.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
 PIECE_BYTES = 4 << 20
-"""Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
+"""Longest piece of text that is tokenized at once; cut at line ends that are token boundaries."""
 
 LINE_BYTES = 64 << 20
 """Longest line of JSON."""
 
 _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
-"""A compressed file that becomes so many times larger, counted from so many bytes on, is no text:
-prose is compressed 3 to 10 times, the most repetitive logs below 100 times."""
+"""Largest expansion of a compressed file, checked from this size on. Prose compresses 3 to 10
+times, the most repetitive logs less than 100 times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
     """Part of a document.
 
-    Attributes:
-        last: whether the document ends here.
-        position: bytes of the file (as stored) used so far.
+    `last`: the document ends here. `position`: bytes of the stored file read so far.
     """
 
     text: str
@@ -48,34 +46,31 @@ class TextPiece:
 class Record:
     """A JSON line or a row of Parquet.
 
-    Attributes:
-        place: "file:line" for errors.
-        position: bytes of the file (as stored) used so far.
+    `source` is "file:line" for errors, `position` the bytes of the stored file read so far.
     """
 
     value: dict[str, Any]
-    place: str
+    source: str
     position: int
 
 
 def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
-    """The documents of one file, in pieces.
+    """Yield the documents of one file, in pieces.
 
-    Raises:
-        ConfigError: not readable, not UTF-8, binary data, JSON lines under the name of a text, a
-            broken line or a missing field (with its line), damaged compression.
+    Raises `ConfigError` if the file is unreadable, not UTF-8, binary, damaged or JSON lines with
+    the suffix of a text, or if a line is broken or lacks the field (with its number).
     """
     kind = kind_of(path)
     with read_errors(path):
         if kind == "parquet":
-            fix = "Set data.text_field to the column that holds the text."
+            fix = "Set data.text_field to the column with the text."
             for record in _parquet_rows(path, [text_field], fix, texts=True):
                 if record.value[text_field]:
                     yield TextPiece(record.value[text_field], True, record.position)
             return
         if kind == "json":
             raise ConfigError(
-                f"{str(path)!r} is .json: one object per line or one text is not clear. Rename it "
+                f"{str(path)!r} is .json: it could be JSON lines or one text. Rename it "
                 "to .jsonl or .txt."
             )
         with open_file(path) as raw, _decompressed(path, raw) as stream:
@@ -88,36 +83,34 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
 def read_records(
     path: DataFile, columns: list[str], is_unread: Callable[[str], bool] | None = None
 ) -> Iterator[Record]:
-    """The records of one file: JSON lines, or Parquet with at least `columns`.
+    """Yield the records of one file: JSON lines, or Parquet with at least `columns`.
 
-    Other columns of Parquet are read if `is_unread` returns false for their names.
-
-    Raises:
-        ConfigError: as `read_pieces`, or a file of text.
+    Other columns of Parquet are read if `is_unread` returns false for their names. Raises
+    `ConfigError` as `read_pieces` does, and for text files.
     """
     kind = kind_of(path)
     with read_errors(path):
         if kind == "parquet":
-            fix = "data.records says which columns are needed."
+            fix = "data.records determines the required columns."
             yield from _parquet_rows(path, columns, fix, texts=False, is_unread=is_unread)
             return
         if kind != "lines":
             raise ConfigError(
-                f"{str(path)!r} is not .jsonl or .parquet: data.records asks for records. Name "
-                "such files, or use data.records=text."
+                f"{str(path)!r} is not .jsonl or .parquet: data.records needs such "
+                "files. Change data.sources, or use data.records=text."
             )
         with open_file(path) as raw, _decompressed(path, raw) as stream:
             for number, value in _json_lines(path, stream):
-                place = f"{path}:{number}"
+                source = f"{path}:{number}"
                 if not isinstance(value, dict):
                     raise ConfigError(
-                        f"{place} is not an object but {type(value).__name__}. Repair the line."
+                        f"{source} is not an object but {type(value).__name__}. Repair the line."
                     )
-                yield Record(value, place, raw.tell())
+                yield Record(value, source, raw.tell())
 
 
 def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
-    """Return the bytes of a file without a byte order mark, decompressed according to its name.
+    """Return the stream of a file without byte order mark, decompressed by its suffix.
 
     `raw.tell()` counts stored bytes.
     """
@@ -134,7 +127,7 @@ def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
 
 
 class _Expanded(io.RawIOBase):
-    """The decompressed bytes of a file, refused where they outgrow what is stored."""
+    """Stream of decompressed bytes; rejects files that expand too much."""
 
     def __init__(self, path: DataFile, stream: Any, stored: BinaryIO) -> None:
         self._path, self._stream, self._stored, self._count = path, stream, stored, 0
@@ -148,8 +141,8 @@ class _Expanded(io.RawIOBase):
         if self._count > max(_EXPANSION_FROM, _EXPANSION * self._stored.tell()):
             raise ConfigError(
                 [
-                    f"{str(self._path)!r} grows more than {_EXPANSION} times when it is "
-                    "decompressed: this is no text. Decompress it yourself if it is."
+                    f"{str(self._path)!r} expands more than {_EXPANSION} times, which "
+                    "text does not. Decompress it yourself if it is text."
                 ]
             )
         return count
@@ -160,22 +153,22 @@ def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) ->
         text = data.decode("utf-8")
         if "\0" not in text:
             return text
-        place = f"byte {start + data.index(0)}" if line is None else f"line {line}"
+        position = f"byte {start + data.index(0)}" if line is None else f"line {line}"
         raise ConfigError(
-            f"{str(path)!r} is not text: {place} is a NUL byte. It is probably "
-            f"{_binary_kind(data)}. Convert it to UTF-8 text, or leave it out with a glob that "
-            "names only text files."
+            f"{str(path)!r} is not text: {position} is a NUL byte. It is probably "
+            f"{_binary_kind(data)}. Convert it to UTF-8 text, or exclude it with a glob for "
+            "text files."
         )
     except UnicodeDecodeError as error:
-        place = f"byte {start + error.start}" if line is None else f"line {line}"
+        position = f"byte {start + error.start}" if line is None else f"line {line}"
         raise ConfigError(
-            f"{str(path)!r} is not UTF-8 text ({place} is 0x{data[error.start]:02x}). Convert "
-            "it, or leave it out with a glob that names only text files."
+            f"{str(path)!r} is not UTF-8 text ({position} is 0x{data[error.start]:02x}). Convert "
+            "it, or exclude it with a glob for text files."
         ) from None
 
 
 def _binary_kind(data: bytes) -> str:
-    """Guess the format of data that holds NUL bytes."""
+    """Guess the format of data with NUL bytes."""
     if data.startswith(b"MMIDIDX"):
         return "the index of a Megatron data set"
     for zeros, others in ((data[1::2], data[::2]), (data[::2], data[1::2])):
@@ -205,7 +198,7 @@ def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Text
         block = stream.read(PIECE_BYTES)
         if not held and not start and _is_json_lines(block):
             raise ConfigError(
-                f"{str(path)!r} holds JSON lines, but its name is that of a text. Rename it to "
+                f"{str(path)!r} holds JSON lines, but has the suffix of a text. Rename it to "
                 ".jsonl (one object per line), so that only the field data.text_field is read."
             )
         held += block
@@ -213,16 +206,16 @@ def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Text
             if held or start:
                 yield TextPiece(_decode(path, held, start), True, raw.tell())
             return
-        if len(held) >= PIECE_BYTES and (cut := _place_to_cut(held)):
+        if len(held) >= PIECE_BYTES and (cut := _cut_position(held)):
             yield TextPiece(_decode(path, held[:cut], start), False, raw.tell())
             held, start = held[cut:], start + cut
 
 
-def _place_to_cut(data: bytes) -> int:
-    """Place after the last newline between two non-blank bytes; 0 to wait for more text.
+def _cut_position(data: bytes) -> int:
+    """Return the index after the last newline between two non-blank bytes; 0 = read more.
 
-    There common pre-tokenizers break too: a newline next to other white space may share a token
-    with it. Text that has no such place in four pieces is cut between two characters.
+    Common pre-tokenizers break there, while a newline next to other white space may share a token
+    with it. Text without such a newline in four pieces is cut between two characters.
     """
     at = len(data) - 1
     while (at := data.rfind(b"\n", 1, at)) > 0:
@@ -243,14 +236,14 @@ def _read_lines(path: DataFile, stream: BinaryIO, raw: BinaryIO, field: str) -> 
             what = "no text" if isinstance(record, dict) and field in record else "no field"
             raise ConfigError(
                 f"{path}:{number} has {what} {field!r} (it has: {have}). Set data.text_field "
-                f"to the field that holds the text{_other_kind(record)}."
+                f"to the field with the text{_other_kind(record)}."
             )
         if record[field]:
             yield TextPiece(record[field], True, raw.tell())
 
 
 def _other_kind(record: Any) -> str:
-    """What to do with a record of another kind than text."""
+    """Return advice for a record that is not text."""
     if isinstance(record, dict) and not record.keys().isdisjoint(("messages", "conversations")):
         return ", or data.records=chat for conversations"
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
@@ -259,7 +252,7 @@ def _other_kind(record: Any) -> str:
 
 
 def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Line number (from 1) and value of each line that is not blank."""
+    """Yield number (from 1) and value of each non-blank line."""
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:
             raise ConfigError(
@@ -270,12 +263,12 @@ def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
             continue
         try:
             value = json.loads(line)
-            if "\\ud" in line.lower():  # half of a character that JSON writes as two
+            if "\\ud" in line.lower():  # a surrogate, which must be paired
                 json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = ord(error.object[error.start])
             raise ConfigError(
-                f"{path}:{number} holds half a character (\\u{half:x} alone), which no text can. "
+                f"{path}:{number} has an unpaired surrogate (\\u{half:x}). "
                 "Repair or remove the line."
             ) from None
         except (ValueError, RecursionError) as error:

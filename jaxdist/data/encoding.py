@@ -1,4 +1,4 @@
-"""Files to tokens: text as it stands, or records of which only the answers count."""
+"""Encode files as tokens: plain text, or records of which only the answers are learned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 
 BATCH_CHARACTERS = 4 << 20
-"""Text given to the tokenizer at once, so that it can use all cores."""
+"""Characters per call of the tokenizer, enough to use all cores."""
 
 _BATCH_TOKENS = 1 << 20
 
@@ -38,9 +38,9 @@ class Chunk:
 
     Attributes:
         tokens: unsigned [length].
-        weights: uint8 [length], 1 where a token is learned; None = everywhere.
-        ends: uint64, where documents end inside `tokens`, exclusive.
-        position: bytes of all files (as stored) read so far.
+        weights: uint8 [length], 1 if a token is learned; None = all are.
+        ends: uint64, exclusive ends of documents inside `tokens`.
+        position: bytes of all stored files read so far.
     """
 
     tokens: np.ndarray
@@ -50,12 +50,12 @@ class Chunk:
 
 
 class TextEncoder:
-    """Each text is a document; the tokenizer's end token, if it has one, closes it.
+    """Encode each text as a document, closed by the tokenizer's end token if it has one.
 
     Attributes:
         weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
-        template: how conversations are written down; None for anything else.
+        template: format of conversations; None for other records.
     """
 
     weighted = False
@@ -67,7 +67,7 @@ class TextEncoder:
         self.identity = [tokenizer.fingerprint, text_field, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """The tokens of files; raises `ConfigError` with file and line where one is bad."""
+        """Yield the tokens of files; raises `ConfigError` with file and line of a bad one."""
 
         def pieces(path: DataFile) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):
@@ -100,7 +100,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Each record is a document of which only the answers count: chat, or prompt and completion.
+    """Encode each record (chat, or prompt and completion) as a document; only answers are learned.
 
     It has the attributes of `TextEncoder`.
     """
@@ -108,14 +108,14 @@ class RecordEncoder:
     weighted = True
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
-        """Without a template: prompt and completion."""
+        """Without a template, records are prompt and completion."""
         self.tokenizer, self.template = tokenizer, template
         self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
         self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """The tokens of files; raises `ConfigError` with file and line where one is bad."""
+        """Yield the tokens of files; raises `ConfigError` with file and line of a bad one."""
         for held, position in _batches(files, self._documents, _BATCH_TOKENS):
             yield Chunk(
                 np.concatenate([document.tokens for document in held]),
@@ -133,7 +133,7 @@ class RecordEncoder:
                 else:
                     document = self.template.encode(checked_messages(record.value))
             except BadRecord as error:
-                raise ConfigError(f"{record.place} {error}") from None
+                raise ConfigError(f"{record.source} {error}") from None
             yield document, len(document.tokens), record.position
 
 
@@ -147,10 +147,9 @@ def make_encoder(
     text_field: str = "text",
     chat_template: str = "auto",
 ) -> Encoder:
-    """The encoder that `data.records` asks for.
+    """Return the encoder for `data.records`.
 
-    Raises:
-        ConfigError: the chat template cannot be used, or the tokenizer has no end token.
+    Raises `ConfigError` if the chat template cannot be used or the tokenizer has no end token.
     """
     if records == "text":
         return TextEncoder(tokenizer, text_field)
@@ -159,16 +158,16 @@ def make_encoder(
 
 
 def _rules(tokenizer: Tokenizer) -> list[str]:
-    """Names of the rules for the starts of texts and pieces; [] if they change no token."""
+    # The rules for the starts of texts and pieces, as far as they change a token.
     return [*map(str, tokenizer.begin_ids), *["pieces-1"] * tokenizer.marks_start]
 
 
 def _batches(
     files: Sequence[DataFile], read: Callable[[DataFile], Iterator[tuple[T, int, int]]], limit: int
 ) -> Iterator[tuple[list[T], int]]:
-    """What files hold, in lists of about the size `limit`, and bytes of the files read by then.
+    """Yield items of files in lists of about the size `limit`, and the bytes read so far.
 
-    `read` gives items of a file, their sizes, and how many of its bytes are read.
+    `read` yields the items of a file, their sizes, and the bytes of the file read so far.
     """
     held: list[T] = []
     total, before = 0, 0

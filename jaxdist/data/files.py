@@ -1,7 +1,7 @@
-"""Files of data: which ones a source names, on a file system or a store, and reading them.
+"""Find and read data files on a file system or an object store.
 
-An object of a store is read by ranges: text and lines from front to back, of Parquet the columns
-that are needed. Whether it has changed its tag tells, without a read.
+Objects are read in ranges: text and lines sequentially, of Parquet only the needed columns. Their
+ETag shows changes without reading.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ _NOT_LIBRARY = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """An object of a store; `str` gives its URL.
+    """An object of a store; `str` returns its URL.
 
-    Attributes:
-        num_bytes: its size when it was found.
-        tag: the store's ETag of its content when it was found; "" = the store gives none.
+    `num_bytes` is its size and `tag` its ETag when it was listed ("" = the store has none).
     """
 
     location: Location
@@ -45,7 +43,7 @@ class StoredFile:
 
     @property
     def name(self) -> str:
-        """The last part of its URL."""
+        """Last part of its URL."""
         return self.location.name
 
     def __str__(self) -> str:
@@ -56,13 +54,10 @@ DataFile: TypeAlias = Path | StoredFile
 
 
 def library_files() -> list[Path]:
-    """The `.py` files of this Python's standard library, without tests and installed packages.
+    """Return the `.py` files of Python's standard library, without tests and packages.
 
-    Ordered by a digest of their names, so that the held-out end is a fair sample of the library
-    and not its modules from t to z.
-
-    Raises:
-        ConfigError: this Python has no library sources on disk.
+    Ordered by a digest of their names, so that the held-out end is a random sample, not modules t
+    to z. Raises `ConfigError` if this Python has no library sources on disk.
     """
     import sysconfig
 
@@ -82,10 +77,9 @@ def library_files() -> list[Path]:
 
 
 def find_files(source: str) -> list[DataFile]:
-    """The files that a source names, in an order that does not depend on the file system.
+    """Return the files of a source, in an order independent of the file system.
 
-    Raises:
-        ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
+    Raises `ConfigError` if there are none, or a folder mixes text with JSON lines or Parquet.
     """
     if source == "stdlib":
         return [*library_files()]
@@ -99,8 +93,8 @@ def find_files(source: str) -> list[DataFile]:
     if len(kinds) > 1:
         examples = ", ".join(next(p.name for p in files if kind_of(p) == k) for k in sorted(kinds))
         raise ConfigError(
-            f"data source {source!r} mixes kinds of files ({examples}): which of them are data "
-            f"is not clear. Name one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
+            f"data source {source!r} mixes kinds of files ({examples}): the data "
+            f"are ambiguous. Select one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
         )
     return files
 
@@ -111,62 +105,62 @@ def _local_files(source: str) -> list[DataFile]:
         return [path]
     with read_errors(source):
         if path.is_dir():
-            found = _below(path)
+            paths = _below(path)
         elif "**" in path.parts:
-            found = _matches_below(path)
-        else:  # glob leaves hidden files out unless the pattern names them
-            found = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        irregular = [str(p) for p in found if not p.is_file() and not p.is_dir()]
+            paths = _matches_below(path)
+        else:  # glob skips hidden files unless the pattern has them
+            paths = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        irregular = [str(p) for p in paths if not p.is_file() and not p.is_dir()]
     if irregular:
         raise ConfigError(
             f"data source {source!r} has {few(sorted(irregular), 3)}, which is not a regular file: "
-            "a broken link, a pipe, a socket or a device. Remove it, or name the files with a glob."
+            "a broken link, a pipe, a socket or a device. Remove it, or select files with a glob."
         )
-    return [*sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())]
+    return [*sorted((p for p in paths if p.is_file()), key=lambda p: p.as_posix())]
 
 
 def _below(root: Path, *, hidden: bool = False) -> list[Path]:
-    """List the files below a folder. A folder that links reach several times counts once."""
+    """List the files below a folder; a folder that links reach several times counts once."""
 
     def stop(error: OSError) -> None:
         raise error
 
-    visited, found = set(), []
+    visited, paths = set(), []
     for folder, folders, files in os.walk(root, followlinks=True, onerror=stop):
         if (real := os.path.realpath(folder)) in visited:
             folders.clear()
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
-        found += [Path(folder, name) for name in files if hidden or not name.startswith(".")]
-    return found
+        paths += [Path(folder, name) for name in files if hidden or not name.startswith(".")]
+    return paths
 
 
 def _matches_below(pattern: Path) -> list[Path]:
-    """List the files that match a pattern with `**`; links that form a cycle do not repeat them."""
+    """List the files that match a pattern with `**`; cyclic links do not repeat them."""
     fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     root, inside = Path(*fixed), "/".join(pattern.parts[len(fixed) :])
     fits = re.compile(_regex_of(inside)).fullmatch
-    found = _below(root, hidden=bool(re.search(r"(^|/)\.", inside))) if root.is_dir() else []
-    return [path for path in found if fits(path.relative_to(root).as_posix())]
+    paths = _below(root, hidden=bool(re.search(r"(^|/)\.", inside))) if root.is_dir() else []
+    return [path for path in paths if fits(path.relative_to(root).as_posix())]
 
 
 def _stored_files(url: str) -> list[DataFile]:
-    """The object of a URL, those below it, or those that its pattern fits."""
+    """Return the object of a URL, those below it, or those that match its pattern."""
     fixed = re.split(r"[*?[]", url)[0]
     pattern = url[len(fixed.rpartition("/")[0]) + 1 :] if fixed != url else ""
     with read_errors(url):
-        place = locate(fixed.rpartition("/")[0] if pattern else url)
-        found = place.tags()
-        names = sorted(name for name in found if not re.search(r"(^|/)\.", name))
+        location = locate(fixed.rpartition("/")[0] if pattern else url)
+        tags = location.tags()
+        names = sorted(name for name in tags if not re.search(r"(^|/)\.", name))
         if pattern:
             fits = re.compile(_regex_of(pattern)).fullmatch
             names = [name for name in names if name and fits(name)]
-    return [StoredFile(place / name if name else place, *found[name]) for name in names]
+    return [StoredFile(location / name if name else location, *tags[name]) for name in names]
 
 
 def _regex_of(pattern: str) -> str:
-    """A regular expression for what a pattern with *, **, ? and [...] fits, as `glob` has it."""
+    """Return a regular expression for a pattern with *, **, ? and [...], as in `glob`."""
     words = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
     return "".join(
@@ -176,7 +170,7 @@ def _regex_of(pattern: str) -> str:
 
 
 def size_of(path: DataFile) -> int:
-    """Bytes of a file as it is stored."""
+    """Return the stored bytes of a file."""
     return path.num_bytes if isinstance(path, StoredFile) else path.stat().st_size
 
 
@@ -188,12 +182,12 @@ def open_file(path: DataFile, block_bytes: int = BLOCK_BYTES) -> BinaryIO:
 
 
 def open_ranges(path: DataFile) -> Any:
-    """What pyarrow reads parts of a file from."""
+    """Return the argument from which pyarrow reads parts of a file."""
     return _Ranges(path) if isinstance(path, StoredFile) else path
 
 
 class _Ranges(io.RawIOBase):
-    """An object as a file that can be read anywhere: each read is a request for its range."""
+    """A seekable file of an object: each read is a request for its range."""
 
     def __init__(self, file: StoredFile) -> None:
         self._location, self._size, self._at = file.location, file.num_bytes, 0
@@ -212,29 +206,29 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._at)
-        if wanted <= 0:
+        length = min(len(buffer), self._size - self._at)
+        if length <= 0:
             return 0
-        data = self._location.part(self._at, wanted)
-        if len(data) != wanted:
+        data = self._location.part(self._at, length)
+        if len(data) != length:
             raise OSError(errno.EIO, "it changed while it was read", str(self._location))
-        buffer[:wanted] = data
-        self._at += wanted
-        return wanted
+        buffer[:length] = data
+        self._at += length
+        return length
 
 
 @contextlib.contextmanager
 def read_errors(path: DataFile | str) -> Iterator[None]:
-    """What may go wrong while a file is read, as one line that names it."""
+    """Raise errors of reading a file as `ConfigError` of one line with its name."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # no error of the system, but of the decompressing library
+        if error.errno is None:  # from the decompressing library
             raise ConfigError(
                 f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
             ) from None
-        # A store's refusal says by itself what to do.
-        fix = " Check the file and its rights, or leave it out."
+        # Errors of a store include their fix.
+        fix = " Check the file and its permissions, or exclude it."
         raise ConfigError(
             f"{str(path)!r} cannot be read: {error.strerror or error}."
             f"{'' if is_url(str(path)) else fix}"
@@ -242,10 +236,10 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
 
 
 def source_digest(files: Sequence[DataFile]) -> str:
-    """A digest that is another one where the files hold something else.
+    """Return a digest that changes with the content of the files.
 
-    Objects of a store are told by URL, size and ETag, which a list of them gives. Files of a disk,
-    and objects without an ETag, are read.
+    It covers URL, size and ETag of objects, which a listing has. Local files, and objects without
+    an ETag, are read.
     """
     tags = [(str(f), f.num_bytes, f.tag) for f in files if isinstance(f, StoredFile) and f.tag]
     if len(tags) < len(files):
@@ -254,26 +248,25 @@ def source_digest(files: Sequence[DataFile]) -> str:
 
 
 def changed_objects(files: Iterable[DataFile], sources: Iterable[str]) -> list[str]:
-    """Which objects among the files are not any more what they were; `sources` named them.
+    """Return the objects among the files that have changed since `sources` were listed.
 
-    Raises:
-        ConfigError: a source has no files any more, or cannot be read.
+    Raises `ConfigError` if a source has no files any more or cannot be read.
     """
-    found = {file for source in sources if is_url(source) for file in find_files(source)}
-    return [str(file) for file in files if isinstance(file, StoredFile) and file not in found]
+    current = {file for source in sources if is_url(source) for file in find_files(source)}
+    return [str(file) for file in files if isinstance(file, StoredFile) and file not in current]
 
 
 def content_digest(files: Iterable[DataFile]) -> str:
-    """A digest of the files' bytes in order; names and places do not count."""
-    whole = hashlib.sha256()
+    """Return a digest of the files' bytes in order, independent of their names."""
+    digest = hashlib.sha256()
     for path in files:
         with read_errors(path), open_file(path) as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
-    return whole.hexdigest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def kind_of(path: DataFile) -> str:
-    """What a file holds by its name: "lines" of JSON, "parquet", "json" or "text"."""
+    """Return the kind of a file by its suffix: "lines" of JSON, "parquet", "json" or "text"."""
     suffixes = [s for s in PurePosixPath(path.name).suffixes if s not in (".gz", ".zst")]
     kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}
     return kinds.get(suffixes[-1].lower(), "text") if suffixes else "text"

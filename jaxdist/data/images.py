@@ -1,9 +1,9 @@
-"""CIFAR-10 in both forms it is published in, read without running anything stored in the files.
+"""Read CIFAR-10 in both published forms, without running code stored in the files.
 
     cifar-10-batches-py    data_batch_1 … data_batch_5, test_batch: Python pickles
     cifar-10-batches-bin   the same with .bin: records of 1 label byte and 3·32·32 pixel bytes
 
-In a bucket too: each process reads the files once, whole, as it keeps them in memory.
+Also from a bucket: each process reads the files once and keeps them in memory.
 
 References:
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; both layouts are
@@ -36,7 +36,7 @@ _SHAPE = (32, 32, 3)
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
 
-# Of the 50,000 training images, red green blue, in units of 255.
+# Of the 50,000 training images, RGB, in units of 255.
 _MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 _STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
@@ -44,7 +44,7 @@ Scaling = Literal["half", "unit", "channel"]
 
 
 def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Fields of image rows (see `Batch`)."""
+    """Return the fields of image rows (see `Batch`)."""
     return {
         "images": (_SHAPE, np.dtype(np.float32)),
         "labels": ((), np.dtype(np.int32)),
@@ -54,12 +54,12 @@ def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images:
-    """Labelled images in memory.
+    """Labeled images in memory.
 
     Attributes:
         pixels: uint8 [num_rows, 32, 32, 3].
         labels: int32 [num_rows].
-        scaling: how pixels become float32 (see `DataConfig.image_scaling`).
+        scaling: conversion of pixels to float32 (see `DataConfig.image_scaling`).
     """
 
     pixels: np.ndarray
@@ -78,12 +78,12 @@ class Images:
 
     @property
     def fingerprint(self) -> str:
-        """Of pixels, labels and scaling; the same for both forms on disk."""
+        """Digest of pixels, labels and scaling; equal for both forms on disk."""
         digest = hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
         return f"images-{digest[:32]}-{self.scaling}"
 
     def rows(self, indices: np.ndarray, spans: object = None) -> dict[str, np.ndarray]:
-        """See `Part.rows`: images float32 [n, 32, 32, 3], labels int32 [n]. They have no spans."""
+        """Return images float32 [n, 32, 32, 3] and labels int32 [n]; see `Part.rows`."""
         images = self.pixels[indices].astype(np.float32)
         images = images / 127.5 - 1 if self.scaling == "half" else images / 255
         if self.scaling == "channel":
@@ -96,7 +96,7 @@ class Images:
 
 
 def is_cifar(source: str) -> bool:
-    """Whether a source is a folder that holds CIFAR-10, in part at least."""
+    """Return whether a source is a folder with at least part of CIFAR-10."""
     if not is_url(source):
         return _holds(source, (*TRAIN_FILES, TEST_FILE))
     if glob.has_magic(source) or url_problem(source):
@@ -104,7 +104,7 @@ def is_cifar(source: str) -> bool:
     return _is_stored_cifar(source)
 
 
-@functools.lru_cache  # settings are read often; each look is a request
+@functools.lru_cache  # settings are read often, and each check is a request
 def _is_stored_cifar(url: str) -> bool:
     return _holds(url, (TRAIN_FILES[0], TEST_FILE))
 
@@ -115,17 +115,17 @@ def _holds(source: str, names: tuple[str, ...]) -> bool:
 
 
 def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
-    """Training and test images of a CIFAR-10 folder, which may be a URL.
+    """Return training and test images of a CIFAR-10 folder or URL.
 
-    Raises:
-        ConfigError: files missing, of a wrong size, damaged, or pickles that hold something else.
+    Raises `ConfigError` if files are missing, damaged, of a wrong size, or pickles of other
+    content.
     """
     folder, names = locate(source), (*TRAIN_FILES, TEST_FILE)
     with read_errors(str(folder)):
-        found = set(folder.entries())
-    suffix = ".bin" if any(f"{name}.bin" in found for name in names) else ""
+        entries = set(folder.entries())
+    suffix = ".bin" if any(f"{name}.bin" in entries for name in names) else ""
     read = _read_binary if suffix else _read_pickle
-    if missing := [name + suffix for name in names if name + suffix not in found]:
+    if missing := [name + suffix for name in names if name + suffix not in entries]:
         raise ConfigError(
             f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive again."
         )
@@ -145,7 +145,7 @@ def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
 def _read_batch(
     path: Location, read: Callable[[bytes], tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n], of one file."""
+    """Return pixels uint8 [n, 3072], color by color, and labels int32 [n] of one file."""
     with read_errors(str(path)):
         content = path.read()
     try:
@@ -156,12 +156,12 @@ def _read_batch(
                 f"({len(labels)}, {_PIXELS})"
             )
         if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
-            raise ValueError(f"labels outside 0..{NUM_CLASSES - 1}; CIFAR-100 is another layout")
+            raise ValueError(f"labels outside 0..{NUM_CLASSES - 1}; CIFAR-100 has another layout")
     except _Refused as error:
         raise ConfigError(
-            f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
-            "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
-            "you trust."
+            f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch has only a dict of "
+            "bytes, lists and one uint8 array. No code was run; download the archive from a "
+            "trusted source."
         ) from None
     except Exception as error:  # a damaged pickle can fail in any way
         raise ConfigError(
@@ -172,7 +172,7 @@ def _read_batch(
 
 
 def _read_binary(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 [n, 3072] and labels int32 [n] of a file of records, the label first."""
+    """Return pixels uint8 [n, 3072] and labels int32 [n] of records, the label first."""
     data = np.frombuffer(content, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ValueError(
@@ -183,7 +183,7 @@ def _read_binary(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_pickle(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 [n, 3072] and labels int32 [n] of a pickled dict, of a good file."""
+    """Return pixels uint8 [n, 3072] and labels int32 [n] of a pickled dict."""
     batch = _Reader(io.BytesIO(content), encoding="bytes").load()
     pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
     if not isinstance(pixels, _StoredArray):
@@ -201,22 +201,22 @@ def _entry(batch: Any, name: bytes) -> Any:
 
 
 class _Refused(Exception):
-    """The pickle names something that these files do not need."""
+    """The pickle names an object that these files do not need."""
 
 
 class _StoredType:
-    """Stands for numpy.dtype while a pickle is read; only uint8 passes."""
+    """Replacement of numpy.dtype during unpickling; accepts only uint8."""
 
     def __init__(self, code: Any = None, *_: Any):
         if code not in (b"u1", "u1", b"|u1", "|u1"):
             raise ValueError(f"an array of type {code!r}, not uint8")
 
     def __setstate__(self, state: Any) -> None:
-        pass  # byte order and alignment, without meaning for single bytes
+        pass  # byte order and alignment do not matter for single bytes
 
 
 class _StoredArray:
-    """Stands for numpy.ndarray while a pickle is read; keeps the bytes, builds nothing."""
+    """Replacement of numpy.ndarray during unpickling; only keeps the bytes."""
 
     def __setstate__(self, state: Any) -> None:
         _, self._shape, kind, self._by_column, self._data = state
@@ -224,7 +224,7 @@ class _StoredArray:
             raise ValueError("an array that is not stored as uint8 bytes")
 
     def array(self) -> np.ndarray:
-        """The stored array, uint8 [...], in its stored shape."""
+        """Return the stored array, uint8 [...], in its stored shape."""
         flat = np.frombuffer(self._data, np.uint8)
         return flat.reshape(self._shape, order="F" if self._by_column else "C")
 
@@ -234,7 +234,7 @@ def _reconstruct(*_: Any) -> _StoredArray:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Python 3 stores bytes of old pickle protocols as latin-1 text."""
+    # Python 3 stores bytes of old pickle protocols as latin-1 text.
     if encoding not in ("latin1", b"latin1"):
         raise ValueError(f"bytes stored as {encoding!r}")
     return text.encode("latin1")
@@ -247,8 +247,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("_codecs", "encode"): _encode,
 }
-"""All that a batch may name, each replaced by a stand-in of this file: not even numpy's own
-constructors run on what the file says."""
+"""Objects that a batch may name, each replaced by one of this file: not even numpy's constructors
+run on the file's content."""
 
 
 class _Reader(pickle.Unpickler):

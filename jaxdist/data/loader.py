@@ -1,7 +1,7 @@
-"""Rows to global device batches: the batch of step s depends on data, seed and s alone.
+"""Load rows into global device batches; the batch of step s depends on data, seed and s alone.
 
-A process keeps only the rows and positions that its own devices hold, as the sharding itself says,
-so it is right for any number of processes and for axes that span them.
+A process loads only the rows and positions of its own devices, according to the sharding, for any
+number of processes and for axes that span them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ from jaxdist.runtime import coordination
 from jaxdist.settings import ConfigError
 
 STATE_VERSION = 2
-"""Raised when the order of samples or what a state holds changes; an older one is then refused, not
-misread."""
+"""Increased if the order of samples or the content of a state changes; older ones are rejected."""
 
 _CLOSE_S = 5.0
-"""How long to wait for the thread to end; it does not outlive the process."""
+"""Time-out of the thread at the end; it does not outlive the process."""
 
 _CLOSE_WORKER_S = 30.0
-"""How much longer to wait for each worker: grain kills one that has not ended after 25 s."""
+"""Additional time-out per worker: grain kills one after 25 s."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where training stands in its data.
+    """Position of training in its data.
 
     Attributes:
-        sample: first sample of the next batch. Step s begins at sample s · global_batch_size
-            where all steps had that batch size and nothing was left out.
+        sample: first sample of the next batch. Step s begins at sample s · global_batch_size if the
+            batch size never changed and no samples were left out.
         left_out: samples [first, end) that no batch may hold.
-        iterators: states of a stream's readers, by shard; None = at its start, and for rows by
-            random access.
+        iterators: states of a stream's readers, by shard; None = at its start, or random access.
         ledger: the newest links of the data ledger, oldest first.
     """
 
@@ -56,14 +54,14 @@ class Position:
 
 
 class Loader:
-    """Iterator of training batches, prepared ahead; it never ends.
+    """Endless iterator of prefetched training batches.
 
     Attributes:
-        wait_s: seconds the last `next()` waited for its batch.
-        first_sample: first sample of the batch handed out last.
-        left_out: samples [first, end) that no batch holds; a batch that would begin among them,
-            or reach into them, begins behind them.
-        ledger: the data ledger up to the batch handed out last.
+        wait_s: seconds that the last `next()` waited.
+        first_sample: first sample of the last returned batch.
+        left_out: samples [first, end) that no batch holds; a batch that would overlap them begins
+            after them.
+        ledger: the data ledger up to the last returned batch.
     """
 
     def __init__(
@@ -79,15 +77,12 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        `sharding` is that of a batch's rows and, where devices share rows, of their positions.
-        `start` is where to begin, as `resume_position` returns it. `seed` sets the order of rows by
-        number; a stream has its own.
-
-        Raises:
-            ConfigError: the batch does not divide over the sharding, processes see other data, or
-                a stream cannot be read this way (see `StreamDataset.batches`).
+        `sharding` is that of a batch's rows and, if devices share rows, of their positions. `start`
+        is a result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
+        Raises `ConfigError` if the batch does not divide over the sharding, processes have
+        different data, or a stream cannot be read this way (see `StreamDataset.batches`).
         """
-        # grain takes 0.2 s to import: commands that read no data do without.
+        # Importing grain takes 0.2 s, which commands without data avoid.
         from jaxdist.data.batches import TrainBatches, device_placer, part_held
         from jaxdist.data.prefetch import read_ahead
 
@@ -129,29 +124,28 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch: name -> [global_batch_size, ...], placed by the sharding.
+        """Return the next batch: name -> [global_batch_size, ...], placed by the sharding.
 
-        Raises:
-            Exception: whatever failed while it was prepared, now and at every later call.
+        Raises the error that occurred while it was prepared, now and at every later call.
         """
         if self._failure is not None:
             raise self._failure
-        asked = time.perf_counter()
+        start = time.perf_counter()
         try:
             self.first_sample, batch = next(self._batches)
         except Exception as error:
             self._failure = error
             raise
-        self.wait_s = time.perf_counter() - asked
+        self.wait_s = time.perf_counter() - start
         self._iterator_state = self._batches.get_state()
         self._next_sample = self.first_sample + self._batch_size
         self.ledger.append(self.first_sample, self._batch_size)
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the run is, as JSON: batches handed out count, those only prepared do not.
+        """Return the position as JSON; batches that are only prefetched do not count.
 
-        Of a stream, every process of the job must ask.
+        For a stream every process of the job must call it.
         """
         state: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -169,18 +163,18 @@ class Loader:
         return state
 
     def rows(self, first_sample: int) -> list[int]:
-        """Rows of the dataset in the batch that begins with this sample.
+        """Return the dataset rows of the batch that begins with this sample.
 
-        A stream numbers its rows as they come, so that they are the samples themselves.
+        Rows of a stream are numbered as they come, so they equal the samples.
         """
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def close(self) -> None:
-        """Stop the thread and the workers, free what they prepared; safe to call again."""
+        """Stop the thread and the workers, and free the prefetched batches; idempotent."""
         if self._batches is None:
             return
-        # Closing waits for the read in progress, which a file system that is gone never ends.
+        # Closing waits for the current read, which never ends if the file system is gone.
         closing = threading.Thread(target=self._batches.close, daemon=True)
         closing.start()
         closing.join(_CLOSE_S + _CLOSE_WORKER_S * self._num_workers)
@@ -196,16 +190,11 @@ def eval_batches(
     sharding: NamedSharding,
     max_batches: int | None = None,
 ) -> Iterator[Batch]:
-    """Each row once, in storage order; what the last batch lacks has weights 0.
+    """Return batches of all rows in storage order; padding has weights 0.
 
-    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is as
-    for `Loader`.
-
-    Yields:
-        name -> [global_batch_size, ...], placed by the sharding.
-
-    Raises:
-        ConfigError: the batch does not divide over the sharding, or processes see other data.
+    With `max_batches`, at most that many, of rows spread evenly over the dataset; `sharding` is as
+    for `Loader`. A batch is name -> [global_batch_size, ...], placed by the sharding. Raises
+    `ConfigError` if the batch does not divide over the sharding or processes have different data.
     """
     _check_batch(global_batch_size, sharding)
     check_same_everywhere(dataset)
@@ -215,7 +204,7 @@ def eval_batches(
 def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
-    """Batches [batch_size, ...] over every row once, or `max_batches`, read ahead and closed."""
+    """Yield batches [batch_size, ...] of every row once, or `max_batches`, prefetched."""
     from jaxdist.data.batches import EvalBatches, device_placer, part_held
     from jaxdist.data.prefetch import read_ahead
 
@@ -237,13 +226,11 @@ def resume_position(
     seed: int,
     restarts: bool = False,
 ) -> Position:
-    """Where a run goes on, from the `Loader.state()` of its checkpoint.
+    """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    With `restarts`, changed data begin at their first sample.
-
-    Raises:
-        ConfigError: the state is of another version, the data changed (says what), or the rows of
-            its last steps are not those that the data ledger holds.
+    With `restarts`, changed data begin at their first sample. Raises `ConfigError` if the state is
+    of another version, the data changed (with the differences), or the rows of its last steps
+    differ from the data ledger.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -254,7 +241,7 @@ def resume_position(
     same_data = state["fingerprint"] == dataset.fingerprint
     if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
-    # Which samples were left out still holds for another order of the same data.
+    # Left-out samples still apply to another order of the same data.
     parts = state.get("left_out", []) if same_data else []
     left_out = tuple((int(first), int(end)) for first, end in parts)
     ledger = tuple(Link(*link) for link in state.get("ledger", [Link()]))
@@ -272,49 +259,48 @@ def resume_position(
         return Position(0, left_out, ledger=ledger[-1:])
     raise ConfigError(
         f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
-        f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
+        f"{state['next_sample']} would differ, and rows would repeat or be left out. "
         "Restore the data and settings, or set override=data to begin the new data at its start."
     )
 
 
 def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None:
-    """Refuse to go on where the last steps would have other rows now than they had."""
-    place = first_mismatch(ledger, dataset.fingerprint, dataset.order(seed).rows)
-    if place is not None:
+    """Reject a checkpoint whose last steps had other rows than they would have now."""
+    index = first_mismatch(ledger, dataset.fingerprint, dataset.order(seed).rows)
+    if index is not None:
         raise ConfigError(
-            f"data ledger: the batch at sample {ledger[place].first_sample}, {len(ledger) - place} "
+            f"data ledger: the batch at sample {ledger[index].first_sample}, {len(ledger) - index} "
             "steps before the end of the checkpoint, had other rows than the same data and seed "
-            "give now: rows would repeat or be left out. Resume with the version of jaxdist that "
+            "have now: rows would repeat or be left out. Resume with the version of jaxdist that "
             "saved it, or set override=data and another seed to begin the data anew."
         )
 
 
 def check_same_everywhere(dataset: TrainData) -> None:
-    """Make sure that all processes of the job opened the same data; all must call it.
+    """Check that all processes of the job opened the same data; all must call it.
 
-    Raises:
-        ConfigError: naming the processes whose data differ from the first one's.
+    Raises `ConfigError` with the processes whose data differ from those of process 0.
     """
     fingerprints = coordination.gather("dataset", dataset.fingerprint)
-    other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
+    other = [i for i, value in enumerate(fingerprints) if value != fingerprints[0]]
     if other:
         raise ConfigError(
-            f"processes {other} opened other data than process 0: batches would mix them. Give "
-            "every host the same files (for stdlib: the same Python), or a shared path."
+            f"processes {other} opened other data than process 0. Use the "
+            "same files on every host (for stdlib: the same Python), or a shared path."
         )
 
 
 def _own_state(
     iterators: tuple[dict[str, Any], ...] | None, shard: tuple[int, int]
 ) -> dict[str, Any] | None:
-    """The state of this process's reader among those of a checkpoint."""
+    """Return the state of this process's reader in a checkpoint."""
     index, count = shard
     if iterators is None:
         return None
     if len(iterators) != count:
         raise ConfigError(
             f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
-            f"this run has {count}: what each has read cannot be divided again. Resume with "
+            f"this run has {count}, and they cannot be redistributed. Resume with "
             "the processes and mesh of the checkpoint, or set override=data and another seed; a "
             "function without shard_index resumes on any number."
         )
@@ -322,12 +308,12 @@ def _own_state(
 
 
 def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str, Any]]:
-    """The states of all readers by shard; where there are several, every process must call it."""
+    """Return the states of all readers by shard; a collective call if there are several."""
     index, count = shard
     if count == 1:
         return [state]
-    found = dict(coordination.gather("stream", [index, state]))
-    return [found[number] for number in range(count)]
+    states = dict(coordination.gather("stream", [index, state]))
+    return [states[number] for number in range(count)]
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
@@ -343,8 +329,8 @@ def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     names = sorted(then.keys() | now.keys())
     different = [name for name in names if then.get(name) != now.get(name)]
-    words = {"parts": "the content, split or order of the sources is another"}
+    words = {"parts": "the content, split or order of the sources differs"}
     return [
         words.get(name, f"{name} was {then.get(name)!r} and is {now.get(name)!r}")
         for name in different
-    ] or ["its fingerprint is another"]
+    ] or ["its fingerprint differs"]

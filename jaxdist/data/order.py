@@ -3,11 +3,11 @@
 grain reads the batches (`jaxdist.data.batches`), but its `MapDataset.shuffle().repeat()`, `.mix()`
 and `experimental.index_shuffle` do not choose their rows. With grain 0.2.18:
 
-* Each row costs 13-20 us of Python, 130 us when mixed, in the interpreter that also dispatches the
-  steps: 20 ms for 1024 images. Here they take 0.2 to 1 ms of numpy. See `grain by row` in
+* Each row costs 13-20 us of Python, 130 us with mixing, in the interpreter that also dispatches
+  steps: 20 ms for 1024 images. Here numpy needs 0.2 to 1 ms. See `grain by row` in
   `scripts/bench/results/data.md`.
-* Its order may change between releases. A resumed run has to see the order it left.
-* `mix` rounds shares to whole multiples of a hundredth of the smallest.
+* Its order may change between releases, but a resumed run must continue in the same order.
+* `mix` rounds shares to multiples of a hundredth of the smallest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROUNDS = 8  # 4 suffice for large sets; small halves (1 or 2 bits) mix slower
+_ROUNDS = 8  # 4 suffice for large sets; halves of 1 or 2 bits mix slower
 _PERIOD = 1 << 16  # shares of a mixture are exact in every window of this many samples
 _STRIDE = 40503  # odd, near _PERIOD / golden ratio: spreads each source evenly over the window
 
@@ -27,10 +27,9 @@ class Order:
     """Row of each training sample.
 
     Without weights an epoch is one pass over the rows of all parts in one shuffled order. With
-    weights each part is passed over in its own shuffled epochs, and samples are drawn from the
-    parts in fixed proportion (within about a sample at any time, exactly over 65536).
-
-    Rows are numbered through the parts: part 0 first.
+    weights each part has its own shuffled epochs, and samples are drawn from the parts in fixed
+    proportion (within about one sample at any time, exactly over 65536). Rows are numbered through
+    the parts.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Order:
     ):
         """Parts have `sizes` rows, at least 1; without `weights` they count by size.
 
-        Of each part, `rows_per_example` adjacent rows stay together, in their order.
+        Groups of `rows_per_example` adjacent rows of a part stay together, in their order.
         """
         self.seed, self._size = seed, rows_per_example
         sizes = [size // rows_per_example for size in sizes]
@@ -53,18 +52,18 @@ class Order:
         self._mixture = _mixture(tuple(weights)) if len(weights) > 1 else None
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
-        """Row of each sample number; int64 [n] -> int64 [n]."""
-        examples, place = np.divmod(np.asarray(samples, np.int64), self._size)
-        return self._examples(examples) * self._size + place
+        """Return the row of each sample number; int64 [n] -> int64 [n]."""
+        examples, offset = np.divmod(np.asarray(samples, np.int64), self._size)
+        return self._examples(examples) * self._size + offset
 
     def _examples(self, samples: np.ndarray) -> np.ndarray:
-        """Example of each sample number, in units of `rows_per_example` rows; int64 [n] -> [n]."""
+        """Return the example of each sample number, a group of rows; int64 [n] -> int64 [n]."""
         if self._mixture is None:
             return self._part_rows(0, samples)
         part_of, rank, quota = self._mixture
-        block, place = np.divmod(samples, _PERIOD)
-        parts = part_of[place]
-        within = block * quota[parts] + rank[place]
+        block, offset = np.divmod(samples, _PERIOD)
+        parts = part_of[offset]
+        within = block * quota[parts] + rank[offset]
         rows = np.empty_like(samples)
         for part in np.unique(parts):
             chosen = parts == part
@@ -72,33 +71,33 @@ class Order:
         return rows
 
     def _part_rows(self, part: int, samples: np.ndarray) -> np.ndarray:
-        """Rows of one part by that part's own sample numbers; int64 [n] -> int64 [n]."""
+        """Return rows of one part by its own sample numbers; int64 [n] -> int64 [n]."""
         size = int(self._sizes[part])
-        epochs, places = np.divmod(samples, size)
+        epochs, offsets = np.divmod(samples, size)
         rows = np.empty_like(samples)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             keys = _keys(self.seed, part, int(epoch))
-            rows[chosen] = _permute(places[chosen], size, keys)
+            rows[chosen] = _permute(offsets[chosen], size, keys)
         return rows + self._starts[part]
 
 
 @functools.lru_cache(maxsize=64)
 def _keys(seed: int, part: int, epoch: int) -> tuple[int, ...]:
-    """Round keys from a digest, so that the order rests on no library's random numbers."""
+    """Return round keys from a digest, independent of any library's random numbers."""
     digest = hashlib.blake2b(f"{seed} {part} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
 
 
 def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """A permutation of range(size) at `index`, int64 [n] -> int64 [n], in constant memory.
+    """Return a permutation of range(size) at `index`, int64 [n] -> int64 [n], in constant memory.
 
-    A balanced Feistel network permutes the next larger power of 4; a result outside the range is
-    sent through again until it is inside.
+    A balanced Feistel network permutes the next larger power of 4, and is applied again to results
+    outside the range.
 
     References:
         Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 4
-        (cycle walking); the round function is the finaliser of splitmix64.
+        (cycle walking); the round function is the finalizer of splitmix64.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -116,7 +115,7 @@ def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
-    """Mix the bits of uint64 [n]; one-to-one."""
+    """Mix the bits of uint64 [n] bijectively."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -124,11 +123,10 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _mixture(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How samples are drawn from parts, over one period of _PERIOD samples.
+    """Assign the samples of one period of _PERIOD samples to parts.
 
-    Returns:
-        Part of each place, int64 [_PERIOD]; its number among the places of that part, int64
-        [_PERIOD]; places of each part, int64 [parts].
+    Returns part of each offset, int64 [_PERIOD]; its rank among the offsets of that part, int64
+    [_PERIOD]; number of offsets of each part, int64 [parts].
     """
     shares = np.asarray(weights, np.float64) / np.sum(weights) * _PERIOD
     quota = np.floor(shares).astype(np.int64)
@@ -138,6 +136,6 @@ def _mixture(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.nda
     part_of = np.searchsorted(np.cumsum(quota), spread, side="right")
     rank = np.empty(_PERIOD, np.int64)
     for part in range(len(weights)):
-        places = np.flatnonzero(part_of == part)
-        rank[places] = np.arange(len(places))
+        offsets = np.flatnonzero(part_of == part)
+        rank[offsets] = np.arange(len(offsets))
     return part_of, rank, quota

@@ -1,7 +1,7 @@
-"""Tokens to rows of one length: windows of a stream, or whole documents fitted into rows.
+"""Pack tokens into rows of one length: windows of a stream, or complete documents.
 
-A row has `seq_len` inputs, and for each the next token as target. Targets across a document
-boundary weigh 0 where packing knows of documents.
+A row has `seq_len` inputs and the next token of each as target. Targets across document boundaries
+have weight 0 if the packing separates documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxdist.data.corpus import Corpus
 Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
 Rows = dict[str, np.ndarray]
 Spans = tuple[tuple[int, int], ...]
-"""Positions [start, stop) of a row, span after span in the order in which they are wanted."""
+"""Positions [start, stop) of a row, span after span in the order of the result."""
 
 
 class Part(Protocol):
@@ -35,19 +35,19 @@ class Part(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any row does."""
+        """Digest that changes with any row."""
         ...
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Rows of `indices`, int64 [n], in that order: name -> [n, ...], as `fields` says.
+        """Return rows of `indices`, int64 [n], in that order: name -> [n, ...] as in `fields`.
 
-        Of each row the positions of the spans alone, None = all: [n, positions, ...].
+        With `spans`, only these positions of each row: [n, positions, ...].
         """
         ...
 
 
 def cut(rows: Rows, spans: Spans | None) -> Rows:
-    """Of whole rows, name -> [n, seq, ...], the positions of the spans; other shapes stay."""
+    """Select the positions of the spans from rows, name -> [n, seq, ...]; other shapes stay."""
     if spans is None:
         return rows
     part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
@@ -55,24 +55,24 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
 
 
 def text_fields(seq_len: int, packed: bool) -> Fields:
-    """Fields of text rows (see `Batch`)."""
-    whole = ((seq_len,), np.dtype(np.int32))
+    """Return the fields of text rows (see `Batch`)."""
+    per_token = ((seq_len,), np.dtype(np.int32))
     fields: Fields = {
-        "tokens": whole,
-        "targets": whole,
+        "tokens": per_token,
+        "targets": per_token,
         "weights": ((seq_len,), np.dtype(np.float32)),
     }
-    return fields | ({"segments": whole, "positions": whole} if packed else {})
+    return fields | ({"segments": per_token, "positions": per_token} if packed else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus: a chopped stream.
+    """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus.
 
     Attributes:
-        start, stop: the part of the corpus that rows may use, in tokens.
-        documents: mark document boundaries. Positions then count from the start of the document,
-            or of the row when the document began before it.
+        start, stop: range of the corpus for rows, in tokens.
+        documents: mark document boundaries. Positions then count from the start of the document, or
+            of the row if the document began before it.
     """
 
     corpus: Corpus
@@ -83,7 +83,7 @@ class Windows:
 
     @property
     def num_rows(self) -> int:
-        """Whole rows; the target of a row's last input needs one token more."""
+        """Complete rows; the target of a row's last input needs one more token."""
         return max(0, self.stop - self.start - 1) // self.seq_len
 
     @property
@@ -93,63 +93,63 @@ class Windows:
 
     @property
     def fingerprint(self) -> str:
-        """Of corpus, range, length and packing."""
+        """Digest of corpus, range, length and packing."""
         kind = "documents" if self.documents else "stream"
         return f"{kind}-{self.corpus.fingerprint}-{self.start}-{self.stop}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """As `Part.rows`, of indices int64 [n]; no tokens but those of the spans are read."""
+        """Return `Part.rows` of indices int64 [n]; reads only tokens of the spans."""
         starts = self.start + np.asarray(indices, np.int64) * self.seq_len
         spans = spans or ((0, self.seq_len),)
         batch, at = _empty(self.fields, len(starts), spans), 0
         batch["weights"].fill(1)
         for first, last in spans if len(starts) else ():
-            place = slice(at, at + last - first)
-            wanted = [(start + first, start + last + 1) for start in starts.tolist()]
-            # All rows in one copy: row by row, a batch of text took a sixth longer.
-            tokens = np.stack(list(self.corpus.ranges(wanted)))
-            batch["tokens"][:, place] = tokens[:, :-1]
-            batch["targets"][:, place] = tokens[:, 1:]
+            columns = slice(at, at + last - first)
+            bounds = [(start + first, start + last + 1) for start in starts.tolist()]
+            # Copy all rows at once: row by row, a batch of text took a sixth longer.
+            tokens = np.stack(list(self.corpus.ranges(bounds)))
+            batch["tokens"][:, columns] = tokens[:, :-1]
+            batch["targets"][:, columns] = tokens[:, 1:]
             for row, start in enumerate(starts.tolist() if self._differs else ()):
-                part = {name: values[row, place] for name, values in batch.items()}
+                part = {name: values[row, columns] for name, values in batch.items()}
                 if self.corpus.weighted:
                     part["weights"][:] = self.corpus.weights(start + first + 1, start + last + 1)
                 if self.documents:
                     self._mark(part, start, first)
-            at = place.stop
+            at = columns.stop
         return batch
 
     @property
     def _differs(self) -> bool:
-        """Whether rows differ in more than their tokens."""
+        """Return whether rows have more than tokens to set."""
         return self.documents or self.corpus.weighted
 
     def _mark(self, part: Rows, start: int, first: int) -> None:
         """Set segments and positions, and weights at document ends, of a part of a window.
 
-        `start` is the window's first token; `part` holds its inputs from `first` on, [length].
+        `start` is the window's first token; `part` has its inputs from `first` on, [length].
         """
         length, ends = len(part["tokens"]), self.corpus.document_ends
         before, here, after = np.searchsorted(
             ends, [start, start + first, start + first + length], side="right"
         )
-        inside = ends[here:after].astype(np.int64) - start  # ends in this part, behind its first
+        inside = ends[here:after].astype(np.int64) - start  # ends in this part, after its start
         part["weights"][inside - first - 1] = 0
         counts = np.diff(inside, prepend=first, append=first + length)
         own = max(0, int(ends[here - 1]) - start) if here > before else 0
         begins = np.append(own, inside)
         number = int(here - before)
         part["segments"][:] = np.repeat(np.arange(1 + number, 1 + number + len(counts)), counts)
-        places = np.arange(first, first + length)
-        part["positions"][:] = places - np.repeat(begins, counts)
+        offsets = np.arange(first, first + length)
+        part["positions"][:] = offsets - np.repeat(begins, counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Rows of whole documents; only a document longer than a row is cut.
+    """Rows of complete documents; only a document longer than a row is cut.
 
     Attributes:
-        label: what the plan was made from, for the fingerprint.
+        label: origin of the plan, for the fingerprint.
         row_starts: int64 [num_rows + 1], first piece of each row.
         piece_starts: int64 [pieces], first token of each piece, by row.
         piece_lengths: int64 [pieces], inputs of each piece.
@@ -174,13 +174,13 @@ class Fitted:
 
     @property
     def fingerprint(self) -> str:
-        """Of corpus, documents used and row length."""
+        """Digest of corpus, documents used and row length."""
         return f"best_fit-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """As `Part.rows`, of indices int64 [n]; padding is 0 in every field.
+        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field.
 
-        Of the pieces only those in the spans are read, and of these only what lies in them.
+        Only the parts of pieces inside the spans are read.
         """
         spans = spans or ((0, self.seq_len),)
         batch = _empty(self.fields, len(indices), spans)
@@ -197,7 +197,7 @@ class Fitted:
     def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
         """Set a part of a row, fields [positions], from its position `first` on.
 
-        The row's pieces, one behind the other, are given by their first tokens and lengths.
+        The consecutive pieces of the row are given by first token and length.
         """
         last, end = first + len(part["tokens"]), 0
         for segment, (start, length) in enumerate(pieces, start=1):
@@ -206,27 +206,27 @@ class Fitted:
             if low >= high:
                 continue
             tokens = self.corpus.tokens(start + low - begin, start + high - begin + 1)
-            place = slice(low - first, high - first)
-            part["tokens"][place] = tokens[:-1]
-            part["targets"][place] = tokens[1:]
+            columns = slice(low - first, high - first)
+            part["tokens"][columns] = tokens[:-1]
+            part["targets"][columns] = tokens[1:]
             weights = self.corpus.weights(start + low - begin + 1, start + high - begin + 1)
-            part["weights"][place] = weights
-            part["segments"][place] = segment
-            part["positions"][place] = np.arange(low - begin, high - begin)
+            part["weights"][columns] = weights
+            part["segments"][columns] = segment
+            part["positions"][columns] = np.arange(low - begin, high - begin)
 
 
 def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
-    """Zeros for the positions of the spans: name -> [num_rows, positions]."""
+    """Return zeros for the positions of the spans: name -> [num_rows, positions]."""
     length = sum(stop - start for start, stop in spans)
     return {name: np.zeros((num_rows, length), dtype) for name, (_, dtype) in fields.items()}
 
 
 def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:
-    """Place the documents of tokens [start, stop) into rows, longest first, where each fits best.
+    """Place the documents of tokens [start, stop) into rows, longest first, by best fit.
 
-    A document of n tokens has n-1 inputs (its last token is only a target); longer ones than a row
-    are cut into full rows and a rest. Documents of one token teach nothing and are left out, and
-    so are pieces without a token to learn. Takes about 2 µs per document.
+    A document of n tokens has n-1 inputs, because its last token is only a target. Documents longer
+    than a row are cut into full rows and a rest. Documents of one token, and pieces without a token
+    to learn, are left out. Takes about 2 µs per document.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -259,43 +259,43 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
 
 
 def _teaching(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Which pieces have a target that is learned; starts and lengths int64 [n] -> bool [n]."""
+    """Return which pieces have a learned target; starts and lengths int64 [n] -> bool [n]."""
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
-    found = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
-    return np.fromiter(found, bool, len(starts))
+    learned = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
+    return np.fromiter(learned, bool, len(starts))
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
-    """Row of each piece, int64 [n] from lengths int64 [n], and the number of rows."""
+    """Return the row of each piece, int64 [n] from lengths int64 [n], and the number of rows."""
     row_of = np.empty(len(lengths), np.int64)
-    free: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by the room they have
-    rooms = 0  # bit r is set when some row has room r: the best fit is the next set bit
+    free: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by their free space
+    spaces = 0  # bit r is set if some row has r free: the best fit is the next set bit
     num_rows = 0
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        fitting = rooms >> length
+        fitting = spaces >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = free[room].pop()
-            if not free[room]:
-                rooms ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = free[space].pop()
+            if not free[space]:
+                spaces ^= 1 << space
         else:
-            room, row = seq_len, num_rows
+            space, row = seq_len, num_rows
             num_rows += 1
         row_of[piece] = row
-        if room > length:
-            free[room - length].append(row)
-            rooms |= 1 << (room - length)
+        if space > length:
+            free[space - length].append(row)
+            spaces |= 1 << (space - length)
     return row_of, num_rows
 
 
 def split_text(
     corpus: Corpus, packing: Literal["stream", "documents", "best_fit"], seq_len: int, held: float
 ) -> tuple[Part, Part | None]:
-    """Rows to train on and rows held out: the last part `held` of the corpus, never overlapping.
+    """Split a corpus into training rows and held-out rows, its last fraction `held`.
 
-    The stream is split between two tokens; packed documents between two documents, unless there
-    is only one. A short text gives at least one row to hold out, where one is left to train on.
+    A stream is split between two tokens; packed documents between two documents, unless there is
+    only one. A short text has at least one held-out row if one is left to train on.
     """
     cut = round(corpus.num_tokens * (1 - held))
     if held and corpus.num_tokens >= 2 * (seq_len + 1):

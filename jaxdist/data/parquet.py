@@ -1,4 +1,4 @@
-"""Parquet files to rows. Pages that claim more memory than their file justifies are rejected."""
+"""Read rows of Parquet files; reject pages that claim more memory than their file justifies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jaxdist.data.files import DataFile, open_file, open_ranges, size_of
 from jaxdist.settings import ConfigError
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
-"""Largest batch. Each of its rows may repeat a value that is as long as a page."""
+"""Largest batch. Each of its rows may repeat a value as long as a page."""
 
 _EXPANSION = 200
-"""Text or a page above `_BATCH_BYTES` may be so many times larger than the file."""
+"""Largest ratio of text, or of a page above `_BATCH_BYTES`, to the size of the file."""
 
 _NUM_VALUES, _VALUES_PER_BYTE = 1 << 20, 16
-"""A column of more values may have so many per byte of the file."""
+"""A column with more values may have at most this many per byte of the file."""
 
 _BOOLEANS, _INTEGER, _BYTES, _LIST, _STRUCT = (1, 2), 4, 8, 9, 12
 """Types of Thrift's compact protocol."""
 
 
 _BROKEN_HEADER = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
-"""Errors of reading fields that are cut off or have another type than the format defines."""
+"""Errors of reading fields that are truncated or of a wrong type."""
 
 
 def read_columns(
@@ -36,12 +36,9 @@ def read_columns(
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each row of some columns, and the bytes of the file up to it.
 
-    With `texts` the columns must hold text. With `is_unread` each row also has the columns of
-    other names, except those for which it returns True.
-
-    Raises:
-        ConfigError: damaged, columns are missing or of another type (`fix` is the advice), or pages
-            that are too large for their file.
+    With `texts` the columns must hold text. With `is_unread` each row also has the other columns
+    for which it returns False. Raises `ConfigError` if the file is damaged, columns are missing or
+    of another type (`fix` is the advice), or pages are too large for their file.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -67,21 +64,20 @@ def read_columns(
                         grown += sum(len(value or "") for value in row.values()) if texts else 0
                         if grown > max(_BATCH_BYTES, _EXPANSION * size):
                             raise ConfigError(
-                                f"{str(path)!r} holds more than {_EXPANSION} times its size: this "
-                                "is no text. Decompress it yourself if it is."
+                                f"{str(path)!r} expands more than {_EXPANSION} times, which "
+                                "text does not. Decompress it yourself if it is text."
                             )
                         yield row, size * number // total
     except (pa.ArrowException, UnicodeDecodeError, *_BROKEN_HEADER) as error:
         is_header = not isinstance(error, pa.ArrowException | UnicodeDecodeError)
         reason = "broken header" if is_header else str(error).splitlines()[0]
         raise ConfigError(
-            f"{str(path)!r} is not a whole Parquet file ({reason}). Copy it again, or write it "
-            "anew."
+            f"{str(path)!r} is not a complete Parquet file ({reason}). Copy or write it again."
         ) from None
 
 
 def _problem_of(schema: Any, columns: list[str], texts: bool) -> str:
-    """Return why the columns cannot be read from a file of this Arrow schema; "" if they can."""
+    """Return why the columns cannot be read from a file of this Arrow schema, or ""."""
     if doubled := [column for column in columns if schema.names.count(column) > 1]:
         return f"several columns named {', '.join(doubled)}"
     if missing := [column for column in columns if column not in schema.names]:
@@ -92,14 +88,14 @@ def _problem_of(schema: Any, columns: list[str], texts: bool) -> str:
 
 
 def _holds_text(kind: Any) -> bool:
-    """Return whether a Parquet column of this Arrow type holds text or bytes of text."""
+    """Return whether an Arrow type is text or bytes of text."""
     kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
     text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
     return str(kind) in text
 
 
 def _read_groups(stream: BinaryIO, size: int) -> list[list[Any]]:
-    """Read the metadata of each column chunk, by row group. pyarrow's own access can abort."""
+    """Read the metadata of each column chunk, by row group; pyarrow's access can abort."""
     stream.seek(size - 8)
     num_bytes = int.from_bytes(stream.read(4), "little")
     stream.seek(size - 8 - num_bytes)
@@ -108,10 +104,9 @@ def _read_groups(stream: BinaryIO, size: int) -> list[list[Any]]:
 
 
 def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: BinaryIO) -> int:
-    """Return the size of the largest page of a column chunk in bytes, without compression.
+    """Return the size of the largest page of a column chunk in bytes, uncompressed.
 
-    Raises:
-        ConfigError: a page claims more values or bytes than the size of the file justifies.
+    Raises `ConfigError` if a page claims more values or bytes than the file size justifies.
     """
     size, largest, num_values, at = size_of(path), 1, 0, min(chunk.get(11) or chunk[9], chunk[9])
     while num_values < chunk[5]:
@@ -126,8 +121,8 @@ def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: Bin
         ):
             raise ConfigError(
                 f"{str(path)!r} has {size} bytes, but a page of {column} claims {num_bytes} bytes "
-                f"and {max(entries, num_values)} values: the file is damaged or no text. Copy it "
-                "again, or write it anew."
+                f"and {max(entries, num_values)} values: the file is damaged or not text. Copy or "
+                "write it again."
             )
         largest = max(largest, num_bytes)
     return largest

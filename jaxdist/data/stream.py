@@ -1,10 +1,10 @@
-"""A stream of the user's own: a `grain.IterDataset`, whose rows come in its order and no other.
+"""A user's stream of rows: a `grain.IterDataset`, read in its own order.
 
-Where a run stands in it is the state of its iterator, which grain makes and the checkpoint holds.
-A stream whose iterator has no state that fits JSON, or that does not go on where the state says,
-is refused before training. Every process reads the whole stream and keeps its rows of each batch,
-so that a run resumes on any number of processes. A function that takes `shard_index` and
-`num_shards` divides the reading instead; such a run resumes on as many shards as it had.
+The position in it is the state of its iterator, which the checkpoint stores. A stream whose state
+does not fit JSON, or that does not continue from its state, is rejected before training. Every
+process reads the whole stream and keeps its rows of each batch, so a run resumes on any number of
+processes. A function with `shard_index` and `num_shards` divides the reading instead; such a run
+resumes on the same number of shards.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from jaxdist.data.batches import Held, StreamBatches
 
 _PEEKED = 4
-"""Rows read before training, to learn the fields, to tell streams apart and to try resuming."""
+"""Rows read before training, for the fields, the fingerprint and a test of resuming."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamDataset:
-    """What to train on when rows cannot be asked for by number.
+    """Training data without random access.
 
     Attributes:
         name: the source as the user wrote it.
         open: (shard_index, num_shards) -> the stream of that shard.
-        divides: whether `open` looks at its arguments; else every shard is the whole stream.
+        divides: whether `open` uses its arguments; else every shard is the whole stream.
         vocab_size: one more than the largest token, target or label in the first rows.
-        identity: what the rows depend on, as JSON.
+        identity: JSON of everything that the rows depend on.
         fingerprint: digest of the first rows.
     """
 
@@ -55,15 +55,14 @@ class StreamDataset:
     fingerprint: str
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         how = "divided among the processes" if self.divides else "read by every process"
         return f"{self.kind}, a stream of rows {how}"
 
     def shard(self, sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-        """Which shard of how many this process reads: (0, 1) where the stream is not divided.
+        """Return this process's shard and the number of shards; (0, 1) if not divided.
 
-        Raises:
-            ConfigError: processes hold parts of a batch that are neither the same nor apart.
+        Raises `ConfigError` if parts of a batch on two processes overlap without being equal.
         """
         if not self.divides:
             return 0, 1
@@ -80,10 +79,9 @@ class StreamDataset:
         self, batch_size: int, held: Held, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
-        """Batches of this process's shard, of which the first begins at sample `start`.
+        """Return batches of this process's shard; the first begins at sample `start`.
 
-        Raises:
-            ConfigError: `num_workers` is not 0: workers would change the order of a stream.
+        Raises `ConfigError` if `num_workers` is not 0, because workers would change the order.
         """
         from jaxdist.data.batches import StreamBatches
 
@@ -93,19 +91,19 @@ class StreamDataset:
                 "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
                 "call .mp_prefetch() inside the function, or return a grain.MapDataset."
             )
-        whole = not self.divides
+        reads_all = not self.divides
         return StreamBatches(
             self.open(*shard),
             self._stack,
             batch_size=batch_size,
-            num_read=batch_size if whole else len(held.rows),
-            held=held if whole else held._replace(rows=np.arange(len(held.rows))),
+            num_read=batch_size if reads_all else len(held.rows),
+            held=held if reads_all else held._replace(rows=np.arange(len(held.rows))),
             start=start,
             left_out=left_out,
         )
 
     def _stack(self, rows: list[Any]) -> dict[str, np.ndarray]:
-        """Rows as one array per field, [len(rows), ...] in the field's dtype."""
+        """Stack rows to one array per field, [len(rows), ...] in the field's dtype."""
         return stack_rows(rows, self.fields, self.name)
 
 
@@ -117,12 +115,10 @@ def open_stream(
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
-    """Read the first rows and try to resume behind the first one.
+    """Read the first rows and test resuming after the first one; see `StreamDataset`.
 
-    `StreamDataset` says what the arguments mean.
-
-    Raises:
-        ConfigError: no rows, fields that a batch cannot have, or an iterator that cannot resume.
+    Raises `ConfigError` if there are no rows, a batch cannot have the fields, or the iterator
+    cannot resume.
     """
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
@@ -145,22 +141,20 @@ def open_stream(
 
 
 def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) -> tuple[int, int]:
-    """Shard of a process, and how many there are.
+    """Return the shard of a process and the number of shards.
 
-    Processes that hold the same rows of every batch (split by tensor or pipeline alone) read the
-    same shard. `held` maps a process to ranges [first, end) of rows that its devices hold.
-
-    Raises:
-        ConfigError: two processes share some rows and not all, or hold unequal numbers of them.
+    Processes that hold the same rows of every batch (tensor or pipeline parallelism) read the same
+    shard. `held` maps a process to ranges [first, end) of rows on its devices. Raises `ConfigError`
+    if two processes share only some rows, or hold unequal numbers of them.
     """
     shards = sorted({tuple(sorted(parts)) for parts in held.values()})
     parts = [part for shard in shards for part in shard]
     sizes = {sum(end - first for first, end in shard) for shard in shards}
     if len(parts) != len(set(parts)) or len(sizes) > 1:
         raise ConfigError(
-            f"data source {name!r} takes shard_index, but on this mesh processes share some "
-            "rows of a batch and not all. Use a mesh that splits the batch between processes, "
-            "or leave shard_index out: every process then reads the whole stream."
+            f"data source {name!r} takes shard_index, but on this mesh two processes share "
+            "only some rows of a batch. Use a mesh that splits the batch between processes, "
+            "or remove shard_index: every process then reads the whole stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)
 
@@ -168,7 +162,7 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
 def _peek(
     name: str, open_shard: Callable[[int, int], grain.IterDataset[Any]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The first rows, and the iterator's state after the first one."""
+    """Return the first rows, and the iterator's state after the first one."""
     iterator = iter(open_shard(0, 1))
     rows = []
     try:
@@ -191,7 +185,7 @@ def _json_state(name: str, iterator: grain.DatasetIterator[Any]) -> dict[str, An
         if json.loads(json.dumps(state)) == state:
             return state
         problem = "its state is not the same after a round trip through JSON"
-    except Exception as error:  # the user's iterator may fail in any way
+    except Exception as error:  # the user's iterator may raise any error
         problem = f"its state cannot be saved ({type(error).__name__}: {error})"
     raise _not_resumable(name, problem)
 
@@ -207,7 +201,7 @@ def _check_resumes(
         iterator.set_state(state)
         again = next(iterator)
         same = all(np.array_equal(again[field], value) for field, value in expected.items())
-        problem = "" if same else "from the state behind its first row it goes on with another row"
+        problem = "" if same else "from the state after its first row it continues with another row"
     except Exception as error:
         problem = f"its state cannot be restored ({type(error).__name__}: {error})"
     finally:

@@ -1,9 +1,8 @@
-"""Chat templates are programs from elsewhere: they run in a process of their own, with limits.
+"""Render chat templates, which are untrusted programs, in a child process with limits.
 
-Jinja's sandbox keeps a template from reaching Python. It does not keep it from looping for ever or
-from making 5 GB of text. So this file is also the program of a child process, which has little
-memory and counts the processor time of each conversation. It imports nothing of jaxdist, so that it
-starts quickly and holds little.
+Jinja's sandbox keeps a template from accessing Python, but not from looping forever or producing 5
+GB of text. So this file is also the program of a child process with little memory and a limit of
+CPU time per conversation. It imports nothing of jaxdist, to start quickly and stay small.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 from typing import Any
 
 CPU_S = 1.0
-"""Processor time of one conversation; common templates take less than a millisecond."""
+"""CPU time of one conversation; common templates take less than a millisecond."""
 
 MEMORY_BYTES = 512 << 20
 """Address space of the child."""
@@ -23,11 +22,11 @@ MEMORY_BYTES = 512 << 20
 TEXT_CHARACTERS = 16 << 20
 """Longest text of one conversation."""
 
-_WAIT_S = 60.0  # for an answer on a machine that is busy; the child's own limits come first
+_WAIT_S = 60.0  # for an answer on a busy machine; the child's own limits apply first
 
 
 class TemplateFailed(ValueError):
-    """What went wrong in a template; `line` is where, if it is broken, else 0."""
+    """An error of a template; `line` is the line of a syntax error, else 0."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -35,10 +34,9 @@ class TemplateFailed(ValueError):
 
 
 class Template:
-    """A compiled template, Hugging Face's kind of Jinja, in a process that ends with this object.
+    """A compiled Jinja template of the kind that Hugging Face uses, in its own process.
 
-    Raises:
-        TemplateFailed: the template is broken.
+    Raises `TemplateFailed` if the template is broken.
     """
 
     def __init__(self, source: str) -> None:
@@ -46,17 +44,16 @@ class Template:
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self._ask({"source": source})
+        self._request({"source": source})
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text for some variables (JSON values).
+        """Return the text for some variables (JSON values).
 
-        Raises:
-            TemplateFailed: the template refuses them, or needs too much time or memory.
+        Raises `TemplateFailed` if the template fails or needs too much time or memory.
         """
-        return str(self._ask({"variables": variables}))
+        return str(self._request({"variables": variables}))
 
-    def _ask(self, message: dict[str, Any]) -> Any:
+    def _request(self, message: dict[str, Any]) -> Any:
         process = self._process
         assert process.stdin is not None and process.stdout is not None  # PIPE above
         with self._lock:
@@ -67,7 +64,7 @@ class Template:
                 process.stdin.flush()
                 answer = json.loads(process.stdout.readline())
             except (OSError, ValueError):
-                raise TemplateFailed("it ended the process that renders it") from None
+                raise TemplateFailed("its process ended") from None
             finally:
                 overdue.cancel()
         if "error" in answer:
@@ -92,12 +89,12 @@ def _serve() -> None:
     import signal
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the parent ends this process
     signal.signal(signal.SIGPROF, _overdue)
     template: Any = None
     for line in sys.stdin.buffer:
         message = json.loads(line)
-        # The handler waits for one long operation to end, such as a power; the kernel does not.
+        # The handler runs only after a long operation, such as a power; the kernel does not wait.
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 3, hard))
@@ -111,16 +108,16 @@ def _serve() -> None:
             text = json.dumps(answer)
         except MemoryError:
             text = json.dumps({"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"})
-        except Exception as error:  # a template may fail as any program
-            said = {"error": str(error) or type(error).__name__}
-            text = json.dumps({**said, "line": getattr(error, "lineno", 0)})
+        except Exception as error:  # a template may raise any error
+            failure = {"error": str(error) or type(error).__name__}
+            text = json.dumps({**failure, "line": getattr(error, "lineno", 0)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
 def _overdue(*_: Any) -> None:
-    raise TimeoutError(f"it takes more than {CPU_S:g} s of processor time")
+    raise TimeoutError(f"it takes more than {CPU_S:g} s of CPU time")
 
 
 def _rendered(template: Any, variables: dict[str, Any]) -> str:
@@ -134,13 +131,13 @@ def _rendered(template: Any, variables: dict[str, Any]) -> str:
 
 
 def _environment() -> Any:
-    """Jinja as chat templates are written for; a template reaches nothing but what it is given."""
+    """Return a Jinja environment with the features that chat templates expect, and no more."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
+        """`{% generation %}`, which marks answers; they are detected without it."""
 
         tags = {"generation"}  # noqa: RUF012  # the base class's own form
 
@@ -157,7 +154,7 @@ def _environment() -> Any:
         options = {"ensure_ascii": False, **dict(zip(names, args, strict=False)), **options}
         return json.dumps(value, **options)
 
-    # Trimmed blocks and loop controls are what templates are written for.
+    # Templates expect trimmed blocks and loop controls.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )

@@ -1,4 +1,4 @@
-"""Text to token numbers and back: raw bytes, or any Hugging Face `tokenizer.json`."""
+"""Convert text to token numbers and back: raw bytes, or any Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxdist.runtime.storage.panics import panics_as
 from jaxdist.settings import ConfigError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""How published tokenizers spell the end of a text, for those whose files do not say it."""
+"""Usual end-of-text tokens, for tokenizers whose files do not define one."""
 
 BYTE_VALUES, CODE_VOCAB_SIZE = 256, 1024
 """Tokens of the tokenizers `bytes` and `code`."""
 
 BUILT_IN = {"code": locate(__file__).parent / "code_tokenizer" / "tokenizer.json"}
-"""Tokenizers that come with the package, by name. `code` is a byte-level BPE of 1,024 tokens that
-`jaxdist data stdlib --train-bpe 1024` learned from the standard library of Python 3.11."""
+"""Bundled tokenizers. `code` is a byte-level BPE of 1,024 tokens that `jaxdist data stdlib
+--train-bpe 1024` learned from the standard library of Python 3.11."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,11 +37,11 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""What belongs to a tokenizer; wherever it is copied, those that there are go with it."""
+"""Files of a tokenizer, which are copied with it if they exist."""
 
 
 OLD_TEXT_FORMAT, TEXT_FORMAT = 1, 2
-"""Values of `data.text_format`: the old rule, and texts as the tokenizer's files specify them."""
+"""Values of `data.text_format`: the old rule, and the rule of the tokenizer's files."""
 
 
 class ByteTokenizer:
@@ -49,13 +49,13 @@ class ByteTokenizer:
 
     Attributes:
         name: for logs: "bytes" or the file's path.
-        eos_token: the end token that the user asked for; "" = the tokenizer's own.
+        eos_token: the end token that the user set; "" = the tokenizer's own.
         vocab_size: one more than the largest token number.
-        end_id: token put after each document, or None.
-        bos_id: token that begins a text, or None; for models that are exported.
-        begin_ids: tokens that the post-processor puts in front of each text.
-        text_format: rule of `data.text_format` for texts; bytes are the same under both.
-        marks_start: whether each encoded piece gets a space in front, as with sentencepiece.
+        end_id: token after each document, or None.
+        bos_id: token that begins a text, or None; for exported models.
+        begin_ids: tokens that the post-processor puts before each text.
+        text_format: rule of `data.text_format`; makes no difference for bytes.
+        marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
         stop_ids: tokens at which generation stops.
         fingerprint: changes whenever the same text could become other tokens.
     """
@@ -72,40 +72,34 @@ class ByteTokenizer:
     fingerprint = "bytes-end0"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint8 [n], without an end token."""
+        """Return the tokens of a text, uint8 [n], without an end token."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text: one array [n] per text."""
+        """Return `encode` of each text: one array [n] per text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD, a shown end U+2400."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, a shown end U+2400."""
         text = bytes(t for t in map(int, tokens) if t < 256).decode("utf-8", "replace")
         return text.replace("\0", "\u2400" if show_special else "")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; of its post-processor only the start of a text is used.
+    """A Hugging Face `tokenizer.json`; only the text start of its post-processor is used.
 
-    The files next to it say which token ends a text: `tokenizer_config.json` (and, without a list
-    of added tokens there, `special_tokens_map.json`), then
-    `generation_config.json` or `config.json`, then one of `END_TOKENS`. Generation stops at each
-    token that one of the first three names.
+    The end token comes from the files next to it: `tokenizer_config.json` (and, without a list of
+    added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,
+    else from `END_TOKENS`. Generation stops at each token that one of the first three names.
 
-    Attributes, with those of `ByteTokenizer`:
-        files: name -> content of the file and of those next to it.
-        settings: what `tokenizer_config.json` holds.
+    It has the attributes of `ByteTokenizer`, and `files`: name -> content of the file and those
+    next to it, and `settings`: the content of `tokenizer_config.json`.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], eos_token: str = "", text_format: int = TEXT_FORMAT
     ):
-        """Read the files.
-
-        Raises:
-            ConfigError: a file is missing or broken, or has no `eos_token`.
-        """
+        """Read the files; raises `ConfigError` if one is missing or broken or lacks `eos_token`."""
         import tokenizers
 
         path = locate(path)
@@ -119,7 +113,7 @@ class FileTokenizer:
             f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library ({{}}). "
             "Use the file named tokenizer.json of a model."
         )
-        with panics_as(problem, Exception):  # the library raises bare Exception for a broken file
+        with panics_as(problem, Exception):  # the library raises Exception for a broken file
             self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             # A stored truncation or padding would silently drop or add tokens of long documents.
             self._inner.no_truncation()
@@ -127,18 +121,18 @@ class FileTokenizer:
             encoded = self._inner.encode("a")
         vocab = self._inner.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise ConfigError(f"tokenizer {str(path)!r} has no tokens. Use that of a model.")
+            raise ConfigError(f"tokenizer {str(path)!r} has no tokens. Use the one of a model.")
         if eos_token and eos_token not in vocab:
-            known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
+            usual = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
                 f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
-                f"{known}). Use one of its tokens, or leave eos_token empty."
+                f"{usual}). Use one of its tokens, or leave eos_token empty."
             )
         self.files = {**tokenizer_files(path.parent), "tokenizer.json": content}
         self.settings = _table(self.files, "tokenizer_config.json", path)
         generation = _table(self.files, "generation_config.json", path)
         self.text_format = text_format
-        # As in transformers, which reads this older file unless the settings list all added tokens.
+        # As transformers, read this older file unless the settings list all added tokens.
         if text_format != OLD_TEXT_FORMAT and "added_tokens_decoder" not in self.settings:
             self.settings |= _table(self.files, "special_tokens_map.json", path)
         named = token_texts(self.settings)
@@ -165,18 +159,18 @@ class FileTokenizer:
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint32 [n], without an end token."""
+        """Return the tokens of a text, uint32 [n], without an end token."""
         with self._text_errors():
             return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores: one array [n] per text."""
+        """Return `encode` of each text, on all cores: one array [n] per text."""
         with self._text_errors():
             encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.uint32) for e in encoded]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens uint32 [n], the characters [start, stop) each stands for [n, 2], is it special."""
+        """Return tokens uint32 [n], their characters [start, stop) [n, 2], and if special [n]."""
         with self._text_errors():
             encoded = self._inner.encode(text, add_special_tokens=False)
         tokens = np.asarray(encoded.ids, np.uint32)
@@ -184,7 +178,7 @@ class FileTokenizer:
         return tokens, offsets, np.isin(tokens, self._special)
 
     def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        """The text of tokens; special ones only with `show_special`."""
+        """Return the text of tokens; special ones only with `show_special`."""
         with self._text_errors():
             ids = [int(t) for t in tokens]
             return self._inner.decode(ids, skip_special_tokens=not show_special)
@@ -200,7 +194,7 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
-    """Tokens of a text, unsigned [n], after those that begin each text; never twice."""
+    """Prepend the tokens that begin each text to tokens, unsigned [n]; never twice."""
     begin = tokenizer.begin_ids
     if not begin or tuple(tokens[: len(begin)].tolist()) == begin:
         return tokens
@@ -211,7 +205,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
     """Encode pieces of one text so that their tokens together decode to the text.
 
     If the tokenizer marks the start of a text, a later piece is encoded after the previous piece,
-    or after a character that shares no token with it, and only its own tokens are kept. Returns
+    or after a character that shares no token with it, and only its own tokens are kept. Returns the
     tokens of each piece, unsigned [length].
     """
     encoded = tokenizer.encode_batch(pieces)
@@ -222,7 +216,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
 
 
 def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
-    """Tokens of `text`, unsigned [length], after the first of `before` that ends at a token."""
+    """Return tokens of `text`, unsigned [length], after the first fitting one of `before`."""
     for start in before:
         first, both = tokenizer.encode_batch([start, start + text])
         if len(first) and np.array_equal(both[: len(first)], first):
@@ -231,13 +225,10 @@ def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.n
 
 
 def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMAT) -> Tokenizer:
-    """The tokenizer of this name, as `data.tokenizer` gives it once `auto` is decided.
+    """Return the tokenizer of this name: `data.tokenizer` with `auto` resolved.
 
-    With `text_format=1` no token begins a text and pieces are encoded alone, as in runs of earlier
-    versions.
-
-    Raises:
-        ConfigError: no such file, a broken one, or an `eos_token` it does not have.
+    With `text_format=1` no token begins a text and pieces are encoded separately, as in runs of
+    earlier versions. Raises `ConfigError` if the file is missing or broken, or lacks `eos_token`.
     """
     if name != "bytes":
         tokenizer = FileTokenizer(tokenizer_file(name), eos_token, text_format)
@@ -252,10 +243,9 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
 
 
 def tokenizer_file(name: str) -> Location:
-    """The tokenizer.json that `data.tokenizer` names; that of a hub name is fetched.
+    """Return the tokenizer.json of `data.tokenizer`; downloads that of a hub name.
 
-    Raises:
-        ConfigError: a hub name that cannot be fetched, or whose model has none.
+    Raises `ConfigError` if the download fails or the model has none.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -271,27 +261,27 @@ def tokenizer_file(name: str) -> Location:
 
 
 def tokenizer_files(folder: Location) -> dict[str, bytes]:
-    """Name -> content of a tokenizer's files; raises `ConfigError` if one cannot be read.
+    """Return name -> content of a tokenizer's files; raises `ConfigError` if one is unreadable.
 
-    What only the model's `config.json` says of its end is told as a `generation_config.json`.
+    End tokens in the model's `config.json` are returned as a `generation_config.json`.
     """
-    there = folder.entries()
+    entries = folder.entries()
 
     def read(name: str) -> bytes:
         with read_errors(str(folder / name)):
             return (folder / name).read()
 
-    files = {name: read(name) for name in TOKENIZER_FILES if name in there}
-    if "generation_config.json" not in files and "config.json" in there:
-        told = _table({"config.json": read("config.json")}, "config.json", folder)
-        ids = {key: told[key] for key in ("bos_token_id", "eos_token_id") if _ids(told, key)}
+    files = {name: read(name) for name in TOKENIZER_FILES if name in entries}
+    if "generation_config.json" not in files and "config.json" in entries:
+        config = _table({"config.json": read("config.json")}, "config.json", folder)
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if _ids(config, key)}
         if ids:
             files["generation_config.json"] = json.dumps(ids).encode()
     return files
 
 
 def token_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like of a `tokenizer_config.json`, written as a text or as an object."""
+    """Return `bos_token` and the like of a `tokenizer_config.json`, from texts or objects."""
     tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str) and text}
@@ -299,16 +289,16 @@ def token_texts(settings: dict[str, Any]) -> dict[str, str]:
 
 def _table(files: dict[str, bytes], name: str, path: Location) -> dict[str, Any]:
     try:
-        found = json.loads(files.get(name, b"{}"))
+        table = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             [f"{name} next to {str(path)!r} is not JSON ({error}). Copy it again."]
         ) from None
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _ids(table: dict[str, Any], key: str) -> list[int]:
-    """Token numbers, stated as one or as several."""
+    """Return token numbers, from one or a list."""
     value = table.get(key)
     return [
         id for id in (value if isinstance(value, list) else [value]) if type(id) is int and id >= 0
@@ -330,7 +320,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str
 
     if vocab_size < 257:
         raise ConfigError(
-            f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
+            f"--train-bpe {vocab_size}: a byte-level BPE has 256 bytes and the end token. "
             "Use at least 257, e.g. 8192."
         )
     inner = Inner(models.BPE())

@@ -110,7 +110,7 @@ class TrainedRun:
         if sources and made and not locate(data.tokenizer).exists():
             data = dataclasses.replace(data, sources=sources, **made[0])
         _, held_out = open_datasets(
-            data, seq_len=config.train.seq_len, seed=config.seed, given=self.rows
+            data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows
         )
         if held_out is None:
             raise ConfigError(
