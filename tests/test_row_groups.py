@@ -43,7 +43,6 @@ def two_groups(monkeypatch):
     [
         Case("rotary", "fsdp=2,tp=2", microbatches=2, remat="dots"),
         Case("learned", "dp=2,tp=4", sequence=False, remat="full"),
-        Case("rotary", "pp=2,tp=2", microbatches=2, pipeline=PipelineConfig(schedule="1f1b")),
         Case("rotary", "pp=2,fsdp=2,tp=2", microbatches=2, remat="dots"),
         Case(
             "rotary", "pp=2,tp=2", microbatches=2, pipeline=PipelineConfig(schedule="zero_bubble")

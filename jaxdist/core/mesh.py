@@ -6,6 +6,7 @@ The axes and their order are in `core/parallel/axes.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -108,14 +109,18 @@ class MeshSpec:
 
     def __getitem__(self, axis: Axis | str) -> int:
         """Return the size of an axis, by itself or by its name."""
-        return self.sizes[axis if isinstance(axis, str) else axis.name]
+        return self._size_by_name[axis if isinstance(axis, str) else axis.name]
+
+    @functools.cached_property
+    def _size_by_name(self) -> dict[str, int]:
+        return dict(self._sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name -> size, in mesh order."""
         return dict(self._sizes)
 
-    @property
+    @functools.cached_property
     def used(self) -> tuple[Axis, ...]:
         """Return the axes of more than one device, in mesh order."""
         return tuple(axis for axis in axes.AXES if self[axis] != 1)
@@ -134,7 +139,7 @@ class MeshSpec:
             )
         return math.prod(size for _, size in self._sizes)
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """Return the number of parts into which the rows of a batch are split."""
         return math.prod(self[axis] for axis in axes.AXES if axis.splits_rows)

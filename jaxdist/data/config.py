@@ -112,7 +112,7 @@ class DataConfig:
             return self.tokenizer
         return "code" if "stdlib" in self.sources else "bytes"
 
-    @property
+    @functools.cached_property
     def packs_documents(self) -> bool:
         """Return whether rows separate documents, without reading data of unknown kind."""
         if self.packing != "auto":

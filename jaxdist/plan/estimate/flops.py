@@ -37,12 +37,15 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """Both."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Work(*(one + two for one, two in pairs))
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory_bytes + other.memory_bytes,
+        )
 
     def __mul__(self, times: float) -> Work:
         """The same several times."""
-        return Work(*(amount * times for amount in dataclasses.astuple(self)))
+        return Work(self.products * times, self.attention * times, self.memory_bytes * times)
 
 
 _DOCUMENTS_OF_A_ROW = 16
