@@ -79,11 +79,18 @@ def state_bytes_of(config: RunConfig, devices) -> int:
     )
 
 
-@pytest.mark.parametrize(("frozen", "ema_decay"), [([], 0.9), (["embed", "layers/mlp"], 0.0)])
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "adafactor"])
 @pytest.mark.parametrize(
-    ("mesh", "zero"),
-    [("dp=8", 0), ("dp=8", 1), ("dp=4,fsdp=2", 3), ("fsdp=4,tp=2", 0), ("pp=2,dp=2,tp=2", 1)],
+    ("mesh", "zero", "optimizer", "frozen", "ema_decay"),
+    [
+        ("dp=8", 0, "adamw", [], 0.9),
+        ("dp=8", 1, "adafactor", ["embed", "layers/mlp"], 0.0),
+        ("dp=4,fsdp=2", 3, "adafactor", [], 0.9),
+        ("dp=4,fsdp=2", 3, "adamw", ["embed", "layers/mlp"], 0.0),
+        ("fsdp=4,tp=2", 0, "muon", [], 0.0),
+        ("fsdp=4,tp=2", 0, "sgd", ["embed"], 0.0),
+        ("pp=2,dp=2,tp=2", 1, "lion", [], 0.9),
+        ("pp=2,dp=2,tp=2", 1, "muon", ["layers/mlp"], 0.0),
+    ],
 )
 def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen, ema_decay):
     config = RunConfig(

@@ -73,7 +73,6 @@ def pair_batch():
 CASES = [
     Case("rotary", "fsdp=2,tp=2"),
     Case("rotary", "cp=2,tp=2", microbatches=2),
-    Case("learned", "pp=2,tp=2", pipeline=PipelineConfig(schedule="1f1b")),
     Case("rotary", "pp=2", pipeline=PipelineConfig(schedule="zero_bubble")),
     Case("rotary", "pp=2,cp=2", pipeline=PipelineConfig(schedule="1f1b"), microbatches=4),
 ]
@@ -96,7 +95,7 @@ def audit_of(case, objective):
     return audit_program(traced.jaxpr.jaxpr, tiny.model_of(case.model), layout)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
 def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
     audit = audit_of(case, Preferences())
     assert audit.violations == []

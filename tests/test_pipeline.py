@@ -28,12 +28,10 @@ FAST = [
 ]
 SLOW = [
     Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
-    Case(mesh="pp=2,fsdp=2,tp=2", gather="step", schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
-    Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble"),
-    Case(mesh="pp=2,dp=2,tp=2", automatic=True),
+    Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble", gather="step"),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True, schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
     Case(mesh="pp=8", layers=8, schedule="zero_bubble"),
