@@ -1,6 +1,7 @@
 """Products in 8 bits: rounding against ml_dtypes, products against float64, meshes against one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -121,9 +122,10 @@ def test_a_wide_layer_multiplies_what_it_was_given():
 
 def test_a_weight_takes_its_own_rounding_and_one_unknown_is_rounded_here():
     first, second, unknown = (jnp.full((4, 4), value) for value in (1.0, 3.0, 5.0))
-    known = [(w, (w.astype(fp8.E4M3), jnp.float32(2))) for w in (first, second)]
-    multiply = lambda w: fp8.make_dot((), "cpu", rounded=known)("a b, b c -> a c", jnp.eye(4), w)
-    for w, value in ((first, 2), (second, 6), (unknown, 5)):  # those known stand for twice as much
+    near = lambda w: fp8.RoundedWeight(w, (w.astype(fp8.E4M3), jnp.float32(2)))
+    multiply = lambda w: fp8.make_dot((), "cpu")("a b, b c -> a c", jnp.eye(4), w)
+    # Those rounded before stand for twice as much.
+    for w, value in ((near(first), 2), (near(second), 6), (unknown, 5)):
         assert (multiply(w) == value).all()
 
 
@@ -136,14 +138,12 @@ def test_every_device_scales_by_the_largest_value_of_all():
     def both(x, w):
         own = fp8_weights.round_weights(w, P("tensor", "fsdp"), True, jnp.float32)
         near = jax.tree.map(lambda leaf: leaf[0], own)
-        float32 = dict(dtype=jnp.float32, reduce_dtype=jnp.float32)
-        w, known = fp8_weights.gather(w[0], near, P(None, "fsdp"), **float32)
-        multiply = lambda x, w, **more: fp8.make_dot(("fsdp", "tensor"), "cpu", **more)(
-            "a b, b c -> a c", x, w
-        )
-        out, pull = jax.vjp(multiply, x, w)
+        float32 = jnp.dtype("float32")
+        w = fp8_weights.gather(w[0], near, P(None, "fsdp"), float32, reduce_dtype=float32)
+        multiply = functools.partial(fp8.make_dot(("fsdp", "tensor"), "cpu"), "a b, b c -> a c")
+        out, pull = jax.vjp(multiply, x, w.values)
         dx, dw = pull(x[:, :4])
-        outs = jax.lax.psum((out, multiply(x, w, rounded=known)), "tensor")
+        outs = jax.lax.psum((out, multiply(x, w)), "tensor")
         return *outs, dx, jax.lax.psum(dw, "fsdp"), own[1]
 
     out_specs = (P("fsdp"), P("fsdp"), spec, P("tensor"), P())

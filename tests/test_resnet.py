@@ -13,7 +13,7 @@ from tiny import plan_of
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.step import make_context, make_value_and_grad, statistics
-from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
+from jaxdist.core.types import BATCH_STATISTICS, Context
 from jaxdist.models import ResnetConfig, build
 from jaxdist.models.weights import num_params
 
@@ -35,7 +35,7 @@ def test_resnet_20_has_the_paper_s_size():
     model = build(ResnetConfig(), seq_len=1)
     assert num_params(model) == 269_722
     assert model.flops_per_token["full"] / 6 == pytest.approx(40.6e6, rel=0.02)  # multiply-adds
-    assert sum(isinstance(d, RunningDims) for d in jax.tree.leaves(model.axes)) == 2 * 19
+    assert sum(d.update == "statistic" for d in jax.tree.leaves(model.axes)) == 2 * 19
 
 
 def run(mesh, **options):

@@ -13,7 +13,7 @@ package:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -78,20 +78,17 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
-    `None` names a dim that no mesh axis may split.
+    `None` names a dim that no mesh axis may split. The array is float32, and gradients train it;
+    `weights.Parameter` describes other parameters.
     """
 
-    __slots__ = ()
+    storage: Literal["float32", "bfloat16", "int8"] = "float32"
+    update: Literal["gradient", "statistic", "none"] = "gradient"
+    keeps_dtype: bool = False
 
-
-class RunningDims(Dims):
-    """`Dims` of a running average, which training updates from batch statistics, not by a gradient.
-
-    It has at most one dim besides `layers`, so that every device that splits rows has a complete
-    copy.
-    """
-
-    __slots__ = ()
+    def renamed(self, names: Iterable[str | None]) -> Dims:
+        """Return the same metadata with other names."""
+        return type(self)(names, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     init_embed, embed_axes, bind_embed = layers.functional(lambda rngs: Embedding(config, rngs))
     init_block, block_axes, bind_block = layers.functional(lambda rngs: Block(config, rngs))
     init_head, head_axes, bind_head = layers.functional(lambda rngs: Head(config, rngs))
-    stacked_axes = jax.tree.map(lambda dims: Dims(("layers", *dims)), block_axes)
+    stacked_axes = jax.tree.map(lambda dims: dims.renamed(("layers", *dims)), block_axes)
 
     def init(key: Array) -> Params:
         """Float32 parameters; stacked leaves are [num_layers, ...]."""

@@ -17,7 +17,8 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, RunningDims, Sums
+from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, Sums
+from jaxdist.core.weights import Parameter
 from jaxdist.models.configs import IMAGE_CHANNELS, ROPE_SCALING
 
 
@@ -34,9 +35,9 @@ def functional(
     """Cross from an NNX module to plain functions.
 
     Args:
-        make: rngs -> module. Its `nnx.Param`s and `RunningAverage`s carry `dims=Dims(...)` in their
-            metadata (`weight` and `filled` do so; Flax's own layers take `kernel_metadata`); no
-            mesh axis splits those that carry none.
+        make: rngs -> module. Its `nnx.Param`s and `RunningAverage`s carry `dims=Dims(...)` or a
+            `Parameter` in their metadata (`weight` and `filled` do so; Flax's own layers take
+            `kernel_metadata`); no mesh axis splits those that carry none.
 
     Returns:
         init: PRNG key [] -> plain nested dict of float32 arrays, shapes as the module makes them.
@@ -67,7 +68,8 @@ def functional(
 
     def dims_of(param: nnx.Variable) -> Any:
         dims = param.get_metadata().get("dims", Dims((None,) * len(param.shape)))
-        return param.replace(RunningDims(dims) if isinstance(param, RunningAverage) else dims)
+        is_average = isinstance(param, RunningAverage)
+        return param.replace(Parameter(dims, update="statistic") if is_average else dims)
 
     axes = jax.tree.map(dims_of, abstract, is_leaf=_is_variable)
     return init, nnx.to_pure_dict(axes), bind

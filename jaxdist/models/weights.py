@@ -8,7 +8,7 @@ import math
 
 import jax
 
-from jaxdist.core.types import Dims, Model, RunningDims
+from jaxdist.core.types import Dims, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,5 +60,5 @@ def num_params(model: Model) -> int:
     return sum(
         w.size // padded * model.vocab_size if real(w) else w.size
         for w in weights_of(model)
-        if not isinstance(w.dims, RunningDims)
+        if w.dims.update != "statistic"
     )

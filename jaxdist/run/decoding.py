@@ -17,7 +17,8 @@ from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Context, Dims, Model, Params
+from jaxdist.core.types import Array, Context, Dims, Model, Params, dot
+from jaxdist.core.weights import with_weights
 
 _BUCKET = 64
 """Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
@@ -48,7 +49,10 @@ class Decoder:
         # Queries of a cache have positions of their own, and rows are whole: no fused kernel.
         alone = AttentionPlan(plan.platform)
         context = Context(
-            dtype=plan.compute_dtype, platform=plan.platform, attend=make_attend(alone)
+            dtype=plan.compute_dtype,
+            platform=plan.platform,
+            attend=make_attend(alone),
+            dot=with_weights(dot),
         )
 
         def decode(

@@ -83,7 +83,6 @@ def make_dot(
     axes: tuple[str, ...],
     platform: str,
     *,
-    rounded: fp8.RoundedWeights = (),
     is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
     """Make a `Context.dot` in a format.
@@ -92,12 +91,11 @@ def make_dot(
         matmul_dtype: a key of `FORMATS`.
         axes: mesh axes over which activations may be split; the scale of an array is equal there.
         platform: "gpu" multiplies the rounded numbers, any other the values that they represent.
-        rounded: weights that are in 8 bits already, of fp8 only.
         is_wide: multiply this layer in the compute dtype instead; None = never.
 
     Returns:
         (dims, x, w, out_dtype=None) -> product [*dims named after the arrow].
     """
     if matmul_dtype == "fp8":
-        return fp8.make_dot(axes, platform, rounded=rounded, is_wide=is_wide)
+        return fp8.make_dot(axes, platform, is_wide=is_wide)
     return block_scaled.make_dot(matmul_dtype, axes, platform, is_wide=is_wide)

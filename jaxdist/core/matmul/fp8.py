@@ -20,7 +20,7 @@ construction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -90,25 +90,47 @@ def widen(x: Float[Array, "*dims"], scale: Float32[Array, ""], dtype: Any) -> Fl
 Rounded: TypeAlias = tuple[Shaped[Array, "..."], Float32[Array, ""]]
 """An array in 8 bits and its scale."""
 
-RoundedWeights: TypeAlias = Sequence[tuple[Array, Rounded]]
-"""Weights that the model receives, each with its 8-bit version."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundedWeight:
+    """A gathered weight that was rounded before it was gathered.
+
+    Attributes:
+        values: [*dims] in the compute dtype.
+        rounded: the same weight in 8 bits, `Rounded`.
+    """
+
+    values: Any
+    rounded: Any
+
+    def astype(self, dtype: Any) -> Shaped[Array, "*dims"]:
+        """Return the values in a dtype, for products that are not `Context.dot`."""
+        return self.values.astype(dtype)
+
+    def __jax_array__(self) -> Shaped[Array, "*dims"]:
+        """Return the values, for `jax.numpy`."""
+        return self.values
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return itself: Flax reads the value of a parameter as `param[...]`."""
+        return self if index is ... else self.values[index]
 
 
 def make_dot(
     axes: tuple[str, ...],
     platform: str,
     *,
-    rounded: RoundedWeights = (),
     is_wide: Bool[Array, ""] | None = None,
 ) -> Any:
     """Make a `Context.dot` in fp8; a product [*dims], as of `matmul.make_dot`.
 
-    `rounded` comes from `fp8_weights.gather`. Other weights are rounded here.
+    `fp8_weights.gather` returns each `RoundedWeight`. Other weights are rounded here.
     """
 
-    def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
+    def dot(dims: str, x: Array, w: Array | RoundedWeight, *, out_dtype: Any = None) -> Array:
         """Multiply as `types.dot` does: [*dims named after the arrow]."""
-        w8 = next((narrowed for weight, narrowed in rounded if weight is w), None)
+        w8 = w.rounded if isinstance(w, RoundedWeight) else None
         w = w.astype(x.dtype)
         both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
         x, w, w8, wide = collectives.vary((x, w, w8, is_wide), both)

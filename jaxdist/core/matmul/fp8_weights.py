@@ -16,8 +16,7 @@ from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of, dim_of
 from jaxdist.core.matmul.fp8 import (
     E4M3,
-    Rounded,
-    RoundedWeights,
+    RoundedWeight,
     largest_of,
     narrow,
     scale_of,
@@ -51,9 +50,7 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
     return jax.tree.map(leaf, specs, is_product, layers, is_leaf=lambda x: isinstance(x, P))
 
 
-def gather(
-    shards: Any, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype: Any
-) -> tuple[Any, RoundedWeights]:
+def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Any:
     """Gather the weights of one layer as `fsdp.gather` does, those rounded in 8 bits.
 
     `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients are
@@ -63,23 +60,20 @@ def gather(
     elements of `reduce_dtype` backward.
 
     Returns:
-        The weights in `dtype`, and the 8-bit weights for `make_dot`.
+        The weights in `dtypes`; a `RoundedWeight` for each that was rounded.
     """
-    in_8_bits: list[tuple[Array, Rounded]] = []
 
-    def leaf(spec: P, w: Any, near: Any) -> Any:
+    def leaf(spec: P, w: Any, near: Any, dtype: Any) -> Any:
         if not near:
-            return fsdp.gather(w, spec, dtype=dtype, reduce_dtype=reduce_dtype)
+            return fsdp.gather(w, spec, dtype, reduce_dtype=reduce_dtype)
         axes = axes_of(spec)
         dim = dim_of(spec, axes[0]) if axes else 0
         assert dim is not None
-        both = _gather((axes, dim, dtype, reduce_dtype), w, *near)
+        both = gather_rounded((axes, dim, dtype, reduce_dtype), w, *near)
         weight, weight8 = (checkpoint_name(x, fsdp.GATHERED) for x in both)
-        in_8_bits.append((weight, (weight8, near[1])))
-        return weight
+        return RoundedWeight(weight, (weight8, near[1]))
 
-    weights = jax.tree.map(leaf, specs, shards, rounded, is_leaf=lambda x: isinstance(x, P))
-    return weights, in_8_bits
+    return jax.tree.map(leaf, specs, shards, rounded, dtypes, is_leaf=lambda x: isinstance(x, P))
 
 
 _How: TypeAlias = tuple[tuple[str, ...], int, Any, Any]
@@ -89,10 +83,13 @@ _Weight: TypeAlias = Float[Array, "*weight"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(
+def gather_rounded(
     how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
 ) -> tuple[_Weight, _Weight]:
-    """Return the weight, wide and in 8 bits; gradients flow from the first to `w`."""
+    """Return the weight, wide and in 8 bits; gradients flow from the first to `w`.
+
+    `weights.GATHERS` names this function, so that remat policies recognize it.
+    """
     axes, dim, dtype, _ = how
     weight8 = collectives.all_gather(near, axes, dim) if axes else near
     return widen(weight8, scale, dtype), weight8
@@ -101,7 +98,7 @@ def _gather(
 def _gather_forward(
     how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
 ) -> tuple[tuple[_Weight, _Weight], None]:
-    return _gather(how, w, near, scale), None
+    return gather_rounded(how, w, near, scale), None
 
 
 def _gather_backward(
@@ -114,4 +111,4 @@ def _gather_backward(
     return gradient.astype(jnp.float32), None, None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather_rounded.defvjp(_gather_forward, _gather_backward)

@@ -3,14 +3,14 @@
 Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
 `reduce_dtype` (by default bfloat16 where layers compute in it, in which it leaves its product;
 `scripts/bench/results/reduce_dtype.md`). A layer's whole weights live only while that layer
-computes: no remat policy keeps them (`keep_all_but_weights`).
+computes: no remat policy keeps them (`keep_all_but_weights`). Frozen weights that are stored in
+fewer bits travel in those.
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.axis import Axis, axes_of, dim_of
 from jaxdist.core.types import Array, Params
+from jaxdist.core.weights import is_gather
 
 FSDP = Axis(
     name="fsdp",
@@ -41,50 +42,38 @@ GATHERED = "gathered_weight"
 """Name of a whole weight in a traced program."""
 
 
-def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
-    """Whole weights in `dtype`, from local float32 shards of any subtree of the parameters.
+def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Params:
+    """Return whole weights in `dtypes`, from local shards of any subtree of the parameters.
 
     `specs` name the axes to gather over and no others (`Layout.gather_specs`; for one layer:
-    without the stacked dim). Gradients are summed over the shards' axes in `reduce_dtype`.
+    without the stacked dim), `dtypes` are those of `weights.gathered_dtypes`. Gradients are summed
+    over the shards' axes in `reduce_dtype`.
 
-    Wire, per leaf of B bytes whole in `dtype` over n shards: B·(n−1)/n forward, the same in
-    `reduce_dtype` backward.
+    Wire, per leaf of B bytes whole over n shards: B·(n−1)/n forward, in its stored dtype or that
+    of `dtypes`, the smaller; the same in `reduce_dtype` backward.
 
     A leaf is [..., d, ...] on this device, and [..., n · d, ...] whole.
     """
     return jax.tree.map(
-        lambda spec, w: _gather_leaf(w, spec, dtype, reduce_dtype),
+        lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype),
         specs,
         params,
+        dtypes,
         is_leaf=lambda x: isinstance(x, P),
     )
 
 
-def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
-    """A remat policy that keeps every value but gathered weights and casts of weights.
+def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Keep every value but gathered weights and casts of weights: a remat policy.
 
     A name alone does not do it: what is named also exists without its name, as the result of the
-    gather, and would be kept as that. `layers` are local shards, [num_layers, ...].
+    gather, and would be kept as that.
     """
-    shards = {(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(layers)}
-
-    def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name == "name":
-            return params["name"] != GATHERED
-        if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:
-            return False  # a gathered weight in 8 bits, or one about to be
-        if primitive.name == "convert_element_type" or _gathers(primitive, avals):
-            return (avals[0].shape, avals[0].dtype) not in shards
-        return True
-
-    return keep
-
-
-def _gathers(primitive: Any, avals: Any) -> bool:
-    """Whether an operation may be the gather of a shard, alone or with what it was rounded to."""
-    if primitive.name != "custom_vjp_call":
-        return False
-    return len(avals) == 1 or (len(avals) == 3 and avals[1].dtype.itemsize == 1)
+    if primitive.name == "name":
+        return params["name"] != GATHERED
+    if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:
+        return False  # a gathered weight in 8 bits, or one about to be
+    return not is_gather(primitive, params)
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
@@ -117,27 +106,33 @@ def layer_specs(specs: Any) -> Any:
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
     """The weight [..., n · d, ...] in `dtype`, of which each of n devices holds w [..., d, ...].
 
-    W is float32. It is only cast where no axis shards it.
+    It is only cast if no axis shards it.
     """
     axes = axes_of(spec)
-    if not axes:
-        return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), GATHERED)
-    dim = dim_of(spec, axes[0])
-    assert dim is not None and dim_of(spec, axes[-1]) == dim
-    return checkpoint_name(_gather(w, axes, dim, dtype, reduce_dtype), GATHERED)
+    if not axes and w.dtype == dtype:
+        return w
+    dim = dim_of(spec, axes[0]) if axes else 0
+    assert dim is not None and (not axes or dim_of(spec, axes[-1]) == dim)
+    return checkpoint_name(gather_weight(w, axes, dim, dtype, reduce_dtype), GATHERED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any) -> Array:
-    """The weight [..., n · d, ...] in `dtype`, of shards w [..., d, ...] over `axes`."""
-    return collectives.all_gather(w.astype(dtype), axes, dim=dim)
+def gather_weight(
+    w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
+) -> Array:
+    """Return the weight [..., n · d, ...] in `dtype`, of shards w [..., d, ...] over `axes`.
+
+    `weights.GATHERS` names this function, so that remat policies recognize it.
+    """
+    near = w if w.dtype.itemsize < dtype.itemsize else w.astype(dtype)
+    return (collectives.all_gather(near, axes, dim=dim) if axes else near).astype(dtype)
 
 
 def _gather_forward(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> tuple[Array, None]:
-    """`_gather` [..., n · d, ...]; its backward needs nothing of the forward."""
-    return _gather(w, axes, dim, dtype, reduce_dtype), None
+    """`gather_weight` [..., n · d, ...]; its backward needs nothing of the forward."""
+    return gather_weight(w, axes, dim, dtype, reduce_dtype), None
 
 
 def _gather_backward(
@@ -147,8 +142,10 @@ def _gather_backward(
 
     Summed over `axes` in `reduce_dtype`.
     """
+    if not axes:
+        return (grad.astype("float32"),)
     total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
     return (total.astype("float32"),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather_weight.defvjp(_gather_forward, _gather_backward)

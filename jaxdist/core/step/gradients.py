@@ -106,7 +106,7 @@ def _make_pipeline(
             rows_per_example=rows_per_example(model.objective),
         ),
         layer=make_layer(model, layout, plan),
-        policy=None if remat == "none" else remat_policy(remat, {}),
+        policy=None if remat == "none" else remat_policy(remat),
         gather=stages.gather,
         reduce_dtype=plan.microbatch_reduce_dtype,
     )

@@ -24,6 +24,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Context, Model, Params, Sums
+from jaxdist.core.weights import gathered_dtypes, with_weights
 
 
 def make_run_layers(
@@ -62,7 +63,7 @@ def make_run_layers(
                 # Elsewhere it would only pin every kept value with a reduce-precision.
                 body = jax.checkpoint(
                     body,
-                    policy=remat_policy(plan.remat, layers),
+                    policy=remat_policy(plan.remat),
                     prevent_cse=recomputes and unroll >= count,
                 )
             xs = (first + jnp.arange(count), layers)
@@ -98,14 +99,14 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     has_stages = layout.size(PIPELINE) > 1
     if has_stages and plan.pipeline.gather == "step":
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
-    dtype, reduce_dtype = plan.compute_dtype, plan.reduce_dtype
+    dtypes = gathered_dtypes(model.axes["layers"], plan.compute_dtype)
     chooses = bool(plan.matmul_dtype) and has_stages
 
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
-        weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        weights = fsdp.gather(shards, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
             dot = _make_dot(layout, plan, is_wide=is_end)
@@ -149,19 +150,22 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
         fsdp.layer_specs(layout.param_specs(model.axes)["layers"]),
         is_leaf=lambda x: isinstance(x, P),
     )
-    multiplies = jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
-    dtype, reduce_dtype = plan.compute_dtype, plan.reduce_dtype
+    multiplies = jax.tree.map(
+        lambda dims, sides: sides.is_matrix and not dims.keeps_dtype, axes, sides_of(axes)
+    )
+    dtypes = gathered_dtypes(axes, plan.compute_dtype)
+    dot = _make_dot(layout, plan)
 
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
-        weights, rounded = fp8_weights.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-        dot = _make_dot(layout, plan, rounded=rounded)
+        weights = fp8_weights.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
     return _NarrowLayer(
-        lambda layers: fp8_weights.round_weights(layers, split, multiplies, dtype), layer
+        lambda layers: fp8_weights.round_weights(layers, split, multiplies, plan.compute_dtype),
+        layer,
     )
 
 
@@ -169,7 +173,7 @@ def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., A
     """Make the product [*dims named] of x and w in `plan.matmul_dtype`, as `matmul.make_dot`."""
     # Devices of these axes may hold parts of one activation; those of stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
-    return matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options)
+    return with_weights(matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options))
 
 
 def _run(
@@ -211,14 +215,14 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
     return y, collectives.vary(sums, rows)
 
 
-def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
+def remat_policy(remat: str) -> Callable[..., bool]:
     """Return the policy for values that `jax.checkpoint` saves; never gathered weights.
 
     Raises:
         ValueError: an unknown policy (`TrainConfig.problems` reports it first).
     """
     if remat == "none":
-        return fsdp.keep_all_but_weights(layers)
+        return fsdp.keep_all_but_weights
     policies = jax.checkpoint_policies
     # Another look for the largest value would cost a pass over the array, and a collective.
     scales = policies.save_only_these_names(fp8.SCALE)

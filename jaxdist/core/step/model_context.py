@@ -19,7 +19,8 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.step_plan import StepPlan, exchange_of
-from jaxdist.core.types import Context, Model, Params, RunningDims
+from jaxdist.core.types import Context, Model, Params
+from jaxdist.core.weights import gathered_dtypes, with_weights
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
@@ -38,7 +39,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
-        dot=_DOTS[plan.dot],
+        dot=with_weights(_DOTS[plan.dot]),
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
         token_logps=token_logps.make_token_logps(vocabulary_axis, plan.loss_chunk, **own),
         platform=plan.platform,
@@ -170,17 +171,13 @@ def make_forward(model: Model, layout: Layout, plan: StepPlan) -> ForwardPass:
 
 
 def _make_gather(layout: Layout, model: Model, plan: StepPlan) -> Any:
-    """Make `ForwardPass.gather`. Running averages are not sharded and stay float32."""
-    specs = layout.gather_specs(model.axes)
-    kept = lambda dims, stored, cast: stored if isinstance(dims, RunningDims) else cast
+    """Make `ForwardPass.gather`."""
+    outer_axes = {name: tree for name, tree in model.axes.items() if name != "layers"}
+    specs = layout.gather_specs(outer_axes)
+    dtypes = gathered_dtypes(outer_axes, plan.compute_dtype)
 
     def gather(params: Params) -> Params:
-        outer = {name: tree for name, tree in params.items() if name != "layers"}
-        outer_specs = {name: specs[name] for name in outer}
-        gathered = fsdp.gather(
-            outer, outer_specs, dtype=plan.compute_dtype, reduce_dtype=plan.reduce_dtype
-        )
-        outer_axes = {name: model.axes[name] for name in outer}
-        return {**params, **jax.tree.map(kept, outer_axes, outer, gathered)}
+        outer = {name: params[name] for name in outer_axes}
+        return {**params, **fsdp.gather(outer, specs, dtypes, reduce_dtype=plan.reduce_dtype)}
 
     return gather

@@ -1,8 +1,8 @@
 """Running averages of batch statistics: leaves of the parameters that no gradient updates.
 
-A model marks them in its axes with `RunningDims`. Its forward pass returns the batch's statistics
-as `Sums[BATCH_STATISTICS]`. In the step they take the position of a gradient in the tree. The
-optimizer never sees them.
+A model marks them in its axes with `Parameter(dims, update="statistic")`. Its forward pass returns
+the batch's statistics as `Sums[BATCH_STATISTICS]`. In the step they take the position of a gradient
+in the tree. The optimizer never sees them.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 2; the momentum is PyTorch's.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxdist.core import collectives
-from jaxdist.core.types import BATCH_STATISTICS, Array, Params, RunningDims, Sums
+from jaxdist.core.types import BATCH_STATISTICS, Array, Params, Sums
 
 MOMENTUM = 0.1
 """Share of the newest batch in a running average."""
@@ -42,7 +42,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
         """Return the gradient [*dims], or the batch statistic of that running average."""
-        if not isinstance(dims, RunningDims):
+        if dims.update != "statistic":
             return grad
         if path not in found:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -57,7 +57,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
 
 def hide(axes: Params, grads: Params) -> Params:
     """Return gradients [...] with zeros at the running averages, for the optimizer."""
-    zero = lambda dims, g: collectives.zeros_like(g) if isinstance(dims, RunningDims) else g
+    zero = lambda dims, g: collectives.zeros_like(g) if dims.update == "statistic" else g
     return jax.tree.map(zero, axes, grads)
 
 
@@ -70,7 +70,7 @@ def move(
     """
 
     def leaf(dims: Any, new: Array, before: Array, shown: Array, stays: bool) -> Array:
-        if not isinstance(dims, RunningDims):
+        if dims.update != "statistic":
             return new
         return before if stays else before + MOMENTUM * (shown - before)
 
@@ -80,4 +80,4 @@ def move(
 
 def has_averages(axes: Params) -> bool:
     """Return True if a model has running averages."""
-    return any(isinstance(dims, RunningDims) for dims in jax.tree.leaves(axes))
+    return any(dims.update == "statistic" for dims in jax.tree.leaves(axes))

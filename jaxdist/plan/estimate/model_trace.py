@@ -149,7 +149,7 @@ def _block(model: Model, seq_len: int, dtype: str, remat: str, rows: int) -> Cos
         return block(weights, x, aux, context)
 
     if remat != "none":
-        run = jax.checkpoint(run, policy=remat_policy(remat, one))
+        run = jax.checkpoint(run, policy=remat_policy(remat))
     return _cost(run, reduced, (one, x), (aux,))
 
 

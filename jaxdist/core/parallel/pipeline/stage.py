@@ -22,6 +22,7 @@ from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Batch, Context, Params, Sums
+from jaxdist.core.weights import gathered_dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +118,9 @@ def make_stage(
     """
     layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":
+        dtypes = gathered_dtypes(forward.model.axes["layers"], context.dtype)
         layers = fsdp.gather(
-            layers, of_virtual_stages(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
+            layers, of_virtual_stages(layer_specs), dtypes, reduce_dtype=reduce_dtype
         )
     outer = {name: tree for name, tree in params.items() if name != "layers"}
     return Stage(
