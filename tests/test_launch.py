@@ -57,42 +57,28 @@ def test_first_failure_is_named_with_its_traceback_and_the_rest_is_ended(tmp_pat
     assert not any(map(is_running, pids.values()))
 
 
-def test_cause_is_told_from_consequence(tmp_path):
-    launched = Launched(
-        tmp_path,
+BLAMED = {
+    "consequence_first": (
         """
         if INDEX == 0:
             raise RuntimeError("Gloo AllGather failed: Connection reset by peer")
         time.sleep(0.1)
         raise ValueError("the cause, written later")
         """,
-        "--nproc-per-node=2",
-        "--max-restarts=0",
-    )
-    _, _, err = launched.end()
-    assert "process 1 failed first" in err
-
-
-def test_a_program_that_knows_nothing_of_us_is_blamed_rightly(tmp_path):
-    launched = Launched(
-        tmp_path,
+        1,
+        ["ValueError: the cause"],
+    ),
+    "no_error_record": (
         """
         if INDEX == 1:
             print("plain words", file=sys.stderr, flush=True)
             os._exit(3)
         time.sleep(600)
         """,
-        "--nproc-per-node=2",
-        "--max-restarts=0",
-    )
-    code, _, err = launched.end()
-    assert code == 3
-    assert "process 1 failed first" in err and "plain words" in err
-
-
-def test_a_process_that_stands_still_is_blamed_for_those_it_takes_along(tmp_path):
-    launched = Launched(
-        tmp_path,
+        3,
+        ["plain words"],
+    ),
+    "hung": (
         """
         if INDEX == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -101,16 +87,10 @@ def test_a_process_that_stands_still_is_blamed_for_those_it_takes_along(tmp_path
         print("Terminating process because the JAX distributed service detected fatal errors")
         os.abort()
         """,
-        "--nproc-per-node=2",
-        "--max-restarts=0",
-    )
-    _, _, err = launched.end()
-    assert "process 1 failed first" in err and "it hung" in err
-
-
-def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
-    launched = Launched(
-        tmp_path,
+        128 + signal.SIGKILL,
+        ["it hung"],
+    ),
+    "killed": (
         """
         print("last words")
         if INDEX == 1:
@@ -118,13 +98,18 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
         """,
-        "--nproc-per-node=2",
-        "--max-restarts=0",
-    )
-    code, _, err = launched.end()
-    assert code == 128 + signal.SIGKILL
-    assert "process 1 failed first" in err and "killed by SIGKILL" in err
-    assert "last words" in err
+        128 + signal.SIGKILL,
+        ["killed by SIGKILL", "last words"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "code", "facts"), BLAMED.values(), ids=BLAMED)
+def test_the_process_with_the_cause_is_named(tmp_path, body, code, facts):
+    launched = Launched(tmp_path, body, "--nproc-per-node=2", "--max-restarts=0")
+    ended, _, err = launched.end()
+    assert ended == code
+    assert missing(err, "process 1 failed first", *facts) == []
 
 
 @pytest.mark.parametrize(

@@ -21,37 +21,19 @@ def plan(**fields) -> SlurmConfig:
     return SlurmConfig(**{"time": "1:00:00", **fields})
 
 
-def test_script_asks_for_what_the_flags_say():
+def test_flags_without_an_example_reach_the_script():
+    """Those of `scripts/slurm` are compared as a whole, see below."""
     text = batch_script(
         plan(
-            name="llama",
-            nodes="2",
-            gpus_per_node=8,
-            cpus_per_task=16,
             partition="gpu",
             account="physics",
             module=("cuda/13",),
-            setup=("source .venv/bin/activate",),
             sbatch=("--exclusive",),
             arguments=["--config", "a b.toml", "--mesh=fsdp=16"],
         )
     )
-    lines = text.splitlines()
-    for line in (
-        "#SBATCH --job-name=llama",
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --gpus-per-node=8",
-        "#SBATCH --cpus-per-task=16",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --account=physics",
-        "#SBATCH --signal=B:USR1@180",
-        "#SBATCH --requeue",
-        "#SBATCH --exclusive",
-        "module load cuda/13",
-        "source .venv/bin/activate",
-    ):
-        assert line in lines
+    added = {"#SBATCH --partition=gpu", "#SBATCH --account=physics", "#SBATCH --exclusive"}
+    assert {*added, "module load cuda/13"} <= {*text.splitlines()}
     assert "--config 'a b.toml' \\" in text
     assert "--qos" not in text and "--mem" not in text
 
@@ -68,6 +50,9 @@ def test_script_asks_for_what_the_flags_say():
 )
 def test_containers(container, text):
     assert text in batch_script(plan(container=container))
+    assert "python3.12 -m jaxdist.train" in batch_script(
+        plan(container=container, python="python3.12")
+    )
 
 
 def test_a_container_sees_the_run_directory_and_what_is_mounted():
@@ -78,11 +63,6 @@ def test_a_container_sees_the_run_directory_and_what_is_mounted():
     assert "\"$PWD\" --bind /data --bind '/a b:/inside' --bind /big/run --cd" in text
     text = batch_script(plan(container="nvcr.io/jax:1", **fields))
     assert "\"$PWD:$PWD\",/data:/data,'/a b:/inside',/big/run:/big/run" in text
-
-
-def test_the_interpreter_is_the_one_that_writes_the_script_unless_told():
-    assert f"{shlex.quote(sys.executable)} -m jaxdist.train" in batch_script(plan())
-    assert "\n    python3.12 -m jaxdist.train" in batch_script(plan(python="python3.12"))
 
 
 @pytest.mark.parametrize(
@@ -323,19 +303,6 @@ def test_new_checkpoints_below_a_corrupt_one_count_for_the_script(tmp_path):
         assert script.run(restarts=restarts) == (75, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "facts"),
-    [
-        ("2-1", ["--nodes 2:1", "--nodes 1:2"]),
-        ("0-2", ["--nodes 0:2", "1 or more"]),
-        ("all", ["--nodes 'all'", "a range"]),
-    ],
-)
-def test_a_bad_range_of_nodes_says_what_is_allowed(text, facts):
-    with refused(*facts):
-        main(["--nodes", text, "--time", "60"])
-
-
 @pytest.mark.parametrize("container", ["", "image.sif", "image/", "nvcr.io/jax:1"])
 def test_script_is_valid_shell(container):
     text = batch_script(plan(container=container, arguments=["--name", "it's"]))
@@ -349,6 +316,8 @@ def test_script_is_valid_shell(container):
         ({"time": ""}, "--time '' is not a time limit"),
         ({"time": "tomorrow"}, "--time 'tomorrow' is not a time limit"),
         ({"nodes": "0"}, "--nodes 0: 0 is too small"),
+        ({"nodes": "2-1"}, "--nodes 2:1: MAX is smaller than MIN. Use --nodes 1:2"),
+        ({"nodes": "all"}, "--nodes 'all' is neither a number nor a range"),
         ({"signal_s": 10}, "signal_s=10 must be 60 or more"),
         ({"gpus_per_node": 8, "tasks_per_node": 3}, "cannot share --gpus-per-node 8 equally"),
         ({"name": "a b"}, "--name 'a b' is no valid job name"),

@@ -59,9 +59,6 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
     The request contains the settings as TOML and the cluster; `check.compile_step` creates it.
-
-    Raises:
-        ConfigError: the settings or the mesh are illegal.
     """
     gpu = Gpu(**request["gpu"])
     cluster = Cluster(

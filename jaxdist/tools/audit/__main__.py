@@ -63,11 +63,7 @@ class AuditConfig(RunConfig):
 
 
 def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
-    """Read the settings; data files need not exist.
-
-    Raises:
-        ConfigError: lists every problem of the settings.
-    """
+    """Read the settings; data files need not exist."""
     config, _ = read_with_origins(
         AuditConfig,
         argv,

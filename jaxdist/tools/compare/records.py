@@ -68,11 +68,7 @@ class Divergence:
 
 
 def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
-    """Compare the records of two runs.
-
-    Raises:
-        ConfigError: a run is damaged, or no step is common to both.
-    """
+    """Compare the records of two runs."""
     step = data_step = last = None
     numbers: dict[str, tuple[float, float]] = {}
     for x, y in _common_steps(a, b):

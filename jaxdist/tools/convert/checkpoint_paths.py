@@ -23,9 +23,6 @@ def checkpoint_of(path: str, step: int) -> Location:
     """Return a checkpoint with verified files (size and CRC-32).
 
     A negative `step` selects the step in `path` (see `manifest.named_step`), or the newest.
-
-    Raises:
-        ConfigError: the checkpoint does not exist or is corrupt.
     """
     directory, named = manifest.named_step(path)
     steps = manifest.steps_in(directory)
@@ -74,9 +71,6 @@ def making_run(directory: Location) -> Iterator[None]:
     """Lock a directory of `new_run_directory` while a run is written into it.
 
     A marker file makes it incomplete until the end. An interrupted earlier attempt is deleted.
-
-    Raises:
-        ConfigError: another process writes there, or has just done so.
     """
     (directory / "checkpoints").make_directory()
     marker = directory / _MARKER

@@ -42,11 +42,7 @@ def run(config: Config) -> int:
 
 
 def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
-    """Compare arrays by name; read only those with different dtype or checksum.
-
-    Raises:
-        ConfigError: neither has an array whose name begins with `under`.
-    """
+    """Compare arrays by name; read only those with different dtype or checksum."""
     in_a = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
     in_b = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
     if not in_a and not in_b:

@@ -61,11 +61,7 @@ def run(config: Config) -> int:
 
 
 def export(config: Config) -> str:
-    """Write the directory; return a summary line.
-
-    Raises:
-        ConfigError: the model is no decoder, the checkpoint does not exist, or `out` exists.
-    """
+    """Write the directory; return a summary line."""
     out = Path(new_local_directory(config.out))
     checkpoint = checkpoint_of(config.src, config.step)
     stored = StoredArrays(checkpoint)

@@ -71,11 +71,7 @@ class DoctorConfig(RunConfig):
 
 
 def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
-    """Read the settings.
-
-    Raises:
-        ConfigError: a value has no meaning, or the address of a job is incomplete.
-    """
+    """Read the settings."""
     config = read_settings(
         DoctorConfig, argv, command=COMMAND, summary=summary, aliases=_ALIASES, check_rules=False
     )

@@ -103,9 +103,6 @@ class ElasticAgent(Agent):
 
         Returns:
             A round that includes this host, the job's exit code, or None to poll again.
-
-        Raises:
-            ConfigError: another launcher has the same rank.
         """
         hosts = self.rendezvous.read_hosts()
         if self.round is None:

@@ -185,11 +185,7 @@ class KubernetesConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the manifest; print it or pass it to kubectl.
-
-    Raises:
-        ConfigError: lists every problem of the flags.
-    """
+    """Write the manifest; print it or pass it to kubectl."""
     config = read_settings(
         KubernetesConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments"
     )

@@ -80,11 +80,7 @@ class LaunchConfig:
     arguments: list[str] = setting([], "arguments of the program")
 
     def ranges(self) -> tuple[Range, Range]:
-        """Return the processes on this host (0 = one per GPU) and the hosts.
-
-        Raises:
-            ConfigError: a range cannot be parsed.
-        """
+        """Return the processes on this host (0 = one per GPU) and the hosts."""
         ranges, problems = [], []
         for flag, text, most in (
             ("nproc-per-node", self.nproc_per_node, 1024),  # more than any host has cores for
@@ -228,11 +224,7 @@ def main(argv: Sequence[str], summary: str) -> int:
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
-    """Read the flags; arguments after `--` belong to the program.
-
-    Raises:
-        ConfigError: lists every problem of the flags.
-    """
+    """Read the flags; arguments after `--` belong to the program."""
     return read_settings(
         LaunchConfig, argv, command="jaxdist.launch", summary=summary, rest="arguments"
     )

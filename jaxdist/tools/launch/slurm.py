@@ -23,11 +23,7 @@ Write a SLURM batch script for a training run.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the script; print, keep or submit it.
-
-    Raises:
-        ConfigError: lists every problem of the flags.
-    """
+    """Write the script; print, keep or submit it."""
     config = read_settings(
         SlurmConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments", check_rules=False
     )
@@ -54,11 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def deliver(config: SlurmConfig, text: str) -> int:
-    """Print, write or submit a script according to its settings; return the exit code.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Print, write or submit a script according to its settings; return the exit code."""
     if config.dry_run:
         print(text, end="")
         return runtime.EXIT_OK

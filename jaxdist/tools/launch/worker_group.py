@@ -106,9 +106,6 @@ class WorkerGroup:
 
     `failed_at` (`time.monotonic`, 0 = none) is the time at which the previous attempt failed; the
     processes receive it.
-
-    Raises:
-        ConfigError: the program cannot be started.
     """
 
     def __init__(

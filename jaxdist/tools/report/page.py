@@ -45,9 +45,6 @@ def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = Fal
     """Return the page for `runs`, with curves over "step" or "tokens".
 
     `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     try:
         import matplotlib as mpl

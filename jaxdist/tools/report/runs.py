@@ -58,11 +58,7 @@ class ReportedRun:
 
 
 def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
-    """Read each run.
-
-    Raises:
-        ConfigError: lists the problems of all paths.
-    """
+    """Read each run."""
     problems = [
         f"run {path} is listed twice. List each run once."
         for i, path in enumerate(paths)
@@ -80,11 +76,7 @@ def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
 
 
 def read_run(path: str, name: str) -> ReportedRun:
-    """Read one run directory.
-
-    Raises:
-        ConfigError: the directory holds no run, or a file is damaged.
-    """
+    """Read one run directory."""
     directory = RunDirectory.existing(path)
     train: list[Record] = []
     evals: list[Record] = []

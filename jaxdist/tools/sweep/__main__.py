@@ -68,11 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
-    """Write a job array of the unfinished runs; return the exit code.
-
-    Raises:
-        ConfigError: lists every problem of SLURM's flags.
-    """
+    """Write a job array of the unfinished runs; return the exit code."""
     left = [trial for trial in trials if not trial.is_finished()]
     if not left:
         print("sweep: all runs are finished; the same command without --slurm compares them")
@@ -95,9 +91,6 @@ def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
     """Read flags of `jaxdist launch slurm` such as "time=24:00:00".
 
     The default job name is the directory of the runs.
-
-    Raises:
-        ConfigError: lists every problem of the flags.
     """
     names = [flag.partition("=")[0].replace("-", "_") for flag in flags]
     problems = [

@@ -84,11 +84,7 @@ class Sweep:
 
 
 def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
-    """Read the arguments of the command.
-
-    Raises:
-        ConfigError: lists every problem of the grid, or else of all combinations.
-    """
+    """Read the arguments of the command."""
     config = read_settings(
         SweepConfig,
         argv,
