@@ -1,7 +1,7 @@
-"""What a Python program calls: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
+"""Python API: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
 
-Errors are exceptions: `ConfigError` with every problem of what was asked for, `Stopped` and
-`CorruptState` of the guards, `CheckpointError`, and whatever a callback raises.
+Errors are exceptions: `ConfigError` with every problem of the arguments, `Stopped` and
+`CorruptState` of the guards, `CheckpointError`, and exceptions of callbacks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Callback: TypeAlias = Callable[[Record], bool | None]
 """Called with each train and eval record of metrics.jsonl; True ends the run after a save."""
 
 Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
-"""Settings to begin with: a TOML file or the name of one that comes with the package, a table of
-settings, or a `RunConfig`; None = the defaults."""
+"""Base settings: a TOML file or the name of one of the package, a table of settings, or a
+`RunConfig`; None = the defaults."""
 
 
 def train(
@@ -51,16 +51,16 @@ def train(
     """Train a model, as `python -m jaxdist.train` does.
 
     Args:
-        config: settings to begin with.
-        model: a `Model`, a function that makes one (called with `seq_len`), or settings: a kind
+        config: base settings.
+        model: a `Model`, a function that returns one (called with `seq_len`), or settings: a kind
             ("cnn") or a table ({"d_model": 256}).
-        data: rows of your own (anything with len() and [index], a grain MapDataset or IterDataset,
-            a pair (to train on, to evaluate on), or a function that returns one of these), paths,
+        data: your own rows (anything with len() and [index], a grain MapDataset or IterDataset, a
+            pair (training rows, evaluation rows), or a function that returns one of these), paths,
             or a table of settings.
-        objective: (output of the model's head, batch, context) -> Sums, in place of cross-entropy;
+        objective: (output of the model's head, batch, context) -> Sums, instead of cross-entropy;
             see docs/parallelism.md. A resume needs it again.
         callbacks: each is called with each train and eval record, on every process.
-        progress: show a bar; None = where a person looks on, and log lines elsewhere.
+        progress: show a progress bar; None = only on a terminal or in a notebook, else log lines.
         settings: of the run: short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
 
@@ -68,7 +68,7 @@ def train(
         The run, finished or stopped: see `Run.exit_reason`.
 
     Raises:
-        ConfigError: every problem of what was asked for, before anything is compiled.
+        ConfigError: every problem of the arguments, before anything is compiled.
         Stopped: the loss is bad, and the policy is to end the run.
         CheckpointError: the last checkpoint could not be saved.
         KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
@@ -77,25 +77,24 @@ def train(
     make_model, rows = _objects(model, data, values)
     run_config = _read("jaxdist.train", config, values)
     if run_config.replay:
-        raise ConfigError("replay trains nothing. Use python -m jaxdist.train --replay RUN:STEP.")
+        raise ConfigError("replay does not train. Use python -m jaxdist.train --replay RUN:STEP.")
     _check_objective(objective)
     is_many = isinstance(callbacks, Iterable) and not callable(callbacks)
     callbacks = list(callbacks) if is_many else [callbacks]  # type: ignore[arg-type, list-item]
     are_functions = all(map(callable, callbacks))
     check_type("callbacks", callbacks, are_functions, "a function or a list of functions")
     check_type("progress", progress, progress in (None, True, False), "True, False or None")
-    shows = has_watcher() if progress is None else progress
+    has_bar = has_watcher() if progress is None else progress
     started: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(runtime.Preemption(in_program=True))
         stack.callback(flush_appended)
         stack.callback(runtime.close_logs)
-        if shows:
+        if has_bar:
             callbacks.append(stack.enter_context(_bar(run_config.train.steps)))
 
         def on_record(record: Record) -> None:
-            answers = [callback(record) for callback in callbacks]
-            if True in answers:
+            if True in [callback(record) for callback in callbacks]:
                 stop.request()
 
         program = Program(
@@ -104,15 +103,15 @@ def train(
             rows=rows,
             on_start=started.append,
             on_record=on_record,
-            console_level=logging.WARNING if shows else logging.INFO,
+            console_level=logging.WARNING if has_bar else logging.INFO,
             owns_stdout=False,
         )
         code = run_training(run_config, program, stop, lambda: False)
     if code == runtime.EXIT_FAILURE:
         raise CheckpointError(
             f"{started[0].path}: the last checkpoint could not be saved, so the steps after the "
-            "one before it are lost. The log says why; mend that, and train with resume set to "
-            "this directory."
+            "previous one are lost. Fix the cause in the log, and train with resume set to this "
+            "directory."
         )
     return Run(started[0].path, model=make_model, objective=objective, rows=rows)
 
@@ -127,25 +126,25 @@ def open(
     data: Any = None,
     objective: Objective | None = None,
 ) -> Run:
-    """Open a run directory, to look at its metrics and to use its weights.
+    """Open a run directory, to read its metrics and to use its weights.
 
     Args:
         path: of the run, or of one of its checkpoints.
-        step: of the checkpoint whose weights are used; None = the newest valid one.
-        mesh: devices that hold the weights, e.g. "tp=2"; "auto" = one device.
-        weights: "ema" = their moving average, "raw" = as trained, "auto" = the average where the
-            run keeps one.
-        model: what was given to `train`, where that was an object.
-        data: likewise.
-        objective: likewise, for evaluation.
+        step: of the checkpoint to use; None = the newest valid one.
+        mesh: devices for the weights, e.g. "tp=2"; "auto" = one device.
+        weights: "ema" = moving average, "raw" = as trained, "auto" = the average if the run has
+            one.
+        model: the object that was passed to `train`, if any.
+        data: the object that was passed to `train`, if any.
+        objective: the object that was passed to `train`, if any; for evaluation.
 
     Raises:
         ConfigError: there is no run.
     """
     make_model, rows = _objects(model, data, {})
-    for name, value, found in (("model", model, make_model), ("data", data, rows)):
-        is_object = value is None or found is not None or callable(value)
-        check_type(name, value, is_object, "the object that train got, or None for settings")
+    for name, value, parsed in (("model", model, make_model), ("data", data, rows)):
+        is_object = value is None or parsed is not None or callable(value)
+        check_type(name, value, is_object, "the object passed to train, or None for settings")
     _check_objective(objective)
     return Run(
         path, step=step, mesh=mesh, weights=weights,
@@ -160,11 +159,11 @@ def _check_objective(objective: Any) -> None:
 
 
 def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, Any]]:
-    """Plan a run on GPUs that need not be here, as `python -m jaxdist.plan` does.
+    """Plan a run on GPUs that need not be available, as `python -m jaxdist.plan` does.
 
     Args:
-        gpus: e.g. "h100:8", "h100:8x8" for 8 nodes of 8, or several after commas.
-        config: settings to begin with.
+        gpus: e.g. "h100:8", "h100:8x8" for 8 nodes of 8, or several, separated by commas.
+        config: base settings.
         settings: of the run as for `train`, and of the plan (`tokens=1e12`, `compile=False`).
 
     Returns:
@@ -172,7 +171,7 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
         "cost", "meshes" and more; sizes in bytes, times in seconds.
 
     Raises:
-        ConfigError: every problem of the settings; no mesh is legal; GPUs that are not known.
+        ConfigError: every problem of the settings; no mesh is legal; unknown GPUs.
     """
     from jaxdist.plan.advice import advise
     from jaxdist.plan.json_record import record_of
@@ -184,19 +183,19 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
         raise ConfigError("config of jaxdist.plan is a RunConfig. Give a TOML file or a table.")
     question, mesh = read_plan(_file_flags(config), values=values)
     plans = [make_plan(question, cluster, mesh) for cluster in clusters_of(question)]
-    known = known_gpus(question)
-    return [record_of(one, advise(one, question, known)) for one in plans]
+    gpus_by_name = known_gpus(question)
+    return [record_of(one, advise(one, question, gpus_by_name)) for one in plans]
 
 
 def _begin(config: Config, settings: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """A table of settings joins those given by keyword, which come after it."""
+    """Merge a table of settings with the keywords, which override it."""
     if isinstance(config, Mapping):
         return None, {**_flat(config), **_flat(settings)}
     return config, _flat(settings)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value; short spellings become the names that they stand for."""
+    """Return the values by dotted name, with short names expanded."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
@@ -222,13 +221,13 @@ def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
 def _objects(
     model: Any, data: Any, values: dict[str, Any]
 ) -> tuple[Callable[[int], Model] | None, Any]:
-    """What of model and data is an object; the rest joins the settings in `values`.
+    """Return model and data that are objects; add the others to the settings in `values`.
 
-    A function that can be imported is named in the settings, so that the run can be opened, and
-    goes on, without the program.
+    An importable function is named in the settings, so that the run can be opened and resumed
+    without the program.
 
     Returns:
-        The length of a row -> the model, or None; rows or a function that returns them, or None.
+        seq_len -> the model, or None; rows or a function that returns them, or None.
     """
     make_model = None
     if isinstance(model, str | Mapping):
@@ -258,25 +257,25 @@ def _objects(
 
 
 def _importable(thing: Any) -> str:
-    """module:function where another process can import it by that name; "" where not."""
+    """Return module:function if another process can import it by that name, else ""."""
     module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
     if not inspect.isfunction(thing) or module == "__main__" or not name.isidentifier():
         return ""
-    found = getattr(importlib.import_module(module), name, None)
-    return f"{module}:{name}" if found is thing else ""
+    is_same = getattr(importlib.import_module(module), name, None) is thing
+    return f"{module}:{name}" if is_same else ""
 
 
 @contextlib.contextmanager
 def _bar(total_steps: int) -> Iterator[Callback]:
-    """A bar that follows the records of a run, with the newest losses and the rate."""
+    """Yield a callback that updates a progress bar with the newest losses and the rate."""
     bar = make_bar(total=total_steps, desc="training", unit="step", disable=False)
-    shown: dict[str, str] = {}
+    losses: dict[str, str] = {}
 
     def follow(record: Record) -> None:
         step, is_train = record["step"], record["kind"] == "train"
         if isinstance(record.get("loss"), float):  # None = no labels
-            shown["loss" if is_train else "eval_loss"] = f"{record['loss']:.4f}"
-        bar.set_postfix(shown, refresh=False)
+            losses["loss" if is_train else "eval_loss"] = f"{record['loss']:.4f}"
+        bar.set_postfix(losses, refresh=False)
         if is_train and not bar.n:
             bar.initial = bar.n = step - 1  # of a resumed run
         if is_train:

@@ -22,9 +22,9 @@ log = logging.getLogger("jaxdist")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns the exit code."""
+    """Train, and return the exit code."""
     times = runtime.StartTimes.of_process()
-    # From here on a request to stop is remembered. Settings are checked before jax starts.
+    # From here on signals are handled. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
     from jaxdist.config import read_run
     from jaxdist.run.program import Program
@@ -39,11 +39,11 @@ def run(
     config: RunConfig,
     program: Program,
     preemption: runtime.Preemption,
-    asked_to_trace: Callable[[], bool],
+    trace_requested: Callable[[], bool],
     times: runtime.StartTimes | None = None,
 ) -> int:
-    """Train as a command or a Python program asks; returns the exit code."""
-    # 1. The devices of all processes.
+    """Train for a command or a Python program, and return the exit code."""
+    # 1. Start the devices of all processes.
     times = times or runtime.StartTimes()
     job = start_devices(config, preemption, program, times)
     import jax
@@ -69,7 +69,7 @@ def run(
     from jaxdist.settings import write_toml
 
     times.mark("imports")
-    # 2. Whatever can be wrong is found before anything is written or compiled.
+    # 2. Check everything before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
@@ -97,7 +97,7 @@ def run(
         audited_mesh = check_model(parts, data[0].fields, program.model)
     fetch_weights(config)
 
-    # 3. The run directory. No file in it changes before the session commits to this start.
+    # 3. Open the run directory. The session changes no file in it before all checks have passed.
     directory = open_run_directory(config, job.process_id)
     directory.audited_mesh = audited_mesh
     directory.objective = name_of(program.objective)
@@ -107,11 +107,11 @@ def run(
     config_text = write_toml(config)
     if audit is None:
         log.warning("override=audit: wrong sums between devices are not detected")
-    elif audit.axes:  # of one device there is nothing to say
+    elif audit.axes:
         log.info("%s", audit.line())
     times.mark("setup")
 
-    # 4. The newest checkpoint or a new state, and then the loop.
+    # 4. Restore the newest checkpoint or initialize a new state, then train.
     with Session(
         parts,
         data,
@@ -120,7 +120,7 @@ def run(
         config_text,
         budget=budget,
         preemption=preemption,
-        asked_to_trace=asked_to_trace,
+        trace_requested=trace_requested,
         on_record=program.on_record,
         open_log=lambda log_file: program.setup_logging(job.process_id, log_file),
         start_times=times,
@@ -131,7 +131,7 @@ def run(
 def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
-    """Choose and start the devices, in the order in which each choice is still possible."""
+    """Configure and start the devices; each choice must precede the next one."""
     from jaxdist.run.run_directory import flatten
     from jaxdist.settings import to_table
 
@@ -142,7 +142,7 @@ def start_devices(
     runtime.tune_malloc()
     runtime.reserve_memory()
     runtime.setup_compilation_cache("off" if config.debug else "")
-    # How a process joins is its own affair; all else must be the same, or steps would not be.
+    # Only the settings of `runtime` may differ between processes.
     same = {k: str(v) for k, v in flatten(to_table(config)).items() if not k.startswith("runtime.")}
     times.mark("imports")
     job = runtime.join(config.runtime, same=same, stop=stop)
@@ -152,7 +152,7 @@ def start_devices(
 
 
 def train(session: Session) -> int:
-    """Train to the last step, returning to a checkpoint where a guard asks for it.
+    """Train to the last step, and restore a checkpoint after each `Rollback`.
 
     Returns:
         The exit code.
@@ -167,12 +167,12 @@ def train(session: Session) -> int:
 
 
 def train_from(session: Session) -> int:
-    """Train from `session.step` to the last step; returns the exit code.
+    """Train from `session.step` to the last step, and return the exit code.
 
-    The devices always have the next step before the host reads the last one's numbers.
+    Step n is dispatched before the host reads the metrics of step n−1.
 
     Raises:
-        Rollback: a guard wants the newest checkpoint back.
+        Rollback: a guard requires the newest checkpoint.
         Stopped: the loss is bad, and the policy is to end the run.
         CorruptState: replicas of the state differ, and the policy is to end the run.
     """
@@ -180,18 +180,18 @@ def train_from(session: Session) -> int:
     session.start_steps()
     for step in range(session.step + 1, config.train.steps + 1):
         batch = session.next_batch()
-        metrics = session.dispatch(batch)  # step n: returns while the devices work
-        reporter.flush()  # step n-1: records it and looks for what is wrong
+        metrics = session.dispatch(batch)  # step n: does not block
+        reporter.flush()  # step n-1: record and check it
         reporter.defer(step, session.state, metrics, session.loader)
         runtime.give_back_memory()
-        if due := session.between():
-            session.drain(due)  # the one place that waits for step n
-            evaluated = session.evaluate(config.eval.max_batches) if due.evaluate else {}
-            if due.save:
-                session.save(evaluated, due=due.save)
-            if due.leave:
+        if actions := session.due_actions():
+            session.sync(actions)  # wait for step n
+            evaluated = session.evaluate(config.eval.max_batches) if actions.evaluate else {}
+            if actions.save:
+                session.save(evaluated, due=actions.save)
+            if actions.leave:
                 return session.leave()
-            if due.trace:
+            if actions.trace:
                 session.turn_trace()
     return session.finish()
 

@@ -87,7 +87,7 @@ def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
     text = str(refused.value)
     assert all(name in text for name in ("train.steps=-1", "optim.peak_lr", "simulated"))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(jaxdist.ConfigError, match=r"metrics\.jsonl|no directory"):
+    with pytest.raises(jaxdist.ConfigError, match=r"metrics\.jsonl|not a directory"):
         jaxdist.open(tmp_path / "none")
 
 

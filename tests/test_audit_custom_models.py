@@ -206,7 +206,7 @@ def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, t
     with refused("the sum 'loss'", "over data", "--override=audit", num_problems=2):
         start("new", "dp=8", **custom)
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(deep, "MOST_OPERATIONS", 1)
+    monkeypatch.setattr(deep, "MAX_OPERATIONS", 1)
     with pytest.raises(ZeroDivisionError):
         start("new", "dp=8", **custom)
     assert missing(capsys.readouterr().out, "audit --deep", "too many") == []

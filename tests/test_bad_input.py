@@ -135,9 +135,9 @@ FLAGS = {
     "not a number of the choices": (["--zero=4"], "mesh.zero='4'", "0, 1, 2 or 3"),
     "not a kind": (["--model=cmm"], "'cmm'", "decoder, cnn, resnet or custom"),
     "no value": (["--steps"], "--train.steps has no value", "Use --train.steps="),
-    "given twice": (["--steps=1", "--train.steps=2"], "given twice", "Remove one"),
+    "given twice": (["--steps=1", "--train.steps=2"], "set twice", "Remove one"),
     "stray argument": (["train.toml"], "'train.toml' is one too many", "--help"),
-    "value for a section": (["--optim=adamw"], "gives a value to a section", "optim.FIELD"),
+    "value for a section": (["--optim=adamw"], "assigns a value to a section", "optim.FIELD"),
     "help of no section": (["--help", "optimizer"], "--help optimizer", "Use one of model, mesh"),
     "negative devices": (["--simulate=-1"], "simulate=-1", "The default is 0"),
     "bad name": (["--name=a/b"], "name='a/b'", "Use run_dir for a path"),
@@ -183,11 +183,11 @@ DATA = {
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
     "resnet depth": (
         ["--model=resnet", "--data.sources=cifar", "--model.depth=21"], "model.depth=21", "Use 20"),
-    "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
+    "images for a decoder": (["--data.sources=cifar"], "contains images", "--model cnn"),
 }  # fmt: skip
 
 FILES = {
-    "no file": (["--config=none.toml"], "none.toml does not exist", "There are "),
+    "no file": (["--config=none.toml"], "none.toml does not exist", "llama3_8b"),
     "a folder": (["--config=mixed"], "--config mixed cannot be read", "Give a readable"),
     "not UTF-8": (["--config=latin.toml"], "it is not UTF-8", "Give a readable TOML file"),
     "not TOML": (["--config=syntax.toml"], "(at line 2, column 9)", "Use [train] for"),
@@ -200,17 +200,17 @@ FILES = {
         ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "resnet or"),
     "section as value": (["--config=flat.toml"], "mesh='dp=2' (flat.toml line 1)", "mesh.shape"),
     "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "The default"),
-    "two files": (["--config=a.toml", "--config=b.toml"], "given 2 times", "Give one file"),
+    "two files": (["--config=a.toml", "--config=b.toml"], "occurs 2 times", "Use one file"),
 }  # fmt: skip
 
 TRAIN = {**MESH, **FLAGS, **RULES, **DATA, **FILES}
 
 OTHERS = {
     "evaluate nothing": ("evaluate", [], "RUN", "jaxdist.evaluate RUN"),
-    "evaluate no run": ("evaluate", ["a/run"], "'a/run' holds no config.toml", "Name a run"),
+    "evaluate no run": ("evaluate", ["a/run"], "'a/run' has no config.toml", "Name a run"),
     "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max-batch", "--max-batches"),
     "generate nothing": ("generate", [], "RUN", "jaxdist.generate RUN"),
-    "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
+    "generate no run": ("generate", ["runs/none"], "'runs/none' has no", "Name a run"),
     "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "above 0 and at most 1"),
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
     "data nothing": ("data", [], "SOURCES is missing", "Use python -m jaxdist.data SOURCES"),

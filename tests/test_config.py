@@ -307,7 +307,7 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
         "--paint.tools TEXT,... = brush",
         "--paint.thinner NUMBER|none = none",
         "shape (kind = circle): A circle.",
-        "Short spellings: --coats = --paint.num-coats",
+        "Short flags: --coats = --paint.num-coats",
     ):
         assert line in text
     for doc in ("coats, each dried before the next", "length of a side, metres", "anything else"):

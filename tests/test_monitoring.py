@@ -138,11 +138,11 @@ def test_a_torn_line_longer_than_a_block_is_cut(tmp_path):
 def test_a_broken_line_inside_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "event"}\n{"kind" \n{"kind": "event"}\n')
-    with refused(path, "line 2 is no JSON"):
+    with refused(path, "line 2 is not JSON"):
         read_records(path)
     for line in ("[1]", '{"kind": "train"}', '{"step": 1}'):
         path.write_text(f"{line}\n")
-        with refused(path, "line 1 is no record"):
+        with refused(path, "line 1 is not a record"):
             read_records(path)
 
 
@@ -237,7 +237,7 @@ def test_an_unusable_run_directory_is_refused(tmp_path):
 
 def test_a_missing_run_names_those_nearby(tmp_path):
     train(start(tmp_path), 1)
-    with refused(tmp_path / "runn", "no directory", f"there: {tmp_path / 'run'}."):
+    with refused(tmp_path / "runn", "not a directory", f"there: {tmp_path / 'run'}."):
         RunDirectory.existing(tmp_path / "runn")
     with refused(tmp_path, "no metrics.jsonl", f"there: {tmp_path / 'run'}."):
         RunDirectory.existing(tmp_path)

@@ -22,7 +22,7 @@ from jaxdist.run.monitoring.stragglers import (
     StragglerDetector,
     find_stragglers,
     newest_common,
-    summarise,
+    summarize,
 )
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.throughput import Throughput
@@ -101,7 +101,7 @@ def test_dry_steps_are_split_into_what_the_host_did():
 def test_low_utilisation_is_explained_and_high_is_not():
     dry = {"busy_share": 0.5, "dry_data_share": 0.4, "dry_host_share": 0.1, "wall_s": 10.0}
     text = " ".join(idle_lines(dry))
-    assert missing(text, "50.0 %", "40.0 % waiting", "10.0 % work", "tokenise") == []
+    assert missing(text, "50.0 %", "40.0 % waiting", "10.0 % work", "tokenize") == []
     assert idle_lines({**dry, "busy_share": 0.8}) == []
     short = {"steps_s": 60.0, "wall_s": 100.0, "compile_s": 25.0}
     assert missing(" ".join(idle_lines(short)), "compilation 25.0 %", "saves 15.0 %") == []
@@ -114,7 +114,7 @@ def test_low_utilisation_is_explained_and_high_is_not():
 def told(host: str, steps: list[tuple[float, float, float]], **extra) -> dict:
     """What a process tells of an interval, from (data, host, device) seconds of its steps."""
     times = [(data_s + host_s + device_s, data_s, device_s) for data_s, host_s, device_s in steps]
-    return {"step": 50, "host": host, **summarise(times), **extra}
+    return {"step": 50, "host": host, **summarize(times), **extra}
 
 
 def means(host: str, data_s: float, host_s: float, device_s: float, **extra) -> dict:
@@ -215,7 +215,7 @@ MEASURED_1 = [
 def test_a_slow_loader_beside_saves_is_named_as_it_was_measured(steps):
     def one(host: str, measured: list) -> dict:
         times = [tuple(value / 1e3 for value in values) for values in measured[steps]]
-        return {"step": 50, "host": host, **summarise(times)}
+        return {"step": 50, "host": host, **summarize(times)}
 
     (slow,) = find_stragglers({0: one("n0", MEASURED_0), 1: one("n1", MEASURED_1)})
     assert (slow.process, slow.cause) == (1, "data")

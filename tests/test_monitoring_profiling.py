@@ -60,7 +60,7 @@ def test_planned_steps_are_in_the_trace_and_no_others(tmp_path):
 
 def test_asked_steps_are_the_next_ones_and_can_be_asked_again(tmp_path):
     asked = iter([False, False, True, False, True])
-    profiler = Profiler(None, tmp_path, process=4, asked=lambda: next(asked), asked_steps=2)
+    profiler = Profiler(None, tmp_path, process=4, trace_requested=lambda: next(asked), num_steps=2)
     walk(profiler, range(1, 9))
     assert [steps_in(trace) for trace in profiler.traces] == [[3, 4], [7, 8]]
     assert Path(profiler.traces[1]["path"]).name == "step-7-process-4"

@@ -49,7 +49,7 @@ def test_compile_times_are_kept_for_each_program(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
         assert CompileTimes(parts).last() == 0
-        CompileTimes(parts).keep(7.9)
+        CompileTimes(parts).store(7.9)
         longer = dataclasses.replace(parts.config.train, steps=7)
         wider = dataclasses.replace(parts.config.train, global_batch_size=8)
         with_train = lambda train: dataclasses.replace(

@@ -314,17 +314,17 @@ def test_every_missing_run_is_named_at_once(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     said = refused(capsys, str(tmp_path / "none"), one, str(tmp_path))
     first, second = said.splitlines()
-    assert missing(first, tmp_path / "none", "no directory", f"there: {one}.") == []
+    assert missing(first, tmp_path / "none", "not a directory", f"there: {one}.") == []
     assert missing(second, tmp_path, "no metrics.jsonl", f"there: {one}.") == []
 
 
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("config.toml", "[model\n", r"config\.toml cannot be read \(.*\)\. Mend it"),
-        ("environment.json", "{", r"environment\.json cannot be read \(.*\)\. Mend it"),
-        ("environment.json", "[]", r"environment\.json holds no table of values\. Mend it"),
-        ("metrics.jsonl", "hello\n", r"metrics\.jsonl, line 1 is no JSON"),
+        ("config.toml", "[model\n", r"config\.toml cannot be read \(.*\)\. Fix it"),
+        ("environment.json", "{", r"environment\.json cannot be read \(.*\)\. Fix it"),
+        ("environment.json", "[]", r"environment\.json is not a table of values\. Fix it"),
+        ("metrics.jsonl", "hello\n", r"metrics\.jsonl, line 1 is not JSON"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, capsys, name, content, match):
@@ -349,7 +349,7 @@ def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
     done = subprocess.run([*module, str(tmp_path / "none")], capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert missing(line, tmp_path / "none", "no directory") == []
+    assert missing(line, tmp_path / "none", "not a directory") == []
     assert subprocess.run(module, capture_output=True).returncode == 2
     code = (
         "from jaxdist.tools.report.__main__ import main; from jax._src import xla_bridge\n"

@@ -33,8 +33,8 @@ NAN = {"loss": math.nan, "grad_norm": 1.0}
     [
         ([BAD, BAD, NAN], GOOD, "data: bad in 3 of 3"),
         ([BAD, BAD, BAD], BAD, "deterministic: bad in 3 of 3"),
-        ([GOOD, GOOD, GOOD], GOOD, "transient: it does not come back"),
-        ([GOOD, BAD, GOOD], GOOD, "transient: it comes back in 1 of 3"),
+        ([GOOD, GOOD, GOOD], GOOD, "transient: not reproduced"),
+        ([GOOD, BAD, GOOD], GOOD, "transient: reproduced in 1 of 3"),
     ],
 )
 def test_verdict(again, following, word):

@@ -78,7 +78,7 @@ def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
         (["--grid=run_dir=a,b"], ["run_dir"]),
         (['--grid=seed=["a'], ["seed="]),
         (["--grid=optim.peek_lr=1e-4"], ["--optim.peek-lr", "--optim.peak-lr"]),
-        ([RATES, "--optim.peak_lr=1"], ["optim.peak_lr", "given twice"]),
+        ([RATES, "--optim.peak_lr=1"], ["optim.peak_lr", "set twice"]),
         ([RATES, "--resume=runs/x"], ["resume='runs/x'"]),
         ([RATES, "--stepz=3"], ["--stepz"]),
         (["--grid=name=a,b"], ["name"]),

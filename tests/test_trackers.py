@@ -106,7 +106,7 @@ def test_the_warning_is_out_when_a_run_has_closed_its_trackers(monkeypatch):
 
 
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):
-    monkeypatch.setattr(trackers, "_MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "_MAX_QUEUED", 5)
     monkeypatch.setattr(trackers, "_FINISH_S", 0.05)
     stuck = Trackers([named(Stuck)], IDENTITY)
     for step in range(4):

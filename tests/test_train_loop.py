@@ -13,14 +13,14 @@ from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
-from jaxdist.run.session import Between, Session
+from jaxdist.run.session import Session, StepActions
 from jaxdist.runtime import StartTimes
 
 
 class Recorder:
     """A session of `steps` steps; `due` maps a step to what comes after it."""
 
-    def __init__(self, steps: int, due: dict[int, Between], roll_back_at: int = 0):
+    def __init__(self, steps: int, due: dict[int, StepActions], roll_back_at: int = 0):
         self.config = types.SimpleNamespace(
             train=types.SimpleNamespace(steps=steps), eval=types.SimpleNamespace(max_batches=2)
         )
@@ -50,12 +50,12 @@ class Recorder:
     def defer(self, step, state, metrics, loader):
         self.deferred = step
 
-    def between(self):
-        return self.due.get(self.step, Between(last=self.step == self.config.train.steps))
+    def due_actions(self):
+        return self.due.get(self.step, StepActions(last=self.step == self.config.train.steps))
 
-    def drain(self, due):
+    def sync(self, due):
         self.flush()
-        self.calls.append("drained")
+        self.calls.append("synced")
 
     def evaluate(self, max_batches):
         self.calls.append("evaluate")
@@ -87,24 +87,24 @@ def test_a_step_is_reported_while_the_next_one_runs():
         *("start 0", "batch", "dispatch 1"),
         *("batch", "dispatch 2", "report 1"),
         *("batch", "dispatch 3", "report 2"),
-        *("report 3", "drained", "finish"),
+        *("report 3", "synced", "finish"),
     ]
 
 
 def test_nothing_is_in_flight_while_something_else_is_done():
-    every = Between(evaluate=True, save="interval", trace=True)
+    every = StepActions(evaluate=True, save="interval", trace=True)
     session = Recorder(2, {1: every})
     assert train.train(session) == 0
     assert session.calls[2:7] == [
-        *("dispatch 1", "report 1", "drained", "evaluate", "save interval {'loss': 1.0}"),
+        *("dispatch 1", "report 1", "synced", "evaluate", "save interval {'loss': 1.0}"),
     ]
     assert session.calls[7:10] == ["trace", "batch", "dispatch 2"]
 
 
 def test_a_job_that_is_asked_to_stop_saves_and_leaves():
-    session = Recorder(9, {2: Between(leave=True)})
+    session = Recorder(9, {2: StepActions(leave=True)})
     assert train.train(session) == 75
-    assert session.calls[-3:] == ["report 2", "drained", "leave"]
+    assert session.calls[-3:] == ["report 2", "synced", "leave"]
 
 
 def test_a_rollback_starts_the_steps_again():
@@ -133,16 +133,16 @@ def test_what_is_due_on_the_same_step_is_all_done():
     )
     due = {}
     for session.step in (3, 4, 6, 8, 12):
-        due[session.step] = Session.between(session)
+        due[session.step] = Session.due_actions(session)
     assert not due[3]
-    assert due[4] == Between(evaluate=True, save="interval")
-    assert due[6] == Between(evaluate=True, save="halfway")
-    assert due[8] == Between(evaluate=True, save="interval", leave=True, trace=True)
-    assert due[12] == Between(last=True)
+    assert due[4] == StepActions(evaluate=True, save="interval")
+    assert due[6] == StepActions(evaluate=True, save="halfway")
+    assert due[8] == StepActions(evaluate=True, save="interval", leave=True, trace=True)
+    assert due[12] == StepActions(last=True)
 
 
 def test_between_is_true_when_anything_is_due():
-    assert not Between()
+    assert not StepActions()
     due = (
         {"evaluate": True},
         {"save": "halfway"},
@@ -150,7 +150,7 @@ def test_between_is_true_when_anything_is_due():
         {"trace": True},
         {"last": True},
     )
-    assert all(Between(**one) for one in due)
+    assert all(StepActions(**one) for one in due)
 
 
 def test_only_documented_exit_reasons_are_written():

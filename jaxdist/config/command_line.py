@@ -1,4 +1,4 @@
-"""A run's settings as a command is given them: what the defaults are, and what replaces them."""
+"""Settings of a run from flags, files and stored runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import locate, read_url
 from jaxdist.settings import ConfigError, read_settings
-from jaxdist.settings.reader import GivenValues
+from jaxdist.settings.reader import InputValues
 from jaxdist.settings.schema import BadValueError, read_value
 
 ALIASES = {
@@ -33,11 +33,11 @@ ALIASES = {
     "model": "model.kind",
     "profile": "monitoring.profile",
 }
-"""Short flags of the commands that take a whole run's settings."""
+"""Short flags of the commands that take all settings of a run."""
 
-_TUNING_LR = 2e-5
-"""Peak learning rate of a run that starts from published weights: what papers on tuning all weights
-of models of 1 to 70 billion parameters use (1e-5 to 3e-5); a new model's rate would undo them."""
+_FINETUNING_LR = 2e-5
+"""Default peak learning rate of a run that starts from published weights. Papers on full
+fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5; the rate of a new model is too large."""
 
 
 def read_run(
@@ -49,13 +49,12 @@ def read_run(
     base: RunConfig | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
+    """Read the settings of a run from `--config FILE.toml` and flags; see `read_settings`.
 
-    With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
-    only what differs needs a flag. With `--init-from` a Hugging Face model, its sizes and tokenizer
-    are, and with `--debug` those of a tiny run. A token folder among the sources brings its
-    tokenizer and the size of its vocabulary. A Python program gives `values`, and `base` to start
-    from instead of all of these. Names on the hub come back with their commit.
+    The defaults depend on the flags: `--resume PATH` and `--replay PATH:STEP` use the settings of
+    that run, `--init-from` the sizes and the tokenizer of a Hugging Face model, `--debug` those of
+    a tiny run, a token folder in the sources its tokenizer and vocabulary size. A Python program
+    passes `values`, and `base` to replace these defaults. Hub names are resolved to a commit.
     """
     return read_settings(
         RunConfig,
@@ -72,8 +71,8 @@ def read_run(
 
 
 def _with_lasting_names(run: RunConfig) -> RunConfig:
-    """Settings that name the same files in another directory and on another day."""
-    directory = run.known_directory
+    """Make names permanent: absolute paths, and commits of hub names."""
+    directory = run.named_directory
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))
     is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
@@ -87,10 +86,10 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
 
 
 def _with_commit(name: str, directory: str) -> str:
-    """A hub name with its commit; any other text as it is.
+    """Return a hub name with its commit; any other text unchanged.
 
-    Without a revision it is the commit that the run in `directory` began with, if there is one:
-    the same command goes on with the same files, whatever the hub holds by now.
+    Without a revision, a run in `directory` keeps its commit, so that the same command resumes with
+    the same files.
 
     Raises:
         ConfigError: the hub has no such model, or cannot be reached.
@@ -102,7 +101,7 @@ def _with_commit(name: str, directory: str) -> str:
 
 
 def _hub_names_of(directory: str) -> list[str]:
-    """Names with a commit in the settings of a run; [] where there is none."""
+    """Return the hub names with a commit in the settings of a run."""
     table = _table_of(directory)
     named = table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")
     return [str(name) for name in named if "@" in str(name)]
@@ -120,7 +119,7 @@ def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
-    """Keep the text format of the stored settings of a run; without one it is the old."""
+    """Keep the text format of the stored settings of a run; the old format if they have none."""
     if not stored:
         return run
     stored_format = stored.get("data", {}).get("text_format")
@@ -128,49 +127,49 @@ def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(run, data=dataclasses.replace(run.data, text_format=text_format))
 
 
-def _base_of(given: GivenValues) -> RunConfig | None:
-    """What stands in the place of the defaults, where something does."""
-    run, step = _stored(given)
+def _base_of(values: InputValues) -> RunConfig | None:
+    """Return the defaults for the values of the flags and files."""
+    run, step = _stored(values)
     if run and (_table_of(run) or (locate(run) / "config.toml").exists()):
         return dataclasses.replace(settings_of_run(run, step), run_dir="")
-    start = given.get("init_from")
+    start = values.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:
-            return _run_of_model(_with_commit(str(start), str(given.get("run_dir") or "")))
+            return _run_of_model(_with_commit(str(start), str(values.get("run_dir") or "")))
         except ConfigError as error:
             raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
-    if "debug" in given and given["debug"] in (None, True, "true"):
-        return _with_tokens(_debug_run(has_mesh="mesh.shape" in given), given)
-    return _with_tokens(RunConfig(), given)
+    if "debug" in values and values["debug"] in (None, True, "true"):
+        return _with_tokens(_debug_run(has_mesh="mesh.shape" in values), values)
+    return _with_tokens(RunConfig(), values)
 
 
-def _with_tokens(run: RunConfig, given: GivenValues) -> RunConfig:
-    """The defaults of a run whose first token folder says how its text became tokens."""
+def _with_tokens(run: RunConfig, values: InputValues) -> RunConfig:
+    """Add the settings of the first token folder in the sources to the defaults of a run."""
     try:
-        sources = read_value(given.get("data.sources", []), list[str])
-    except BadValueError:  # the reader says so
+        sources = read_value(values.get("data.sources", []), list[str])
+    except BadValueError:  # the reader reports it
         return run
-    told = next((told for source in sources if (told := settings_of_tokens(source))), None)
-    if told is None:
+    tokens = next((x for source in sources if (x := settings_of_tokens(source))), None)
+    if tokens is None:
         return run
-    settings, vocab_size = told
+    settings, vocab_size = tokens
     model: Any = run.model
     if vocab_size and "vocab_size" in model.size_settings:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, **settings))
 
 
-def _stored(given: GivenValues) -> tuple[str, int | None]:
-    """The run that `--resume` or `--replay` names, if one does, and the step to replay from."""
-    if given.get("replay"):
-        run, _, step = str(given["replay"]).rpartition(":")
+def _stored(values: InputValues) -> tuple[str, int | None]:
+    """Return the run that `--resume` or `--replay` names, or "", and the step to replay from."""
+    if values.get("replay"):
+        run, _, step = str(values["replay"]).rpartition(":")
         return run, int(step) - 1 if re.fullmatch("[0-9]{1,18}", step) else None
-    resume = str(given.get("resume") or "")
+    resume = str(values.get("resume") or "")
     return "" if resume in ("auto", "never") else resume, None
 
 
 def _debug_run(has_mesh: bool) -> RunConfig:
-    """The defaults of `--debug`: as little as exercises everything, nothing in the background."""
+    """Return the defaults of `--debug`: a tiny run that exercises everything synchronously."""
     return RunConfig(
         name="debug",
         debug=True,
@@ -186,22 +185,22 @@ def _debug_run(has_mesh: bool) -> RunConfig:
 
 
 def _run_of_model(start: str) -> RunConfig:
-    """The defaults of a run that goes on from a Hugging Face model: a directory or hub name."""
+    """Return the defaults of a run from a Hugging Face model, a directory or a hub name."""
     folder, is_hub = folder_of(start), hub.is_hub_name(start)
     name = hub.short_name(start) if is_hub else folder.absolute().name
     return RunConfig(
         name=re.sub(r"[^\w.+-]", "-", name).lstrip(".+-") or "tuned",
         model=read_model(folder),
         data=DataConfig(tokenizer=start if is_hub else str(folder / "tokenizer.json")),
-        optim=OptimConfig(peak_lr=_TUNING_LR),
+        optim=OptimConfig(peak_lr=_FINETUNING_LR),
     )
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:
-    """The settings that a run wrote into its `config.toml`, as they were.
+    """Return the settings in the `config.toml` of a run.
 
-    Their rules were checked when the run started; some (does the data exist?) need not hold on
-    the machine that looks at the run now.
+    Their rules were checked when the run started. Some, e.g. that the data exist, may not hold on
+    this machine.
     """
     run = read_settings(
         RunConfig,
@@ -211,23 +210,23 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
         is_stored=True,
         read_url=read_url,
     )
-    place = locate(path)
-    return (
-        _with_text_format(run, tomllib.loads(place.text())) if place.name == "config.toml" else run
-    )
+    file = locate(path)
+    is_config = file.name == "config.toml"
+    return _with_text_format(run, tomllib.loads(file.text())) if is_config else run
 
 
 def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> RunConfig:
     """Return the settings stored with a checkpoint of a run, as `manifest.stored_config` picks it.
 
-    A run without checkpoints, or whose checkpoint stores none, has those of its `config.toml`.
+    Without a checkpoint that stores settings, `config.toml` is read.
     """
     run = locate(path)
     if text := manifest.stored_config(run / "checkpoints", step):
         return parse_run(text, str(run))
     if not (run / "config.toml").exists():
         raise ConfigError(
-            f"{run} holds no config.toml, and its checkpoints store no settings. Name a whole run."
+            f"{run} has no config.toml, and its checkpoints store no settings. Name a complete run "
+            "directory."
         )
     return stored_run(run / "config.toml")
 

@@ -1,8 +1,8 @@
-"""A run on fewer devices than its mesh names: the mesh, microbatches and evaluation that fit them.
+"""A run on fewer devices than in its mesh: adapted mesh, microbatches and evaluation batches.
 
-Settings to settings, and nothing else. What a step computes stays the same: the global batch, its
-rows and their order. What a device holds of a microbatch never grows, because the rows that came to
-it are cut into more microbatches; its share of the state may, and then the reason says so.
+This module maps settings to settings. A step computes the same: the global batch, its rows and
+their order stay. The rows of a microbatch on one device never increase, because the batch is cut
+into more microbatches. The share of the state on a device may increase; the reason reports it.
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ RunConfig: TypeAlias = Any
 
 
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:
-    """The settings with which a run goes on with the devices that are there.
+    """Return settings with which a run continues on the available devices.
 
     Returned unchanged if `mesh.elastic` is off or no device is missing. Otherwise `mesh.shape` is
     the smaller mesh, which may take fewer devices than there are; see `shrink_reason`.
 
     Raises:
-        ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
+        ConfigError: the mesh setting is illegal, or no mesh of so few devices is legal.
     """
-    asked = config.mesh.spec
-    if not config.mesh.elastic or asked is None or num_devices >= asked.num_devices:
+    full = config.mesh.spec
+    if not config.mesh.elastic or full is None or num_devices >= full.num_devices:
         return config
-    config.check_mesh(asked, model)
-    spec = shrink(asked, num_devices, lambda spec: _is_legal(config, asked, spec, model))
+    config.check_mesh(full, model)
+    spec = shrink(full, num_devices, lambda spec: _is_legal(config, full, spec, model))
     if spec is None:
         least = min(legal_sizes(config, model))
-        fixed = [axis for axis in asked.used if not axis.shrinks]
-        kept = " × ".join(f"{axis.short}={asked[axis]}" for axis in fixed)
-        smaller = f", or ask for smaller {' and '.join(axis.short for axis in fixed)}"
+        fixed = [axis for axis in full.used if not axis.shrinks]
+        kept = " × ".join(f"{axis.short}={full[axis]}" for axis in fixed)
+        smaller = f", or use smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
-            f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices are "
-            f"there: {f'{kept} cannot shrink, and ' if fixed else ''}with this model and batch "
+            f"mesh {full} is elastic and {num_devices} of its {full.num_devices} devices are "
+            f"available: {f'{kept} cannot shrink, and ' if fixed else ''}with this model and batch "
             f"{in_devices(least)} {'is' if least == 1 else 'are'} the fewest. Wait for "
             f"{least}{smaller if fixed else ''}.",
-            asked="mesh",
+            heading="mesh",
         )
-    adapted = _with_batches(config, asked, spec, model)
+    adapted = _with_batches(config, full, spec, model)
     mesh = dataclasses.replace(config.mesh, shape=str(spec))
     return dataclasses.replace(adapted, mesh=mesh)
 
 
 def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
-    """Device counts with which an elastic run leaves no device idle; the mesh asked for is last."""
-    asked = config.mesh.spec
-    if asked is None:
+    """Return the device counts at which an elastic run leaves no device idle, the full one last."""
+    full = config.mesh.spec
+    if full is None:
         raise ConfigError("mesh.shape=auto has no sizes to shrink from. Give each axis a size.")
-    fewer = shrunk_sizes(asked, lambda spec: _is_legal(config, asked, spec, model))
-    return [*fewer, asked.num_devices]
+    fewer = shrunk_sizes(full, lambda spec: _is_legal(config, full, spec, model))
+    return [*fewer, full.num_devices]
 
 
-def _is_legal(config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model | None) -> bool:
+def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None) -> bool:
     rows = (config.train.global_batch_size, _eval_rows(config))
     if any(count % (spec.num_replicas * _example_rows(model)) for count in rows):
         return False
-    return not _with_batches(config, asked, spec, model).mesh_problems(spec, model)
+    return not _with_batches(config, full, spec, model).mesh_problems(spec, model)
 
 
 def _with_batches(
-    config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model | None
+    config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
     """The batches of training and evaluation, cut so that no device takes more rows at once.
 
     They are cut between examples of the objective.
     """
     batch, size = config.train.global_batch_size, _example_rows(model)
-    microbatch = batch // asked.num_replicas // _num_microbatches(config, asked, size)
+    microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)
     train = dataclasses.replace(config.train, num_microbatches=count)
     # Smaller evaluation batches, and as many more: the same rows are evaluated.
     rows = _eval_rows(config)
-    times = _count(rows // spec.num_replicas // size, -(-rows // (asked.num_replicas * size)))
+    times = _count(rows // spec.num_replicas // size, -(-rows // (full.num_replicas * size)))
     evaluation = dataclasses.replace(
         config.eval,
         global_batch_size=rows // times,
@@ -117,21 +117,21 @@ def shrink_reason(
     config: RunConfig, adapted: RunConfig, num_devices: int, model: Model | None = None
 ) -> str:
     """Describe the smaller mesh that `fit_devices` chose for `num_devices` devices."""
-    asked, spec, size = config.mesh.spec, adapted.mesh.spec, _example_rows(model)
+    full, spec, size = config.mesh.spec, adapted.mesh.spec, _example_rows(model)
     batch, zero = config.train.global_batch_size, config.mesh.zero
-    before, now = _num_microbatches(config, asked, size), _num_microbatches(adapted, spec, size)
+    before, now = _num_microbatches(config, full, size), _num_microbatches(adapted, spec, size)
     text = (
-        f"elastic: {num_devices} of the {asked.num_devices} devices of {asked} are there; "
+        f"elastic: {num_devices} of the {full.num_devices} devices of {full} are available; "
         f"{now} microbatches of {batch // spec.num_replicas // now} rows per replica instead of "
-        f"{before} of {batch // asked.num_replicas // before}; global batch {batch} and its rows "
+        f"{before} of {batch // full.num_replicas // before}; global batch {batch} and its rows "
         "stay"
     )
     idle = num_devices - spec.num_devices
     if idle:
-        text += f"; {idle} idle, with which no mesh is legal"
+        text += f"; {idle} idle, because no larger mesh is legal"
     shares = [
         math.prod(mesh[a] for a in mesh.used if a.shrinks and (a.weights == "gathered" or zero))
-        for mesh in (asked, spec)
+        for mesh in (full, spec)
     ]
     if shares[1] < shares[0]:
         text += f"; sharded state over {shares[1]} devices instead of {shares[0]}: more on each"

@@ -1,4 +1,4 @@
-"""`RunConfig`: a table of contents of the rooms' own settings, and the rules between rooms."""
+"""`RunConfig`: the settings of a run, by section, and the rules between sections."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, Removed, problems_of, setting
 
-_MOST_SIMULATED = 4096  # devices of a process: each costs a thread and memory
-_SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
+_MAX_SIMULATED = 4096  # devices of a process: each costs a thread and memory
+_SEARCH_S = 0.5  # time limit of the search for legal meshes to suggest
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Name, seed, directory, starting weights and devices of a run; the sections hold the rest."""
+    """Name, seed, directory, initial weights and devices of a run; the sections have the rest."""
 
     name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
     seed: int = setting(
@@ -55,20 +55,19 @@ class RunConfig:
     run_dir: str = setting("", "run directory; empty = runs/<name>-<time>")
     resume: str = setting(
         "auto",
-        "auto = go on from the newest valid checkpoint of the run directory if there is one; "
-        "never = refuse a directory that holds a run; or the path of a run to go on with",
+        "auto = resume from the newest valid checkpoint of the run directory if there is one; "
+        "never = reject a directory that contains a run; or the path of a run to resume",
     )
     replay: str = setting(
         "",
-        "RUN:STEP = train nothing: do that step of a run again, several times, from the checkpoint "
-        "before it, and say whether what was bad about it comes back",
+        "RUN:STEP = do not train: repeat that step of a run several times from the checkpoint "
+        "before it, and report whether a bad result is reproduced",
     )
     init_from: str = setting(
         "",
-        "whose weights a new run starts from: a Hugging Face model directory, or "
-        "ORG/NAME[@REVISION] on the hub (its config.json, its tokenizer.json and "
-        "optim.peak_lr=2e-5 are then the defaults), a run directory, or a checkpoint in one; a "
-        "path or URL; empty = random ones",
+        "initial weights of a new run: the path or URL of a run directory, a checkpoint in it or a "
+        "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub (its config.json, its "
+        "tokenizer.json and optim.peak_lr=2e-5 are then the defaults); empty = random",
     )
     reinit_params: list[str] = setting(
         [],
@@ -83,15 +82,15 @@ class RunConfig:
     )
     debug: bool = setting(
         False,
-        "find out whether an installation works: a tiny model for a few steps on 2 simulated "
-        "devices (with a mesh: the machine's own), synchronous saves, deterministic "
-        "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
+        "test an installation: a tiny model for a few steps on 2 simulated devices (with a mesh: "
+        "on the real devices), synchronous saves, deterministic kernels, jax's debug checks, stop "
+        "on NaN. Files and flags override these defaults",
     )
     simulate: int = setting(
         0,
-        "simulated CPU devices of each process; 0 = the machine's own devices",
+        "simulated CPU devices of each process; 0 = the real devices",
         ge=0,
-        le=_MOST_SIMULATED,
+        le=_MAX_SIMULATED,
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -159,55 +158,55 @@ class RunConfig:
     }
 
     def problems(self) -> list[str]:
-        """Violated rules of the top level and between sections (sections have their own)."""
-        found = self._place_problems() + self._start_problems()
-        # Sizes that are not even numbers of something would only repeat themselves below.
+        """Return the violated rules of the top level and between sections."""
+        problems = self._path_problems() + self._init_problems()
+        # Values out of bounds would cause further errors below.
         sections = {name: getattr(self, name) for name in ("model", "train", "mesh", "pipeline")}
-        if not 0 <= self.simulate <= _MOST_SIMULATED:
-            return found
+        if not 0 <= self.simulate <= _MAX_SIMULATED:
+            return problems
         if any(problems_of(sections[name], name) for name in sections):
-            return found
-        return found + self._data_problems() + self._early_mesh_problems()
+            return problems
+        return problems + self._data_problems() + self._early_mesh_problems()
 
     @property
     def run(self) -> RunConfig:
-        """A run's settings alone, without those that a command adds to them."""
+        """The settings of the run, without those that a command adds."""
         return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
 
     @property
-    def known_directory(self) -> str:
-        """The run directory that was named, to begin or to go on in; "" = one will be made."""
+    def named_directory(self) -> str:
+        """The run directory of the settings, to start or resume in; "" = a new one."""
         return self.run_dir if self.resume in ("auto", "never") else self.resume
 
     def remarks(self) -> list[str]:
-        """What is legal but may surprise: one line each, for the run's first log lines."""
+        """Return one line for each legal but unusual setting, for the log at the start."""
         optim, steps = self.optim, self.train.steps
-        found = []
+        lines = []
         if self.init_from and is_model(self.init_from):
-            found += left_out(read_json(folder_of(self.init_from)))
+            lines += left_out(read_json(folder_of(self.init_from)))
         if 0 < steps <= optim.warmup_steps:
-            found.append(
-                f"optim.warmup_steps={optim.warmup_steps} is not shorter than train.steps={steps}: "
+            lines.append(
+                f"optim.warmup_steps={optim.warmup_steps} is not less than train.steps={steps}: "
                 "the learning rate never reaches its peak"
             )
         if optim.schedule in ("cosine", "linear") and optim.decay_steps > steps:
-            found.append(
-                f"optim.decay_steps={optim.decay_steps} is longer than train.steps={steps}: "
-                "the learning rate does not reach its end"
+            lines.append(
+                f"optim.decay_steps={optim.decay_steps} is more than train.steps={steps}: "
+                "the learning rate does not reach its minimum"
             )
-        return found
+        return lines
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
-        """What the model, the batch and the sequence break on a mesh.
+        """Return the rules that model, batch and sequence violate on a mesh.
 
-        A custom model must be built (`model`): its dims are not known before.
+        The dims of a custom model are available only from the built `model`.
         """
-        known = self.model if model is None else model
-        if model is None and not known.dims:  # only the batch can be checked
+        source = self.model if model is None else model
+        if model is None and not source.dims:  # only the batch can be checked
             spec = spec.replace(**{PIPELINE.name: 1, CONTEXT.name: 1})
         workload = Workload(
-            dims=known.dims,
-            rules=known.rules,
+            dims=source.dims,
+            rules=source.rules,
             settings=self.model.size_settings,
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
@@ -215,8 +214,8 @@ class RunConfig:
             rows_per_example=rows_per_example(None if model is None else model.objective),
             num_virtual_stages=self.pipeline.num_virtual_stages,
             context_attention=self.mesh.context_attention,
-            context_len=self.train.seq_len if known.context_parallel else None,
-            attention_dropout=known.attention_call.dropout,
+            context_len=self.train.seq_len if source.context_parallel else None,
+            attention_dropout=source.attention_call.dropout,
         )
         return [*mesh_problems(spec, workload), *self._eval_problems(spec, workload)]
 
@@ -237,11 +236,11 @@ class RunConfig:
     ) -> None:
         """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
 
-        Without `num_devices`, those that are visible, their number is not checked.
+        Without `num_devices`, the number of devices is not checked.
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
-            raise ConfigError(problems, asked="mesh")
+            raise ConfigError(problems, heading="mesh")
 
     def choose_mesh(
         self,
@@ -251,38 +250,38 @@ class RunConfig:
         memory_bytes: int | None = None,
         needs: Needs | None = None,
     ) -> tuple[MeshSpec, str]:
-        """The mesh of a run and why, once devices are counted.
+        """Return the mesh of a run and its reason.
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
-        `num_devices` and `memory_bytes` (of one device) are what the backend says. Without `needs`,
-        the estimate of a mesh's memory, the state alone counts.
+        `num_devices` and `memory_bytes` (of one device) come from the backend. `needs` estimates
+        the memory of a mesh; without it only the state counts.
 
         Raises:
-            ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
+            ConfigError: the mesh setting is illegal, or no mesh of these devices is legal.
         """
         if self.mesh.spec is not None:
             spec = self.mesh.spec.resolve(num_devices)
             self.check_mesh(spec, model, num_devices)
-            return spec, "asked for"
+            return spec, "from the settings"
         state_bytes = 0 if model is None else self.state_bytes(model)
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
-        refused = self.mesh_problems(spec, model)
-        if refused:
+        problems = self.mesh_problems(spec, model)
+        if problems:
             legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
-            rule = refused[0].partition(":")[0]
-            reason = f"{reason}; {spec} is refused ({rule}), and this mesh is the nearest legal one"
+            rule = problems[0].partition(":")[0]
+            reason = f"{reason}; {spec} is illegal ({rule}), and this mesh is the nearest legal one"
             spec = legal[0]
         return spec, reason
 
     def build_model(self) -> Model:
-        """The model of these settings; imports Flax, starts no device, makes no weights."""
+        """Build the model; this imports Flax, starts no device and creates no weights."""
         return build(self.model, seq_len=self.train.seq_len)
 
     def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:
-        """Where the arrays of a run lie on a mesh, of devices or abstract; as `Layout`."""
+        """Return the layout of arrays on a mesh, of devices or abstract."""
         spec = MeshSpec.of(mesh)
         return Layout(
             mesh=mesh,
@@ -297,52 +296,52 @@ class RunConfig:
         )
 
     def state_bytes(self, model: Model) -> int:
-        """Bytes of parameters, their average, gradients and moments of the model, as stored."""
+        """Return the bytes of parameters, EMA, gradients and moments of the model, as stored."""
         stored = sum(weight.size for weight in weights_of(model))
         return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes)
 
-    def _place_problems(self) -> list[str]:
-        """Name, directories and the number of simulated devices."""
-        found = []
+    def _path_problems(self) -> list[str]:
+        """Return the problems of names and paths."""
+        problems = []
         if not re.fullmatch(r"[\w][\w.+-]*", self.name):
-            found.append(
+            problems.append(
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
                 "run directory. Use run_dir for a path."
             )
         urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
         urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
         if urls:
-            return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
+            return [*problems, *(f"{name}={problem}" for name, problem in urls.items())]
         if self.run_dir and _is_file(self.run_dir):
-            found.append(
-                f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
+            problems.append(
+                f"run_dir={self.run_dir!r} is a file: a new or existing run directory is needed. "
                 "Name another."
             )
         if self.resume not in ("auto", "never") and not _is_directory(self.resume):
-            found.append(
+            problems.append(
                 f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
                 "path, or use auto."
             )
-        start = self.init_from  # of a hub name `_start_problems` knows more
+        start = self.init_from  # `_init_problems` checks hub names
         if start and not hub.is_hub_name(start) and not _is_directory(start):
-            found.append(
+            problems.append(
                 f"init_from={start!r} is not a directory. Name a Hugging Face model directory, "
                 "ORG/NAME on the hub or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
         if self.replay and not (re.fullmatch("0*[1-9][0-9]{0,17}", step) and _is_directory(run)):
-            found.append(
+            problems.append(
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
-                "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
+                "Use e.g. --replay runs/NAME:120; its anomalies.jsonl lists the bad steps."
             )
-        return found
+        return problems
 
-    def _start_problems(self) -> list[str]:
-        """What the model is told to be in addition to what the weights of `init_from` make it."""
+    def _init_problems(self) -> list[str]:
+        """Return the model settings that contradict the weights of `init_from`."""
         if self.reinit_params and not self.init_from:
             return [
-                f"reinit_params={self.reinit_params} without init_from: all weights are random "
-                "then. Set init_from, or leave reinit_params out."
+                f"reinit_params={self.reinit_params} without init_from: all weights are random. "
+                "Set init_from, or omit reinit_params."
             ]
         if not self.init_from or not is_model(self.init_from):
             return []
@@ -352,53 +351,53 @@ class RunConfig:
             return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
         if self.model.kind != stored.kind:
             return [
-                f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
-                f"{stored.kind}. Leave model.kind out."
+                f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which is a "
+                f"{stored.kind}. Omit model.kind."
             ]
         free = {"dropout", "attention_dropout", "attention", "init_std"}
-        # Runs of earlier versions dropped a head that differs; a new run is checked at loading.
+        # Earlier versions dropped a different head; loading checks a new run.
         free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
-        if self.reinit_params:  # a head or table of another size; loading sees the rest
+        if self.reinit_params:  # a head or table of another size; loading checks the rest
             free |= {"vocab_size", "tie_embeddings"}
         return [
-            f"model.{field.name}={getattr(self.model, field.name)} is not what the weights of "
-            f"init_from={self.init_from!r} were made for: its config.json gives "
-            f"{getattr(stored, field.name)}. Leave model.{field.name} out."
+            f"model.{field.name}={getattr(self.model, field.name)} does not fit the weights of "
+            f"init_from={self.init_from!r}: its config.json gives "
+            f"{getattr(stored, field.name)}. Omit model.{field.name}."
             for field in dataclasses.fields(stored)
             if field.name not in free
             and getattr(self.model, field.name) != getattr(stored, field.name)
         ]
 
     def _data_problems(self) -> list[str]:
-        """Rules between the model and what it is fed."""
+        """Return the violated rules between the model and the data."""
         data, reads = self.data, self.model.reads
         sizes = {"bytes": BYTE_VALUES, "code": CODE_VOCAB_SIZE}
         own_rows = any(map(is_custom, data.sources))
-        found = self.model.run_problems(
+        problems = self.model.run_problems(
             seq_len=self.train.seq_len,
             num_tokens=0 if own_rows else sizes.get(data.tokenizer_name, 0),
             tokenizer=data.tokenizer_name,
             simulate=self.simulate,
         )
         for source in data.sources:
-            # What does not exist is told already.
+            # Missing sources are reported elsewhere.
             exists = not url_problem(source) and source_exists(source)
             if reads == "text" and is_cifar(source):
-                found.append(
-                    f"data.sources has {source!r}, which holds images: a decoder reads text. "
+                problems.append(
+                    f"data.sources has {source!r}, which contains images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
             if reads == "images" and (source == "stdlib" or exists) and not is_cifar(source):
-                found.append(
+                problems.append(
                     f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
-                    "images. Name the folder that holds data_batch_1, or use --model decoder."
+                    "images. Name the folder of data_batch_1, or use --model decoder."
                 )
-        return found
+        return problems
 
     def _early_mesh_problems(self) -> list[str]:
-        """What can be said of the mesh before devices are counted."""
-        num_devices = self._known_devices()
+        """Return the problems of the mesh that can be checked before devices start."""
+        num_devices = self._num_simulated_devices()
         try:
             if self.mesh.spec is None:
                 if num_devices is not None and self.model.dims:
@@ -415,13 +414,13 @@ class RunConfig:
             return error.problems
         return self._problems_with_fix(spec, None, num_devices)
 
-    def _known_devices(self) -> int | None:
-        """Devices of the whole job where all are simulated, else None."""
+    def _num_simulated_devices(self) -> int | None:
+        """Return the number of simulated devices of the job, or None if devices are real."""
         if not self.simulate:
             return None
         try:
             return self.simulate * resolve(os.environ, self.runtime).num_processes
-        except ConfigError:  # said when the job is joined
+        except ConfigError:  # joining the job reports it
             return None
 
     def _problems_with_fix(
@@ -435,11 +434,11 @@ class RunConfig:
                 problems = error.problems + problems
         if not problems:
             return []
-        wanted = num_devices or spec.num_devices
-        return [*problems[:-1], f"{problems[-1]} {self._nearest_legal(spec, wanted, model)}"]
+        nearest = self._nearest_legal(spec, num_devices or spec.num_devices, model)
+        return [*problems[:-1], f"{problems[-1]} {nearest}"]
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
-        # Fewer devices only when none of this many will do; each try factorises one number.
+        # Fewer devices only if no mesh of this many is legal; each try factorizes one number.
         until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
             if time.monotonic() > until:
@@ -459,8 +458,8 @@ class RunConfig:
 def _is_file(path: str) -> bool:
     if not is_url(path):
         return Path(path).expanduser().is_file()
-    place = locate(path)
-    return place.exists() and not place.is_directory()
+    location = locate(path)
+    return location.exists() and not location.is_directory()
 
 
 def _is_directory(path: str) -> bool:

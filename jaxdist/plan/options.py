@@ -153,7 +153,7 @@ def read_plan(
         rule for rule in rules if not rule.startswith("data.")
     ]
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     asked = (
         origins.get("mesh.shape", "").startswith(("flag", "keyword"))
         and config.mesh.shape != "auto"
@@ -170,7 +170,7 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
     try:
         clusters = parse_gpus(config.gpus, known_gpus(config))
     except ConfigError as error:
-        raise ConfigError(error.problems, asked=COMMAND) from None
+        raise ConfigError(error.problems, heading=COMMAND) from None
     return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
 
 

@@ -37,17 +37,17 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 TOLERANCE = 1e-4
-"""Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a sum
-that is missing or taken twice 1e-1."""
+"""Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a
+missing or doubled sum 1e-1."""
 
 _FLOOR = 1e-2
 """Smallest peak of a gradient, relative to the largest peak: some gradients are only rounding."""
 
-MOST_OPERATIONS = 1e12
-"""Operations (6 for each parameter and element of the rows) of a step that the start of a run may
-compare: at most a minute on two CPU cores."""
+MAX_OPERATIONS = 1e12
+"""Maximum operations (6 for each parameter and element of the rows) of a step that the start of a
+run compares: at most a minute on two CPU cores."""
 
-_ROWS_EACH, _SEQ, _SHOWN = 2, 32, 8
+_ROWS_EACH, _SEQ, _MAX_LINES = 2, 32, 8
 
 MakeModel: TypeAlias = Callable[[int], Model]
 
@@ -58,8 +58,8 @@ class MeshDifference:
 
     Attributes:
         value: a gradient by its parameter, or a sum.
-        relative: largest difference, relative to the peak on one device; inf where not finite.
-        axes: mesh axes that alone make it differ; () where only several together do.
+        relative: largest difference, relative to the peak on one device; inf if not finite.
+        axes: mesh axes that alone make it differ; () if only several together do.
     """
 
     value: str
@@ -67,22 +67,22 @@ class MeshDifference:
     axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        named = f"over {' and '.join(self.axes)}" if self.axes else "where the axes meet"
+        named = f"over {' and '.join(self.axes)}" if self.axes else "for several axes together"
         return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the train step of a run; traces it, compiles nothing.
+    """Audit the traced train step of a run, without compiling it.
 
     Args:
         parts: of the run.
-        fields: of the rows that it trains on; None = those of a built-in reader.
+        fields: of its rows; None = those of a built-in reader.
 
     Raises:
         ConfigError: the audit failed on the traced step.
     """
     reduce_dtype = parts.plan.reduce_dtype
-    # The arguments of training, so that its call finds the step traced already.
+    # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
     try:
         return audit_program(
@@ -96,8 +96,8 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
         log.debug("mesh audit", exc_info=True)
         raise ConfigError(
             f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
-            f"({type(error).__name__}: {error}), so missing sums would not be found. This is a "
-            "defect of the audit: please report it. --override=audit trains without the audit."
+            f"({type(error).__name__}: {error}), so missing sums would not be detected. This is a "
+            "bug of the audit: please report it. --override=audit trains without the audit."
         ) from error
 
 
@@ -124,15 +124,15 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
 
 
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
-    """Compare one step of a small copy of the run on its mesh with one device, on its devices.
+    """Compare one step of a small copy of the run on its mesh with one device.
 
     Args:
         parts: of the run.
-        fields: of the rows that it trains on.
-        make_model: length of a row -> the model; None = the one that the settings name.
+        fields: of its rows.
+        make_model: seq_len -> the model; None = the one of the settings.
 
     Returns:
-        The mesh if the step is equal on one device; "" if it was not compared. The log has both.
+        The mesh if the step is equal on one device; "" if it was not compared, with a log line.
 
     Raises:
         ConfigError: every value that differs, with its axes.
@@ -143,30 +143,30 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
     kinds = text_fields(small.train.seq_len, packed=True) if is_text else fields
     elements = small.train.global_batch_size * max(math.prod(shape) for shape, _ in kinds.values())
     obstacle = "the job has several processes" if jax.process_count() > 1 else ""
-    if 6 * parts.num_params * elements > MOST_OPERATIONS:
+    if 6 * parts.num_params * elements > MAX_OPERATIONS:
         obstacle = f"{parts.num_params} parameters and {elements} elements of rows are too many"
-    start, found = time.perf_counter(), []
+    start, differing = time.perf_counter(), []
     try:
         if not obstacle:
             others = None if is_text else fields
-            found = differences(config, parts.devices, make_model, others, objective)
+            differing = differences(config, parts.devices, make_model, others, objective)
     except Exception as error:  # the model may not accept random or short rows
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle:
         log.warning(
-            "deep audit not run (%s): a mean or max in place of a sum is not detected. "
+            "deep audit not run (%s): a mean or max instead of a sum is not detected. "
             "Run python -m jaxdist.audit --deep with the settings of this run.",
             obstacle,
         )
         return ""
-    if found:
+    if differing:
         raise ConfigError(
-            [str(one) for one in found[:_SHOWN]]
-            + [
+            [
+                *map(str, differing[:_MAX_LINES]),
                 f"the deep audit rejects model {parts.model.name!r} on mesh {parts.spec}: "
-                f"{len(found)} values of one step differ from one device's. Look for a mean or max "
-                "instead of a sum (Context.leave, Context.sum), and for loss terms that are "
-                "a mean over the rows of one device. --override=audit trains without the audit."
+                f"{len(differing)} values of one step differ from one device's. Look for a mean or "
+                "max instead of a sum (Context.leave, Context.sum), and for loss terms that are a "
+                "mean over the rows of one device. --override=audit trains without the audit.",
             ]
         )
     seconds = time.perf_counter() - start
@@ -175,7 +175,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
 
 
 def _is_text(parts: Parts, fields: Fields) -> bool:
-    """Whether rows have the fields of text, which can be made shorter."""
+    """Return whether rows have the fields of text, which can be shortened."""
     config = parts.config
     text = text_fields(config.train.seq_len, packed=config.data.packs_documents)
     return fields == text and not parts.model.row
@@ -188,13 +188,13 @@ def differences(
     fields: Fields | None = None,
     objective: Objective | None = None,
 ) -> list[MeshDifference]:
-    """What of one step differs between the run's mesh and one device, with the axes at fault.
+    """Return the values of one step that differ between the mesh of the run and one device.
 
     Args:
         config: the run; its mesh has a size for every axis.
-        devices: as many as the mesh takes.
-        make_model: length of a row -> the model; None = the one that the settings name.
-        fields: of rows that are not made shorter; None = those of the model, or short text.
+        devices: as many as the mesh has.
+        make_model: seq_len -> the model; None = the one of the settings.
+        fields: of rows that cannot be shortened; None = those of the model, or short text.
         objective: None = that of the model.
     """
     spec = config.mesh.spec
@@ -211,8 +211,8 @@ def differences(
         )
 
     expected = _step(parts_on(MeshSpec()), fields)
-    found = _unequal(_step(parts_on(spec), fields), expected)
-    if not found:
+    differing = _unequal(_step(parts_on(spec), fields), expected)
+    if not differing:
         return []
     alone: dict[str, Collection[str]] = {}
     for axis in spec.used:
@@ -225,18 +225,17 @@ def differences(
             relative=relative,
             axes=tuple(axis for axis, wrong in alone.items() if name in wrong),
         )
-        for name, relative in found.items()
+        for name, relative in differing.items()
     ]
 
 
 def _wrong_on(
     parts: Parts, fields: Fields | None, expected: dict[str, np.ndarray]
 ) -> Collection[str]:
-    """Names of the values, [...] each, that the run's mesh makes differ from those expected.
+    """Return the names of the values, [...] each, that differ from those expected.
 
-    All of them where the step cannot be traced there.
-    On one axis alone jax's types find what they cannot see beside a second one: a collective over
-    the wrong axis, say, leaves a type there that a loop or branch does not give back.
+    All names if the step cannot be traced on this mesh: with one axis alone, jax's types reject
+    errors that a second axis hides, e.g. a collective over the wrong axis in a loop.
     """
     try:
         return _unequal(_step(parts, fields), expected)
@@ -245,7 +244,7 @@ def _wrong_on(
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
-    """The same run with a small model and few rows, in float32, legal on the mesh."""
+    """Return the run with a small model and few rows, in float32, legal on the mesh."""
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
@@ -272,7 +271,7 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 
 def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Sums and gradients of one step by name, whole: [...] each, as the step makes them."""
+    """Return the unsharded sums and gradients of one step by name, [...] each."""
     function = make_value_and_grad(
         parts.model,
         parts.layout,
@@ -297,9 +296,9 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Random rows [global_batch_size, ...] of the run's fields and dtypes.
+    """Return random rows [global_batch_size, ...] of the run's fields and dtypes.
 
-    Weights differ from row to row, and vanish for some.
+    Weights differ from row to row, and some are 0.
     """
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
@@ -318,15 +317,15 @@ def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     return rows
 
 
-def _unequal(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Name -> relative difference, of the values that differ by more than the tolerance."""
+def _unequal(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Return the relative difference by name of the values that differ beyond the tolerance."""
     wrong = {}
     peaks = {name: float(np.max(np.abs(value))) for name, value in expected.items()}
     largest = max((peak for name, peak in peaks.items() if "gradient of" in name), default=0.0)
     for name, value in expected.items():
         floor = _FLOOR * largest if "gradient of" in name else 0.0
         peak = max(peaks[name], floor) or 1.0
-        relative = float(np.max(np.abs(found[name] - value)) / peak)
+        relative = float(np.max(np.abs(actual[name] - value)) / peak)
         if not relative <= TOLERANCE:
             wrong[name] = relative if math.isfinite(relative) else math.inf
     return wrong

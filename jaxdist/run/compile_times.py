@@ -1,4 +1,4 @@
-"""How long a train step took to compile the last time, kept next to the compile cache."""
+"""Durations of earlier compilations of a train step, stored next to the compile cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.runtime.storage import locate
 
 
 class CompileTimes:
-    """The compile time of one program: of these settings, on this mesh of these devices."""
+    """Compile time of a program, by its settings, mesh and devices."""
 
     def __init__(self, parts: Parts):
         config, device = parts.config, parts.devices[0]
@@ -28,13 +28,13 @@ class CompileTimes:
         self._file = locate(folder) / f"seconds-{digest}" if folder else None
 
     def last(self) -> float:
-        """Seconds; 0 when it is not known."""
+        """Return the seconds of the last compilation; 0 if unknown."""
         with contextlib.suppress(OSError, ValueError):
             return float(self._file.text()) if self._file else 0.0
         return 0.0
 
-    def keep(self, seconds: float) -> None:
-        """Remember it for the next start."""
+    def store(self, seconds: float) -> None:
+        """Store the seconds for the next start."""
         if self._file:
             with contextlib.suppress(OSError):
                 self._file.write(f"{seconds}", durable=False)

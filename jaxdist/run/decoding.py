@@ -1,4 +1,4 @@
-"""Token by token: continues prompts with a model's key-value cache, on any mesh."""
+"""Token-by-token decoding with the key-value cache of a model, on any mesh."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxdist.core.types import Array, Context, Dims, Model, Params, dot
 from jaxdist.core.weights import with_weights
 
 _BUCKET = 64
-"""Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
+"""Prompt and cache lengths are rounded up to a multiple of this, to limit recompilations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; see `sample_tokens`."""
+    """Sampling of the next token; see `sample_tokens`."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -34,10 +34,10 @@ class Sampling:
 
 
 class Decoder:
-    """A model with its weights, ready to continue prompts; compiles once per bucket of lengths.
+    """A model with its weights that continues prompts; compiles once per bucket of lengths.
 
-    The model has `decoding`. `params`, float32, are sharded over the layout's mesh as in training;
-    products have the plan's compute dtype.
+    The model has `decoding`. `params`, float32, are sharded over the mesh as in training. Products
+    use the compute dtype of the plan.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Decoder:
         assert model.decoding is not None
         self._decoding, self._params = model.decoding, params
         self._layout, self._dtype = layout, plan.compute_dtype
-        # Queries of a cache have positions of their own, and rows are whole: no fused kernel.
+        # Queries have explicit positions, which fused kernels do not support.
         alone = AttentionPlan(plan.platform)
         context = Context(
             dtype=plan.compute_dtype,
@@ -58,7 +58,7 @@ class Decoder:
         def decode(
             params: Params, cache: Any, tokens: Array, positions: Array
         ) -> tuple[Array, Any]:
-            # Products take their weights in the compute dtype; the masters stay float32.
+            # Products cast their weights to the compute dtype; `params` stay float32.
             return self._decoding.step(params, cache, tokens, positions, context)
 
         if plan.orders_collectives:
@@ -78,13 +78,12 @@ class Decoder:
 
         Args:
             prompts: token ids, int [length] each; lengths ≥ 1 may differ.
-            max_new_tokens: tokens to add to each at most.
+            max_new_tokens: maximum number of new tokens for each.
             stop: token ids that end a text.
             seed: of the sampling.
 
         Yields:
-            The next token id of each text, the one that ends it too; None for texts that have
-            ended.
+            The next token id of each text, including its stop token; None for ended texts.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         width = self._round_up(int(lengths.max()))
@@ -94,9 +93,9 @@ class Decoder:
         index = np.arange(width)
         positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
         cache = self._new_cache(len(prompts), width + max_new_tokens)
-        # Devices that share rows read the prompt together, each its own positions.
-        placed = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
-        logits, cache = self._decode(self._params, cache, *placed)
+        # Devices along cp process the prompt together, each its own positions.
+        inputs = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
+        logits, cache = self._decode(self._params, cache, *inputs)
         last = logits[np.arange(len(prompts)), lengths - 1]
         key = jax.random.key(seed)
         done = np.zeros(len(prompts), bool)
@@ -106,9 +105,9 @@ class Decoder:
             done |= np.isin(chosen, list(stop))
             if done.all() or count + 1 == max_new_tokens:
                 return
-            place = (lengths + count)[:, None].astype(np.int32)
+            position = (lengths + count)[:, None].astype(np.int32)
             logits, cache = self._decode(
-                self._params, cache, chosen[:, None].astype(np.int32), place
+                self._params, cache, chosen[:, None].astype(np.int32), position
             )
             last = logits[:, 0]
 
@@ -132,9 +131,9 @@ def sample_tokens(
     Args:
         logits: float32 [batch, vocab].
         key: consumed.
-        temperature: divides the logits; 0 takes the likeliest.
-        top_k: keeps this many likeliest; 0 = all.
-        top_p: keeps the likeliest tokens up to the one at which their probability reaches top_p
+        temperature: divides the logits; 0 = the most likely token.
+        top_k: number of most likely tokens to keep; 0 = all.
+        top_p: keep the most likely tokens until their total probability reaches top_p
             (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1).
 
     Returns:

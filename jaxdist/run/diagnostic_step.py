@@ -1,10 +1,10 @@
-"""A compiled step that computes digests of what a train step holds: per tensor and per layer.
+"""A compiled step that computes digests of the tensors of a train step, by layer.
 
-The gradient of an extra leaf of the stacked layers carries the digests of activations: what a layer
-takes in, what it gives out, and the gradient that comes back to it. So they are summed over
-devices, microbatches and stages as every gradient is, on any mesh and schedule.
+The gradient of an extra leaf of the stacked layers has the digests of activations: input and output
+of a layer, and the gradient of its output. So they are summed over devices, microbatches and stages
+like every gradient, on any mesh and schedule.
 
-Digests of two runs can be compared where mesh, model and batch shape are the same.
+Digests of two runs are comparable if mesh, model and batch shape are the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
 from jaxdist.run.setup import Parts
 
 Digests = dict[str, Any]
-"""What was looked at -> digest, in the order in which a step computes it."""
+"""Name of a tensor -> digest, in the order in which a step computes them."""
 
 _PROBE = "digests"
 _STAGES = ("input", "output", "gradient of the output")
 _LANES = 8
-"""Numbers below 256 of each digest: bfloat16 holds them exactly, where a layer's weights are cast
-to it."""
+"""Numbers below 256 of each digest: a cast to bfloat16 keeps them exact."""
 
 
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
-    """The diagnostic step of a run; compiled at its first call.
+    """Return the diagnostic step of a run, which compiles at its first call.
 
     Returns:
         (state, batch [global_batch_size, ...]) -> digests; the state is not donated.
@@ -73,39 +72,39 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
 
 
 def _digests(tree: Any) -> dict[str, Array]:
-    """Name of each leaf -> uint32 digest, [layers] for leaves of the stacked layers, else []."""
-    found = {}
+    """Return a uint32 digest by leaf name, [layers] for leaves of the stacked layers, else []."""
+    digests = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         stacked = "layers" in name.split("/") and leaf.ndim
-        found[name] = jax.vmap(checksum)(leaf) if stacked else checksum(leaf)
-    return found
+        digests[name] = jax.vmap(checksum)(leaf) if stacked else checksum(leaf)
+    return digests
 
 
-def _in_order(found: dict[str, Any]) -> Digests:
-    """Digests by name, in the order in which a step computes them."""
+def _in_order(digests: dict[str, Any]) -> Digests:
+    """Return the digests by name, in the order in which a step computes them."""
     ordered: Digests = {}
-    lanes = found["lanes"]
+    lanes = digests["lanes"]
     for part in ("params", "ema_params", "opt_state"):
-        ordered |= _by_layer(found[part], part)
-    ordered |= {f"batch/{name}": int(digest) for name, digest in found["batch"].items()}
+        ordered |= _by_layer(digests[part], part)
+    ordered |= {f"batch/{name}": int(digest) for name, digest in digests["batch"].items()}
     count = 0 if lanes is None else len(lanes)
     parts = [] if lanes is None else np.split(np.asarray(lanes), len(_STAGES), axis=1)
     for layer in range(count):
         for stage in (0, 1):
             ordered[f"layer {layer}: {_STAGES[stage]}"] = parts[stage][layer].tobytes()
-    sums = dict(found["sums"])
+    sums = dict(digests["sums"])
     norm = sums.pop("grad_norm")
     ordered |= {name: np.asarray(value).tobytes() for name, value in sums.items()}
     for layer in reversed(range(count)):
         ordered[f"layer {layer}: {_STAGES[2]}"] = parts[2][layer].tobytes()
-    ordered |= _by_layer(found["grads"], "gradient")
+    ordered |= _by_layer(digests["grads"], "gradient")
     return ordered | {"grad_norm": np.asarray(norm).tobytes()}
 
 
-def _by_layer(found: dict[str, Any], part: str) -> Digests:
+def _by_layer(digests: dict[str, Any], part: str) -> Digests:
     named: Digests = {}
-    for name, digest in found.items():
+    for name, digest in digests.items():
         if np.ndim(digest):
             named |= {f"{part}/{name}, layer {i}": int(one) for i, one in enumerate(digest)}
         else:
@@ -114,17 +113,17 @@ def _by_layer(found: dict[str, Any], part: str) -> Digests:
 
 
 def _with_probe(model: Model) -> Model:
-    """The same model, whose stacked layers have one leaf more, [layers, stages * lanes]."""
+    """Return the model with an extra leaf of its stacked layers, [layers, stages * lanes]."""
     layers = {**model.axes["layers"], _PROBE: Dims(("layers", None))}
     block: Any = model.block
 
     def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
-        """The block on x [batch, seq_shard, d_model], its digests in `lanes` [3 · _LANES]."""
+        """Apply the block to x [batch, seq_shard, d_model], with digests in `lanes`."""
         weights = dict(weights)
         lanes = weights.pop(_PROBE)
-        entered = x
+        before = x
         x, sums = block(weights, x, aux, context)
-        return _observe(x, jax.lax.stop_gradient(entered), lanes), sums
+        return _observe(x, jax.lax.stop_gradient(before), lanes), sums
 
     def init(key: Array) -> Params:
         params = model.init(key)
@@ -136,37 +135,37 @@ def _with_probe(model: Model) -> Model:
 
 
 @jax.custom_vjp
-def _observe(x: Array, entered: Array, lanes: Array) -> Array:
-    """`x` [batch, seq_shard, d_model] as it is, and digests as the gradient of `lanes`.
+def _observe(x: Array, before: Array, lanes: Array) -> Array:
+    """Return `x` [batch, seq_shard, d_model]; the gradient of `lanes` is set to digests.
 
-    They are those of `entered`, `x` and x's gradient, [3 · _LANES] in the dtype of `lanes`.
+    They are the digests of `before`, of `x` and of its gradient, [3 · _LANES].
     """
     return x
 
 
-def _forward(x: Array, entered: Array, lanes: Array) -> tuple[Array, Any]:
-    """`_observe` [batch, seq_shard, d_model]; backward needs the digests of both inputs."""
-    return x, (_lanes(entered), _lanes(x), entered, lanes)
+def _forward(x: Array, before: Array, lanes: Array) -> tuple[Array, Any]:
+    """Apply `_observe` to x [batch, seq_shard, d_model], and save the digests of both inputs."""
+    return x, (_lanes(before), _lanes(x), before, lanes)
 
 
-def _backward(kept: Any, gradient: Array) -> tuple[Array, Array, Array]:
-    """Gradients of x (the one given), of `entered` (0) and of `lanes` [3 · _LANES] (digests)."""
-    before, after, entered, lanes = kept
-    found = jnp.concatenate([before, after, _lanes(gradient)])
-    wanted = collectives.varying_axes(lanes)
-    # Devices of the tensor axis hold parts of an activation or the same one: either way their sum
-    # is a digest of it.
-    found = collectives.vary(found, tuple(wanted))
-    if extra := tuple(collectives.varying_axes(found) - wanted):
-        found = collectives.all_reduce(found, extra)
-    return gradient, collectives.zeros_like(entered), found.astype(lanes.dtype)
+def _backward(saved: Any, gradient: Array) -> tuple[Array, Array, Array]:
+    """Return the gradients of x, of `before` (0) and of `lanes` [3 · _LANES] (digests)."""
+    digest_before, digest_after, before, lanes = saved
+    digests = jnp.concatenate([digest_before, digest_after, _lanes(gradient)])
+    axes = collectives.varying_axes(lanes)
+    # Devices of the tensor axis have parts of an activation or equal copies. In both cases the sum
+    # over the devices is a digest of it.
+    digests = collectives.vary(digests, tuple(axes))
+    if extra := tuple(collectives.varying_axes(digests) - axes):
+        digests = collectives.all_reduce(digests, extra)
+    return gradient, collectives.zeros_like(before), digests.astype(lanes.dtype)
 
 
 _observe.defvjp(_forward, _backward)
 
 
 def _lanes(x: Array) -> Array:
-    """Digest of a local array of any shape: float32 [_LANES], integers below 256."""
+    """Return a digest of a local array of any shape: float32 [_LANES], integers below 256."""
     low = checksum(x)
     high = checksum(x[::-1])
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)

@@ -14,7 +14,7 @@ from jaxdist.settings import ConfigError
 
 
 class NoLabels(ConfigError):
-    """No row that was evaluated has a label."""
+    """Raised if no evaluated row has a label."""
 
 
 def evaluate(
@@ -27,11 +27,11 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Mean loss in nats, perplexity of text, accuracy where it is counted, and the total weight.
+    """Return the mean loss in nats, perplexity of text, accuracy if counted, and the total weight.
 
-    The last batch of held-out rows may be ragged (its padding has weight 0). `params` are sharded
-    as in training. `unit`, which the weights count, names their total. `max_batches` are spread
-    over the dataset; 0 = every row once.
+    The last batch may be ragged (its padding has weight 0). `params` are sharded as in training.
+    `unit` is the key of the total weight. `max_batches` are spread over the dataset; 0 = every row
+    once.
 
     Raises:
         NoLabels: all weights are 0.
@@ -54,9 +54,9 @@ def evaluate(
     weight = totals["weight"]
     if not weight:
         raise NoLabels(
-            f"nothing in the {min(max_batches or count, count)} batches evaluated counts for the "
-            "loss: all their weights are 0. Name other data (data.eval_sources, or --sources of "
-            "jaxdist evaluate), or evaluate more batches."
+            f"none of the {min(max_batches or count, count)} evaluated batches has a label: all "
+            "weights are 0. Name other data (data.eval_sources, or --sources of jaxdist evaluate), "
+            "or evaluate more batches."
         )
     means = {name: value / weight for name, value in totals.items() if name != "weight"}
     if "correct" in means:

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, floats in full precision, complete after any kill.
 
-JSON has no word for NaN and the infinities, and a diverged run must still be readable by every
-parser, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which `float()` and
-JavaScript's `Number()` read) and come back as floats from `read_records`.
+JSON has no NaN or infinities, and every parser must be able to read a diverged run. They are
+written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and JavaScript's
+`Number()` parse, and `read_records` returns them as floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("jaxdist")
 Record = dict[str, Any]
 
 _MAX_PENDING_BYTES = 64 << 20
-"""Bytes of records that cannot be written yet: about 100,000 steps."""
+"""Limit for records that cannot be written yet: about 100,000 steps."""
 
 _TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step":\s*(\d+)')
 _LOSS = re.compile(rb'"loss":\s*([-+.\deE]+)')
@@ -35,10 +35,10 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """`value` as what JSON can hold: numpy and jax scalars become Python's, NaN becomes "NaN".
+    """Convert a value to JSON types: numpy and jax scalars to Python's, NaN to "NaN".
 
     Raises:
-        TypeError: the value is neither a scalar, a string, nor made of them.
+        TypeError: the value is not a scalar, a string, or a list or dict of them.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -54,16 +54,16 @@ def plain(value: Any) -> Any:
         return os.fspath(value)
     if getattr(value, "ndim", None) == 0:
         return plain(value.item())
-    raise TypeError(f"a record holds scalars, strings, lists and dicts of them, not {value!r}")
+    raise TypeError(f"a record may have scalars, strings, lists and dicts of them, not {value!r}")
 
 
 def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
-    """The record as JSON; every finite float reads back to the same bits."""
+    """Return the record as JSON; every finite float is restored bit for bit."""
     return json.dumps(plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def decode(text: str) -> Any:
-    """The inverse of `encode`: "NaN" and the infinities are floats again."""
+    """Invert `encode`: "NaN" and the infinities become floats again."""
     value = json.loads(text)
     return _with_floats(value) if 'NaN"' in text or 'Infinity"' in text else value
 
@@ -79,15 +79,15 @@ def _with_floats(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records, one line each, so that a kill leaves whole lines.
+    """Appends records, one line each, so that a kill leaves complete lines.
 
-    A line torn by the death of the machine was never a record: opening the file again cuts it off,
-    and `torn` says how many bytes went.
+    A crash of the machine can truncate the last line. Opening the file again removes it, and `torn`
+    is the number of its bytes.
 
-    What a full disk or a lost file server refuses is kept in memory and written before what comes
-    next: a run does not end for want of room for a line, and no step is missing afterwards.
+    If the disk is full or a file server is lost, records stay in memory and are written before the
+    next one. The run continues, and no step is missing afterwards.
 
-    While `is_held` records are kept in memory, and the file is not changed before `commit`.
+    With `is_held`, records stay in memory, and the file is not changed before `commit`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_held: bool = False):
@@ -97,20 +97,20 @@ class RecordWriter:
         self.torn = 0
         if not is_held:
             self.commit()
-        self._refused = False  # and that has been said
+        self._is_failing = False
 
     def commit(self) -> None:
-        """Open the file and write what was held."""
+        """Open the file and write the held records."""
         self._file = self._path.appender()
         self.torn = self._file.cut_torn_tail()
         for record in self._held:
             self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line; it is with the operating system when this returns, or kept and said so.
+        """Append one line to the file, or keep it in memory with a warning if that fails.
 
         Raises:
-            OSError: more is kept than a process should hold.
+            OSError: too many records are kept in memory.
         """
         if self._file is None:
             self._held.append(record)
@@ -120,17 +120,17 @@ class RecordWriter:
         except OSError as failure:
             if len(self._file.pending) > _MAX_PENDING_BYTES:
                 raise
-            if not self._refused:
+            if not self._is_failing:
                 logger.warning(
-                    "%s cannot be written (%s): records are kept in memory until it can",
+                    "%s cannot be written (%s): records stay in memory until it can",
                     self._path,
                     failure.strerror,
                 )
-            self._refused = True
+            self._is_failing = True
         else:
-            if self._refused:
-                logger.info("%s is written again, nothing is missing", self._path)
-            self._refused = False
+            if self._is_failing:
+                logger.info("%s is written again, no record is missing", self._path)
+            self._is_failing = False
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -144,12 +144,12 @@ class RecordWriter:
                 self._path,
                 failure.strerror,
                 self._file.pending.count(b"\n"),
-                _set_aside(self._file.pending),
+                _save_elsewhere(self._file.pending),
             )
 
 
-def _set_aside(records: bytes) -> str:
-    """Write records to the temporary folder, which may have room; says where they are."""
+def _save_elsewhere(records: bytes) -> str:
+    """Write records to the temporary folder, and describe their location."""
     try:
         with tempfile.NamedTemporaryFile(
             prefix="jaxdist-metrics-", suffix=".jsonl", delete=False
@@ -174,7 +174,7 @@ def skip_reason(values: Mapping[str, Any]) -> str:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """Every record of a metrics.jsonl, in the order written; see `stream_records`."""
+    """Return every record of a metrics.jsonl, oldest first; see `stream_records`."""
     return [record for record, _ in stream_records(path)]
 
 
@@ -183,13 +183,13 @@ def stream_records(
 ) -> Iterator[tuple[Record, bool]]:
     """Yield each record, oldest first, and whether it is in the history that `current` returns.
 
-    The file is read twice, block by block. A last line without its newline is left out. If it has
-    more train records than `max_train` (0 = no limit), most are skipped without being decoded: of
-    neighbors those with the least and the largest (or a non-finite) loss, the first and the last
-    are left.
+    The file is read twice, in blocks. A last line without its newline is ignored. If there are more
+    train records than `max_train` (0 = no limit), most are skipped without decoding. Of each group
+    of neighbors, the first, the last, and those with the least and the largest (or a non-finite)
+    loss are yielded.
 
     Raises:
-        ConfigError: the file is missing, or a line is no record.
+        ConfigError: the file is missing, or a line is not a record.
     """
     file = locate(path)
     resumes: list[float] = []
@@ -205,7 +205,7 @@ def stream_records(
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."
         ) from error
-    # By the number of starts and rollbacks still to come: the least step of these.
+    # limits[n]: the least step of the last n starts and rollbacks.
     limits = list(itertools.accumulate([math.inf, *reversed(resumes)], min))
     numbered: Iterable[tuple[int, bytes]] = enumerate(_lines(file), start=1)
     if 0 < max_train < num_train:
@@ -218,12 +218,13 @@ def stream_records(
             record = decode(text)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{path}, line {number} is no JSON ({error.msg}): {text[:60]!r}. Remove the line."
+                f"{path}, line {number} is not JSON ({error.msg}): {text[:60]!r}. Remove the line."
             ) from error
         kind, step = (record.get("kind"), record.get("step")) if type(record) is dict else ("", 0)
         if kind != "event" and not (kind in ("train", "eval") and isinstance(step, int)):
             raise ConfigError(
-                f"{path}, line {number} is no record (kind, step, ...): {text[:60]!r}. Remove it."
+                f"{path}, line {number} is not a record (kind, step, ...): {text[:60]!r}. Remove "
+                "it."
             )
         if _RESUME.match(raw) and len(limits) > 1:
             limits.pop()
@@ -231,7 +232,7 @@ def stream_records(
 
 
 def _thinned(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield all lines but most train lines: of `size` neighbors at most four."""
+    """Yield at most four of `size` neighboring train lines, and all other lines."""
     group: list[tuple[int, bytes]] = []
 
     def loss(line: tuple[int, bytes]) -> float:
@@ -256,17 +257,17 @@ def _is_lasting(record: Record) -> bool:
 def _lines(file: Location) -> Iterator[bytes]:
     tail = b""
     for block in file.stream():
-        *whole, tail = (tail + block).split(b"\n")
-        yield from whole
+        *lines, tail = (tail + block).split(b"\n")
+        yield from lines
 
 
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
     """Read the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
-    The file is read from its end to the newest `totals` event that still holds: no later start or
-    rollback went back behind it. Without one it is read to its beginning. The result is that event
-    with its last train record, all later events and evaluations, and of the train records between
-    two of them the last one and the last one up to `step`.
+    The file is read backward to the newest valid `totals` event: one that no later start or
+    rollback invalidated. Without one it is read to its beginning. The result is that event with its
+    last train record, all later events and evaluations, and of the train records between two of
+    them the last one and the last one up to `step`.
     """
     outline: list[Record] = []
     limit, has_newest, has_fitting = step, False, False
@@ -290,7 +291,7 @@ def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
             if record.get("event") in ("start", "rollback"):
                 limit = min(limit, record.get("step", 0))
     except ValueError as error:
-        raise ConfigError(f"{path} has a line that is no JSON ({error}). Remove it.") from error
+        raise ConfigError(f"{path} has a line that is not JSON ({error}). Remove it.") from error
     return outline[::-1]
 
 
@@ -304,11 +305,10 @@ def _lines_backward(file: Location) -> Iterator[bytes]:
 
 
 def current(records: list[Record]) -> list[Record]:
-    """The history that led to the newest state: steps that a restart did again count once.
+    """Return the history that led to the newest state: steps that were repeated count once.
 
-    A `start` event at step s means that the run went on from the checkpoint of step s: train and
-    eval lines and skipped steps beyond s that were written before it belong to work that was lost.
-    The same holds for a `rollback` event. Other events stay: they happened.
+    After a `start` or `rollback` event at step s the run continued from checkpoint s. Earlier train
+    and eval records and skipped steps beyond s are lost work and are dropped. Other events stay.
     """
     kept: list[Record] = []
     for record in records:
@@ -320,7 +320,7 @@ def current(records: list[Record]) -> list[Record]:
 
 
 def device_seconds(records: Iterable[Record]) -> float:
-    """Devices × seconds from each start of the run to its last sign of life, all starts summed."""
+    """Return devices × seconds from each start to its last record, summed over all starts."""
     total = begin = last = 0.0
     devices = 0
     for record in records:

@@ -20,7 +20,7 @@ from jaxdist.settings.schema import flag_of
 def with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
     """Return an error that names the changed settings; `error` itself if no setting explains it.
 
-    Each changed setting is tried alone on top of the stored settings.
+    Each changed setting is tried separately on top of the stored settings.
     """
     text = error.document["meta"].get("config", "")
     if not text:

@@ -1,4 +1,4 @@
-"""What a Python program that calls `jaxdist.train` gives and no setting can name."""
+"""Objects that a Python program passes to `jaxdist.train`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxdist.runtime.storage import Location
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program's objects and functions; a command has none of them.
+    """Objects and functions of a Python program; a command uses the defaults.
 
     Attributes:
-        model: the length of a row -> the model, in place of the one that `model.factory` names.
-        objective: in place of that of the model.
-        rows: in place of what the function in `data.sources` returns, or that function.
-        on_start: called with the run directory, on every process, before anything is compiled.
+        model: seq_len -> the model; replaces the one of the settings.
+        objective: replaces that of the model.
+        rows: the rows, or a function that returns them; replaces the function in `data.sources`.
+        on_start: called with the run directory, on every process, before compilation.
         on_record: called with each train and eval record, on every process.
-        console_level: lowest level of the log lines on the console.
-        owns_stdout: the process is the command's own, and what C code prints may go to its log.
+        console_level: minimum level of the log lines on the console.
+        owns_stdout: the output of C code may be redirected to the log.
     """
 
     model: Callable[[int], Model] | None = None
@@ -37,7 +37,7 @@ class Program:
     owns_stdout: bool = True
 
     def setup_logging(self, process_id: int, log_file: Location | None = None) -> None:
-        """As `runtime.setup_logging`, in the program's way."""
+        """Call `runtime.setup_logging` with the options of the program."""
         setup_logging(
             process_id,
             log_file,

@@ -1,10 +1,10 @@
-"""Replay one step of a run, to find out whether its data, its numbers or its devices are at fault.
+"""Replay one step of a run, to tell bad data, bad numerics and bad devices apart.
 
-| verdict | replays | look at |
+| verdict | replays | check |
 |---|---|---|
 | data | bad each time, good with the next batch instead | the rows of the batch |
 | deterministic | bad each time, also with the next batch | learning rate, precision, the code |
-| transient | good, or not the same each time | the devices, their memory and links |
+| transient | good, or different each time | the devices, their memory and links |
 
 Nothing is written into the run directory.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger("jaxdist")
 _TIMES = 3
 
 _FIELDS = ("kind", "event", "step", "first_sample", "weight", "loss", "grad_norm")
-"""Fields of a record that are kept; the others take most of the memory."""
+"""Fields of a record that are kept in memory."""
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
@@ -60,7 +60,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     for values in again:
         log.info("replayed: %s%s", _text(values), " (the same bits)" * same(values))
     if following is not None:
-        log.info("with the next batch in its place: %s", _text(following))
+        log.info("with the next batch instead: %s", _text(following))
     log.info("verdict: %s", verdict(is_bad, again, following))
     return 0
 
@@ -70,45 +70,45 @@ def verdict(
     again: Sequence[dict[str, float]],
     following: dict[str, float] | None,
 ) -> str:
-    """The verdict, as one line.
+    """Return the verdict, as one line.
 
-    `is_bad` says whether a result is as bad as the recorded one, or for a step without an anomaly
-    whether it equals the recorded one. `following` is a replay with the next batch in place; None
+    `is_bad` returns whether a result is as bad as the recorded one, or for a step without an
+    anomaly whether it equals the recorded one. `following` is a replay with the next batch; None
     for a step without an anomaly.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
         return (
-            f"transient: it does not come back in {times} replays. Look at the devices, their "
-            "memory and links (resilience.sdc_check_interval_steps finds a bad one)."
+            f"transient: not reproduced in {times} replays. Check the devices, their memory and "
+            "links (resilience.sdc_check_interval_steps detects a bad device)."
         )
     if count < times:
         return (
-            f"transient: it comes back in {count} of {times} replays, so the same inputs do "
-            "not always give the same result. Look at the devices and at nondeterministic kernels."
+            f"transient: reproduced in {count} of {times} replays, so equal inputs do not always "
+            "give equal results. Check the devices and nondeterministic kernels."
         )
     if following is None:
         return f"deterministic: {times} replays give the recorded bits."
     if is_bad(following):
         return (
             f"deterministic: bad in {times} of {times} replays, and with another batch "
-            "too. The parameters are bad already: learning rate, precision, an earlier step."
+            "too. The parameters are already bad: check learning rate, precision, earlier steps."
         )
     return (
-        f"data: bad in {times} of {times} replays, and it goes away when the batch is "
-        "left out. Look at these rows, or set the policy rollback."
+        f"data: bad in {times} of {times} replays, and good without the batch. Check these rows, "
+        "or set the policy rollback."
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """What a run wrote of the steps that led to one of them, that one included.
+    """Records of a run up to one step.
 
     Attributes:
         run: its directory, for error messages.
         recorded: the train record of each step.
         anomalies: of these steps, by step.
-        left_out: samples [first, end) that rollbacks left out.
+        left_out: sample ranges [first, end) that rollbacks skipped.
     """
 
     run: str
@@ -117,83 +117,83 @@ class History:
     left_out: tuple[tuple[int, int], ...]
 
     def limit(self, step: int) -> float:
-        """The loss above which the update of a step was left out; inf where it was not."""
+        """Return the loss above which the update of a step was skipped; inf if it was applied."""
         anomaly = self.anomalies.get(step)
         return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
 
     def check(self, step: int, first_sample: int) -> None:
-        """Refuse the batch that begins with `first_sample` where the step had another one.
+        """Check that the batch of a step starts with `first_sample`.
 
         Raises:
-            ConfigError: both samples, and what may have changed.
+            ConfigError: the recorded batch starts with another sample.
         """
         began = self.recorded.get(step, {}).get("first_sample", first_sample)
         if began != first_sample:
             raise ConfigError(
-                f"the batch of step {step} of {self.run} began with sample {began}, its replay "
-                f"begins with {first_sample}: these are not the settings of that step, or "
+                f"the batch of step {step} of {self.run} starts with sample {began}, its replay "
+                f"with {first_sample}: the settings differ from those of that step, or "
                 "anomalies.jsonl lacks a rollback. Set train.global_batch_size as it was then."
             )
 
 
 def read_history(run: RunDirectory, step: int | None = None) -> History:
-    """The steps that led to this one, as the run wrote them; None: to its newest.
+    """Return the records of a run up to `step`; None = its newest.
 
-    Of a step that was done more than once, the last one with an anomaly counts, else the last one.
+    If a step was run more than once, the last one with an anomaly counts, else the last one.
 
     Raises:
         ConfigError: the run has no record of the step.
     """
-    found = read_anomalies(run.anomalies)
+    anomalies = read_anomalies(run.anomalies)
     records = [
         {name: record[name] for name in _FIELDS if name in record}
         for record, _ in stream_records(run.metrics)
         if record["kind"] == "train" or record.get("event") in ("start", "rollback")
     ]
     if step is not None:
-        records = records[: _place_of(records, found, step, run) + 1]
+        records = records[: _index_of(records, anomalies, step, run) + 1]
     recorded = {r["step"]: r for r in current(records) if r["kind"] == "train"}
     begun = {record.get("first_sample") for record in recorded.values()}
-    rollbacks = [a.all_left_out[-1] for a in found if a.action == "rollback"]
+    rollbacks = [a.all_left_out[-1] for a in anomalies if a.action == "rollback"]
     return History(
         run=str(run.path),
         recorded=recorded,
-        anomalies={a.step: a for a in found if _is_of(a, recorded.get(a.step))},
-        # A run that went on from a checkpoint before a rollback takes the batch up again.
+        anomalies={a.step: a for a in anomalies if _is_of(a, recorded.get(a.step))},
+        # A run that resumed from a checkpoint before a rollback uses the batch again.
         left_out=tuple(part for part in rollbacks if begun.isdisjoint(range(*part))),
     )
 
 
-def _place_of(records: list[Record], found: list[Anomaly], step: int, run: RunDirectory) -> int:
-    """Index of the record that a replay of this step is about."""
+def _index_of(records: list[Record], anomalies: list[Anomaly], step: int, run: RunDirectory) -> int:
+    """Return the index of the record that a replay of this step reproduces."""
     trained = [(n, r) for n, r in enumerate(records) if r["kind"] == "train"]
-    places = [n for n, record in trained if record["step"] == step]
-    if not places:
-        there = sorted({record["step"] for _, record in trained})
-        steps = f"steps {there[0]} to {there[-1]}" if there else "no step"
+    indices = [n for n, record in trained if record["step"] == step]
+    if not indices:
+        existing = sorted({record["step"] for _, record in trained})
+        steps = f"steps {existing[0]} to {existing[-1]}" if existing else "no step"
         raise ConfigError(
-            f"replay: metrics.jsonl of {run.path} has no record of step {step}, so there is "
-            f"nothing to compare with. It has {steps}: name one of these."
+            f"replay: metrics.jsonl of {run.path} has no record of step {step} to compare with. It "
+            f"has {steps}: name one of these."
         )
-    marked = [n for n in places if any(_is_of(anomaly, records[n]) for anomaly in found)]
-    return (marked or places)[-1]
+    marked = [n for n in indices if any(_is_of(anomaly, records[n]) for anomaly in anomalies)]
+    return (marked or indices)[-1]
 
 
 def _is_of(anomaly: Anomaly, record: Record | None) -> bool:
-    """Whether the anomaly is of the step and the batch of this record."""
-    place = (anomaly.step, anomaly.first_sample)
-    return record is not None and place == (record["step"], record.get("first_sample"))
+    """Return whether the anomaly has the step and the batch of this record."""
+    batch = (anomaly.step, anomaly.first_sample)
+    return record is not None and batch == (record["step"], record.get("first_sample"))
 
 
 def state_before(
     parts: Parts, dataset: TrainData, run: RunDirectory, step: int, history: History
 ) -> tuple[TrainState, Loader]:
-    """The state and the loader as they were before a step, done again from the last checkpoint.
+    """Return the state and the loader before a step, recomputed from the last checkpoint.
 
-    Nothing is written into the run directory. Updates that the run left out are left out again.
+    Nothing is written into the run directory. Updates that the run skipped are skipped again.
 
     Raises:
-        ConfigError: a step between has another batch than the run recorded.
+        ConfigError: a step in between has another batch than the run recorded.
     """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)

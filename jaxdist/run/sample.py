@@ -1,4 +1,4 @@
-"""A short text from a run's own model, and what a person may ask it."""
+"""A short generated text at the end of a run, and a prompt for `generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 
 MIN_STEPS = 100
-"""Fewest steps of a run that ends with a sample: text from fewer is noise, and takes seconds."""
+"""Minimum steps of a run that ends with a sample: text from fewer is noise."""
 
 _SAMPLE_TOKENS = 200
 _OPENING_TOKENS = 32
@@ -22,7 +22,7 @@ _OPENING_TOKENS = 32
 
 
 def first_prompt(data: DataConfig, rows: TrainData) -> str:
-    """A few words that the training text begins with; "" where they are not known."""
+    """Return the first words of the training text; "" if they are not available."""
     if data.sources == ["stdlib"]:
         return "def __init__(self"
     if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
@@ -33,7 +33,7 @@ def first_prompt(data: DataConfig, rows: TrainData) -> str:
 
 
 def first_request(data: DataConfig, rows: TrainData) -> str:
-    """Flags of `generate` that ask a model for what it was trained on."""
+    """Return flags of `generate` for a prompt like the training text."""
     if data.records == "chat":
         return "--chat"
     prompt = first_prompt(data, rows)
@@ -41,10 +41,10 @@ def first_request(data: DataConfig, rows: TrainData) -> str:
 
 
 def first_question(rows: Dataset) -> np.ndarray:
-    """Tokens of the first conversation up to the first answer, its beginning included; [length]."""
+    """Return the tokens of the first conversation up to its first answer, int [length]."""
     row = rows[0]
     answered = np.flatnonzero(row["weights"])
-    # The weight at a place is that of the token after it.
+    # The weight at a position is that of the next token.
     return row["tokens"][: int(answered[0]) + 1] if len(answered) else row["tokens"][:0]
 
 
@@ -57,8 +57,8 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
         rows: that it trains on.
 
     Returns:
-        The prompt and what the model adds; two empty texts where no prompt is known: without a
-        tokenizer, or where rows come as a stream.
+        The prompt and the generated text; two empty texts without a prompt: without a tokenizer, or
+        if rows are streamed.
     """
     config = parts.config
     is_chat = config.data.records == "chat"

@@ -1,6 +1,6 @@
-"""A running job: its parts, its data, its guards, and what may happen between two steps.
+"""A running job: its parts, its data, its guards, and the actions between two steps.
 
-`jaxdist.train` holds the loop; here is what each of its lines does.
+The loop is in `jaxdist.train`. Each of its lines calls a method of `Session`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ log = logging.getLogger("jaxdist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Between:
-    """What is to be done between a step and the next; false when there is nothing.
+class StepActions:
+    """Actions due between a step and the next; false if there are none.
 
-    `trace`: a profiler trace begins or ends here. `last`: this was the last step.
+    `trace`: a profiler trace starts or ends here. `last`: this was the last step.
     """
 
     evaluate: bool = False
@@ -59,20 +59,19 @@ class Between:
     last: bool = False
 
     def __bool__(self) -> bool:
-        return self != Between()
+        return self != StepActions()
 
 
 class Session:
-    """Everything that a running job holds, until its `with` block ends.
+    """State, data, guards and monitoring of a running job, until its `with` block ends.
 
-    Made of the newest valid state or a new one, and of all that watches over it. The preemption is
-    made before jax starts, so that no signal is lost. The budget, None on CPUs, is checked once the
-    step is compiled.
+    It restores the newest valid checkpoint or initializes a new state. `preemption` handles signals
+    from before jax starts, so none is lost. `budget`, None on CPUs, is checked after compilation.
 
     Attributes:
-        step: steps done.
-        state: the train state after them, sharded over the mesh; donated to each step.
-        loader: batches from here on.
+        step: last finished step.
+        state: the train state after it, sharded over the mesh; donated to each step.
+        loader: source of the next batches.
 
     Raises:
         ConfigError: the checkpoints do not fit the config, or another run uses the directory.
@@ -89,7 +88,7 @@ class Session:
         *,
         budget: Budget | None,
         preemption: runtime.Preemption,
-        asked_to_trace: Callable[[], bool],
+        trace_requested: Callable[[], bool],
         on_record: Callable[[Record], None] = lambda record: None,
         open_log: Callable[[Location], None] = lambda log_file: None,
         start_times: runtime.StartTimes | None = None,
@@ -120,7 +119,7 @@ class Session:
             self._times.mark("restore")
             if (local := self.checkpointer.survivable(self.state)) is not None:
                 log.info("%s", local.line())
-            stack.callback(lambda: self.loader.close())  # a rollback opens another one
+            stack.callback(lambda: self.loader.close())  # a rollback replaces the loader
             self.monitor = stack.enter_context(
                 Monitor(
                     self.config.monitoring,
@@ -132,14 +131,14 @@ class Session:
                     compute_dtype=str(parts.plan.compute_dtype),
                     devices=jax.devices(),
                     config_text=config_text,
-                    asked_to_trace=asked_to_trace,
+                    trace_requested=trace_requested,
                     on_record=on_record,
                     is_held=True,
                 )
             )
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
             announce(self.parts, self.train_data, self.monitor, self.budget)
-            # On CPU devices a dispatch waits for the step before it.
+            # On CPU devices a dispatch waits for the previous step.
             self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
             self.train_step = self.monitor.track_compiles(self.train_step, "train step")
             if self._compiled:
@@ -163,8 +162,8 @@ class Session:
         self._stack.__exit__(*error)
 
     def _commit(self, open_log: Callable[[Location], None], process_id: int) -> None:
-        """Write what this start changes in the run directory: no check can reject it any more."""
-        self.run.logs.make_directory()  # a rejected start beside this one may have removed it
+        """Write to the run directory, now that no check can reject this start."""
+        self.run.logs.make_directory()  # a concurrent rejected start may have removed it
         self.checkpointer.commit()
         open_log(self.run.log(process_id))
         for change in self.run.write_config(self.config_text):
@@ -181,7 +180,7 @@ class Session:
     # -- one step ----------------------------------------------------------------------------------
 
     def start_steps(self) -> None:
-        """Before the first step of this start, or of the steps after a rollback."""
+        """Prepare the first step of this start, or after a rollback."""
         self.forward_events()
         self.watchdog.enter("compile", self.step)
         if self.monitor.profiler.reaches(self.step + 1):
@@ -193,10 +192,10 @@ class Session:
             return self.timer.fetch(lambda: next(self.loader))
 
     def dispatch(self, batch: Batch) -> Metrics:
-        """Hand a batch of arrays [global_batch_size, ...] to the devices, and return at once.
+        """Dispatch the train step for a batch of arrays [global_batch_size, ...], without blocking.
 
         Returns:
-            Scalars [], replicated, still being computed.
+            Scalars [], replicated; the devices still compute them.
         """
         limit = self.guard.update_limit(self.step + 1)
         if not self._compiled:
@@ -208,45 +207,45 @@ class Session:
         self.step += 1
         return metrics
 
-    def between(self) -> Between:
-        """What is to be done before the next step; the same on every process, once per step."""
+    def due_actions(self) -> StepActions:
+        """Return the actions before the next step, equal on every process; call once per step."""
         config, step = self.config, self.step
         if step == config.train.steps:
-            return Between(last=True)  # evaluated and saved by `finish`
+            return StepActions(last=True)  # `finish` evaluates and saves
         every = config.eval.interval_steps
-        return Between(
+        return StepActions(
             evaluate=bool(every) and step % every == 0,
             save=self.checkpointer.due(step),
             leave=self.preemption.preempted(),
             trace=self.monitor.profiler.reaches(step + 1),
         )
 
-    def drain(self, due: Between) -> None:
+    def sync(self, actions: StepActions) -> None:
         """Wait for the newest step and report it; raises as `StepReporter.flush` does."""
-        if due.trace and not (due.evaluate or due.save or due.leave):
-            # A trace is due on this process alone. The others report this step after dispatching
-            # the next one, and a rollback must find all processes at the same step.
+        if actions.trace and not (actions.evaluate or actions.save or actions.leave):
+            # A trace may be due on this process only. The other processes report this step after
+            # dispatching the next one, and a rollback needs all processes at the same step.
             self.timer.read(lambda: jax.block_until_ready(self.state))
             return
-        if due.save or due.leave or due.last:  # a corrupt replica must not reach a checkpoint
+        if actions.save or actions.leave or actions.last:  # never save a corrupt replica
             self.reporter.start_check(self.step, self.state, force=True)
         self.reporter.flush()
 
-    # -- between two steps -------------------------------------------------------------------------
+    # -- actions between two steps -----------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Do something that is no part of a step: neither its time nor its hang limit counts."""
+        """Run the block outside of the step time and the hang limit of a step."""
         with self.timer.paused(), self.watchdog.phase(name):
             yield
 
     def turn_trace(self) -> None:
-        """End the profiler trace that is over, begin the one that is due before the next step."""
+        """End the finished profiler trace, start the one that is due before the next step."""
         with self.phase("trace"):
             self.monitor.profiler.turn(self.step + 1)
 
     def evaluate(self, max_batches: int) -> dict[str, float]:
-        """Evaluate on `max_batches` of the held-out rows, 0 = every row once; {} without any."""
+        """Evaluate on `max_batches` of the held-out rows (0 = every row once); {} without rows."""
         if self.config.eval.sample == "always":
             self.sample()
         if self.eval_data is None:
@@ -272,14 +271,14 @@ class Session:
         return evaluated
 
     def _warn_of_missing_best(self, evaluated: Mapping[str, float]) -> None:
-        """Say once that `checkpoint.keep_best` names a metric that is not evaluated."""
+        """Warn once if `checkpoint.keep_best` names a metric that is not evaluated."""
         text = "" if self._has_evaluated else self.config.checkpoint.missing_best(evaluated)
         self._has_evaluated = True
         if text:
             self.monitor.event("keep_best_missing", message=text, level=logging.WARNING)
 
     def sample(self) -> None:
-        """Let a language model write a short text; one that fails harms no training."""
+        """Generate a short text with a language model. Failures only cause a warning."""
         if self.parts.model.decoding is None or jax.process_count() > 1:
             return
         with self.phase("sample"):
@@ -289,23 +288,23 @@ class Session:
                 log.warning("no sample: %s: %s", type(error).__name__, one_line(error))
                 return
         if prompt:
-            shown = f"sample of step {self.step}:\n{prompt}{text}"
-            self.monitor.event("sample", step=self.step, prompt=prompt, text=text, message=shown)
+            message = f"sample of step {self.step}:\n{prompt}{text}"
+            self.monitor.event("sample", step=self.step, prompt=prompt, text=text, message=message)
 
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
         """Save the state; training waits only for the copy to the host.
 
-        `metrics` are of an evaluation of this state, for `checkpoint.keep_best`; `due` is what the
-        schedule asks for, "" where something else does; `force` waits until it is committed, which
-        a local save never does.
+        `metrics` are of an evaluation of this state, for `checkpoint.keep_best`. `due` is the kind
+        of the scheduled save, "" for other saves. `force` waits until a save to the run directory
+        is committed.
         """
         with self.phase("save"):
-            kept = {"params": self.state.params, "ema_params": self.state.ema_params}
-            if names := nonfinite_names(kept):
+            params = {"params": self.state.params, "ema_params": self.state.ema_params}
+            if names := nonfinite_names(params):
                 self.reporter.stop(
                     ExitReason.NONFINITE_LOSS,
-                    f"step {self.step}: {few(names, 8)} hold NaN or infinity, so the state is not "
-                    "saved. Lower optim.peak_lr, or raise optim.eps.",
+                    f"step {self.step}: {few(names, 8)} contain NaN or infinity, so the state is "
+                    "not saved. Lower optim.peak_lr, or raise optim.eps.",
                 )
             meta = {
                 "data": self.loader.state(),
@@ -320,7 +319,7 @@ class Session:
         self.forward_events()
 
     def roll_back(self, rollback: Rollback) -> None:
-        """Return to the newest checkpoint, and leave the batch of the anomaly out from now on."""
+        """Return to the newest checkpoint, and skip the batch of the anomaly from now on."""
         anomaly = rollback.anomaly
         left_out = anomaly.all_left_out if anomaly else self.loader.left_out
         self.loader.close()
@@ -329,10 +328,10 @@ class Session:
         with self.phase("restore"):
             self.state, self.step, self.loader = self._restore(left_out)
         without = f", without the batch of step {anomaly.step}" if anomaly else ""
-        self.monitor.rewind(self.step, f"going on from step {self.step}{without}")
+        self.monitor.rewind(self.step, f"continuing from step {self.step}{without}")
 
     def forward_events(self) -> None:
-        """Record what the checkpointer did; it has logged that itself."""
+        """Record the events of the checkpointer, which has logged them already."""
         for event in self.checkpointer.pop_events():
             fields = dict(event)
             name = str(fields.pop("event"))
@@ -342,13 +341,13 @@ class Session:
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> int:
-        """Commit a checkpoint; returns the exit code, which asks for a restart after a signal."""
+        """Save and end the run early; returns exit code 75 after a signal, 0 after a callback."""
         with waiting("saving before the end"):
             self.save({}, force=True)
         if self.preemption.requested:
             return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [])
-        again = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
-        return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, again)
+        resume = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
+        return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, resume)
 
     def finish(self) -> int:
         """Evaluate and save the last state; returns the exit code."""
@@ -361,14 +360,14 @@ class Session:
         if self.config.eval.sample == "end" and self.step >= MIN_STEPS:
             self.sample()
         run = shlex.quote(str(self.run.path))
-        then = [f"python -m jaxdist.report {run} --html {run}/report.html"]
+        commands = [f"python -m jaxdist.report {run} --html {run}/report.html"]
         if self.parts.model.decoding is not None:
-            asks = first_request(self.config.data, self.train_data)
-            then.insert(0, f"python -m jaxdist.generate {run} {asks}".rstrip())
-        return self._end(ExitReason.FINISHED, runtime.EXIT_OK, then)
+            flags = first_request(self.config.data, self.train_data)
+            commands.insert(0, f"python -m jaxdist.generate {run} {flags}".rstrip())
+        return self._end(ExitReason.FINISHED, runtime.EXIT_OK, commands)
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
-        """Wait for the last save and write the summary; returns `code`, or failure without it."""
+        """Wait for the last save and write the summary; returns `code`, or 1 if the save failed."""
         with self.watchdog.phase("save"), waiting("finishing the save"):
             committed = self.checkpointer.wait()
         self.watchdog.enter("end")
@@ -417,7 +416,7 @@ class Session:
             log.warning("%s", warning)
         self._compiled = True
         if self.run.is_writer:
-            times.keep(self.train_step.seconds)
+            times.store(self.train_step.seconds)
         return stats
 
     def _finish_preflight(self) -> None:

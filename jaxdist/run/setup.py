@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
-Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
-compiled and no array is made, but where cuDNN's kernel is compared with the reference.
+Training, evaluation, generation and replay all use it. Nothing is compiled, except if cuDNN's
+kernel is compared with the reference.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.runtime import coordination
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -51,15 +52,15 @@ class Parts:
     """The parts of a run.
 
     Attributes:
-        config: the settings; of an elastic run, changed to fit the devices that are there.
-        is_shrunk: whether an elastic run has fewer devices than its mesh names.
+        config: the settings; of an elastic run, adapted to the available devices.
+        is_shrunk: an elastic run has fewer devices than its mesh setting.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        packed: rows hold several documents; until the data is open, as the settings suggest.
+        packed: rows have several documents; a guess from the settings until the data is open.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
-        remat: the policy that costs decided; None = as in the settings.
+        remat: the policy chosen by cost; None = as in the settings.
     """
 
     config: RunConfig
@@ -92,7 +93,7 @@ class Parts:
 
     @functools.cached_property
     def step(self) -> Step:
-        """The step, built at its first use: parts that are replaced before never build one."""
+        """The step, built at its first use."""
         rule = self.config.optim
         optimizer = Optimizer(
             self.optimizer,
@@ -113,7 +114,7 @@ class Parts:
 
     @property
     def devices(self) -> list[Any]:
-        """Devices of the mesh: all of the job's, unless an elastic run leaves some idle."""
+        """Devices of the mesh: all devices of the job, unless an elastic run leaves some idle."""
         return list(self.layout.mesh.devices.flat)
 
     @property
@@ -129,7 +130,7 @@ class Parts:
         )
 
     def init_state(self) -> TrainState:
-        """A new train state, sharded over the mesh: weights of `init_from`, or random ones."""
+        """Return a new train state, sharded over the mesh: weights of `init_from`, or random."""
         start = self.config.init_from
         return init_state(
             self.model,
@@ -139,11 +140,11 @@ class Parts:
             loss_scale=self.loss_scale,
             offload=self.config.train.offload_optimizer,
             has_ema=bool(self.config.optim.ema_decay),
-            params=self._started_params(start) if start else None,
+            params=self._initial_params(start) if start else None,
         )
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the train state, e.g. for a restore."""
+        """Return shapes, dtypes and shardings of the train state, e.g. for a restore."""
         return abstract_state(
             self.model,
             self.optimizer,
@@ -156,22 +157,22 @@ class Parts:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None
     ) -> tuple[TrainState, dict[str, Any], int]:
-        """The train state of a checkpoint, the newest valid one by default, on this mesh.
+        """Restore the train state of a checkpoint, by default the newest valid one, on this mesh.
 
-        An average of the weights that the settings ask for and the checkpoint lacks starts from its
-        parameters; one that they do not ask for is left there. Both are logged.
+        If the settings have an EMA and the checkpoint does not, it starts from the parameters. An
+        EMA that only the checkpoint has is dropped. Both are logged.
 
         Returns:
             (state, meta, step), as `Checkpointer.restore`.
         """
-        wanted = self.abstract_state()
-        state, meta, step = checkpointer.restore(wanted, step=step, optional=("ema_params",))
-        if not wanted.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
-            log.info("checkpoint %d has an EMA of the weights: optim.ema_decay=0 ends it", step)
+        target = self.abstract_state()
+        state, meta, step = checkpointer.restore(target, step=step, optional=("ema_params",))
+        if not target.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
+            log.info("the EMA of checkpoint %d is dropped (optim.ema_decay=0)", step)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):
-            log.info("checkpoint %d has no EMA of the weights: it starts from them", step)
-            placed = jax.tree.map(lambda x: x.sharding, wanted.ema_params)
-            average = jax.jit(copy_params, out_shardings=placed)(state.params)
+            log.info("checkpoint %d has no EMA: it starts from the weights", step)
+            shardings = jax.tree.map(lambda x: x.sharding, target.ema_params)
+            average = jax.jit(copy_params, out_shardings=shardings)(state.params)
             state = dataclasses.replace(state, ema_params=average)
         return state, meta, step
 
@@ -183,9 +184,9 @@ class Parts:
         return fields or text_fields(self.config.train.seq_len, packed=packed)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows.
+        """Return shapes [global_batch_size, ...], dtypes and shardings of a batch.
 
-        None: `fields` of the parts.
+        `fields` = None: those of the parts.
         """
         train = self.config.train
         fields = self.fields if fields is None else fields
@@ -197,7 +198,7 @@ class Parts:
         return {name: x.update(sharding=shardings[name]) for name, x in batch.items()}
 
     def open_loader(self, dataset: TrainData, start: Position) -> Loader:
-        """Global batches of the dataset on this mesh, from a position on."""
+        """Open a loader of global batches on this mesh, from a position on."""
         return Loader(
             dataset,
             global_batch_size=self.config.train.global_batch_size,
@@ -207,23 +208,24 @@ class Parts:
             num_workers=self.config.data.num_workers,
         )
 
-    def _started_params(self, path: str) -> Params:
-        """Stored weights, and random ones for `reinit_params`."""
+    def _initial_params(self, path: str) -> Params:
+        """Return stored weights, and random ones for `reinit_params`."""
         reinit = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
         names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
-        wanted = [under(name, in_params(reinit)) for name in names]
+        is_random = [under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
-            init_key, _ = jax.random.split(jax.random.key(seed))  # as `state.make_state` does
+            init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`
             leaves = jax.tree.leaves(self.model.init(init_key))
-            return [leaf for leaf, is_new in zip(leaves, wanted, strict=True) if is_new]
+            return [leaf for leaf, new in zip(leaves, is_random, strict=True) if new]
 
-        placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
-        make = jax.jit(random_leaves, static_argnums=0, out_shardings=placed)
+        pairs = [(leaf, new) for (_, leaf), new in zip(named, is_random, strict=True)]
+        shardings = [leaf.sharding for leaf, new in pairs if new]
+        make = jax.jit(random_leaves, static_argnums=0, out_shardings=shardings)
         made = iter(make(self.config.seed))
-        leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
+        leaves = [next(made) if new else leaf for leaf, new in pairs]
         target = jax.tree.unflatten(structure, leaves)
         return self.stored_params(path, target, reinit=reinit)
 
@@ -236,11 +238,11 @@ class Parts:
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
-        `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. The rest
-        is as for `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
+        `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
+        `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
 
         Raises:
-            ConfigError: there is nothing to load, or its weights do not fit this run's model.
+            ConfigError: there is nothing to load, or the weights do not fit the model.
         """
         target = self.abstract_state().params if target is None else target
         if is_model(path):
@@ -256,22 +258,22 @@ class Parts:
 
 @jax.jit
 def _finite(params: Params) -> Params:
-    """Whether each leaf [...] holds neither NaN nor infinity: bool []."""
+    """Return bool [] for each leaf [...]: all its values are finite."""
     return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), params)
 
 
 def nonfinite_names(params: Params) -> list[str]:
-    """Return the names of the parameters that hold NaN or infinity; collective."""
+    """Return the names of the parameters that contain NaN or infinity; collective."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(params)))
     return ["/".join(key.key for key in path) for path, is_finite in leaves if not is_finite]
 
 
 def _check_finite(params: Params, path: str) -> None:
-    """Refuse weights with NaN or Inf: every loss would be NaN, and every step be skipped."""
+    """Reject weights with NaN or Inf: every loss would be NaN, and every step skipped."""
     if names := nonfinite_names(params):
         raise ConfigError(
-            f"weights of {path}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''} hold NaN "
-            "or Inf. Use weights that were saved before they did, or name them in --reinit-params."
+            f"weights of {path}: {few(names, 8)} contain NaN or Inf. Use earlier weights, or name "
+            "these in --reinit-params."
         )
 
 
@@ -286,27 +288,27 @@ def assemble(
 ) -> Parts:
     """Build the parts of a run for all devices of the job.
 
-    `needs_of` estimates memory, by which the default mesh is chosen. `host_of` names the host of
-    each process; None = each has its own. `model` replaces the one that the settings name, and
-    `objective` that of the model.
+    `needs_of` estimates memory, which determines the default mesh. `host_of` names the host of each
+    process; None = one host per process. `model` replaces the one of the settings, and `objective`
+    that of the model.
 
     Raises:
-        ConfigError: every rule that the mesh breaks, with legal meshes nearby.
+        ConfigError: every rule that the mesh violates, with legal meshes nearby.
     """
     model = config.build_model() if model is None else model
     if objective is not None:
         model = dataclasses.replace(model, objective=objective)
-    asked, num_devices = config, len(devices)
-    config, devices = _fit_devices(asked, devices, model)
+    original, num_devices = config, len(devices)
+    config, devices = _fit_devices(original, devices, model)
     spec, reason = config.choose_mesh(
         len(devices),
         model=model,
         memory_bytes=_device_memory(devices),
         needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
-    is_shrunk = config is not asked
+    is_shrunk = config is not original
     if is_shrunk:
-        reason = shrink_reason(asked, config, num_devices, model)
+        reason = shrink_reason(original, config, num_devices, model)
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
@@ -344,36 +346,36 @@ def assemble(
 def _fit_devices(
     config: RunConfig, devices: Sequence[Any], model: Model
 ) -> tuple[RunConfig, Sequence[Any]]:
-    """Settings that fit the devices that are there, and the devices that take part."""
+    """Return settings that fit the available devices, and the devices to use."""
     fitted = fit_devices(config, len(devices), model)
     if fitted is config:
         return config, devices
     assert fitted.mesh.spec is not None
     used = fitted.mesh.spec.num_devices
     num_processes = len({device.process_index for device in devices})
-    if used < len(devices) and num_processes > 1:  # a process without a device cannot take part
+    if used < len(devices) and num_processes > 1:  # a process without a device cannot participate
         each = len(devices) // num_processes
         legal = legal_sizes(config, model)
-        right = max((n for n in range(1, num_processes) if n * each in legal), default=1)
+        count = max((n for n in range(1, num_processes) if n * each in legal), default=1)
         raise ConfigError(
             f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
-            f"devices of {num_processes} processes: in a job of several processes none may "
-            f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
+            f"devices of {num_processes} processes, but a job of several processes needs all its "
+            f"devices. Start {count}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
-    """Return the parts for rows of these fields, after comparing cuDNN's kernel for them.
+    """Return the parts for rows of these fields, after checking cuDNN's kernel for them.
 
-    The kernel for packed documents and for the parts of a ring is used only if that succeeds.
-    Nothing runs if the kernel cannot be used.
+    The kernel for packed documents and for ring attention is used only if the check succeeds. The
+    check is skipped if the kernel is not eligible.
     """
     packed, train = "segments" in fields, parts.config.train
     if packed != parts.packed:
         parts = dataclasses.replace(parts, packed=packed)
-    found = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
-    return parts if found is None else dataclasses.replace(parts, check=found)
+    check = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
+    return parts if check is None else dataclasses.replace(parts, check=check)
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
@@ -390,49 +392,49 @@ def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Pa
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset in orders that keep the rows of an example of the objective together."""
+    """Return the dataset with an order that keeps the rows of an example together."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Refuse data of a kind that the model does not take, or with more tokens or classes.
+    """Reject data of another kind than the model takes, or with too many tokens or classes.
 
     Raises:
-        ConfigError: what does not fit, and the fix.
+        ConfigError: the data do not fit the model.
     """
-    wanted = "text" if parts.model.unit == "tokens" else "images"
-    if dataset.kind != wanted:
+    kind = "text" if parts.model.unit == "tokens" else "images"
+    if dataset.kind != kind:
         raise ConfigError(
-            f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
-            f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
+            f"data.sources={parts.config.data.sources} is {dataset.kind}, but the model "
+            f"({parts.model.name}) takes {kind}. Change data.sources or model.kind."
         )
     name, size = "vocab_size", parts.model.vocab_size
-    if wanted == "images":
+    if kind == "images":
         name, size = "num_classes", parts.model.num_classes
-    classes = "targets" if wanted == "text" else "labels"
+    classes = "targets" if kind == "text" else "labels"
     if not parts.config.model.is_user_model and dataset.fields[classes][1].name != "int32":
         raise ConfigError(
             f"data.sources={parts.config.data.sources} has {classes} of dtype "
-            f"{dataset.fields[classes][1]}, {parts.model.name} takes integers. Convert them to "
-            "integers in the function, or use a model of your own."
+            f"{dataset.fields[classes][1]}, but {parts.model.name} takes integers. Convert them to "
+            "integers in the function, or use a custom model."
         )
     if size and dataset.vocab_size > size:
         setting = parts.config.model.size_settings.get(name)
-        own = f"{setting}={dataset.vocab_size}"
+        fix = f"{setting}={dataset.vocab_size}"
         if setting is None:
-            own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
+            fix = f"the {name} of {parts.model.name} to {dataset.vocab_size} in its function"
         raise ConfigError(
-            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "
-            f"{name}={size} is too small for it. Set {own}."
+            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} has only "
+            f"{name}={size}. Set {fix}."
         )
 
 
 def _device_memory(devices: Sequence[Any]) -> int | None:
-    """Bytes of one of this process's devices; None where that is not known. All are alike."""
-    own = [device for device in devices if device.process_index == jax.process_index()]
+    """Return the bytes of one device of this process; None if unknown. All devices are alike."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
     try:
-        stats = own[0].memory_stats() if own else None
-    except jax.errors.JaxRuntimeError:  # a described topology has no memory to ask for
+        stats = local[0].memory_stats() if local else None
+    except jax.errors.JaxRuntimeError:  # devices of a topology description have no memory stats
         stats = None
     return (stats or {}).get("bytes_limit")

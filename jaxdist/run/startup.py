@@ -36,19 +36,19 @@ from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
-_SHOWN_TOKENS = 16
+_PREVIEW_TOKENS = 16
 
-_ROWS_WEIGHED = 16
-"""Packed rows that are read to say how even the work of devices is that share rows."""
+_BALANCE_ROWS = 16
+"""Packed rows that are read to estimate the load balance of context parallelism."""
 
-_SAME_RATE = 1.05  # a rate that rises by less is the schedule's rounding
+_SAME_RATE = 1.05  # a smaller rise of the learning rate is rounding of the schedule
 
 Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
 
 
 def audited_meshes(config: RunConfig) -> set[str]:
-    """Meshes on which earlier starts of the run passed the deep audit."""
+    """Return the meshes on which earlier starts of the run passed the deep audit."""
     return {one.get("audited_mesh", "") for one in _earlier_starts(config)}
 
 
@@ -60,27 +60,27 @@ def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
     environment = RunDirectory(path, is_writer=False, resumed=True).environment
     try:
         record = read_table(environment, decode)
-    except ConfigError:  # a start replaces a damaged environment.json
+    except ConfigError:  # this start replaces a damaged environment.json
         return []
     return [record, *record.get("earlier", ())] if record else []
 
 
 def name_of(objective: Objective | None) -> str:
-    """Return module:name of an objective, or of the class of an object; "" of None."""
+    """Return module:name of an objective or of its class; "" for None."""
     named: Any = objective if hasattr(objective, "__qualname__") else type(objective)
     return "" if objective is None else f"{named.__module__}:{named.__qualname__}"
 
 
 def check_objective(config: RunConfig, objective: Objective | None) -> None:
-    """Reject a resume with another objective than the run was started with.
+    """Reject a resume with another objective than that of the run.
 
     Raises:
-        ConfigError: the names of both.
+        ConfigError: the objectives differ.
     """
     starts = _earlier_starts(config) if config.resume != "never" else []
     before, now = (starts[0].get("objective", "") if starts else None), name_of(objective)
     if before not in (None, now):
-        fix = f"Pass it to jaxdist.train(objective=...): {before}." if before else "Leave it out."
+        fix = f"Pass it to jaxdist.train(objective=...): {before}." if before else "Omit it."
         raise ConfigError(
             f"the run was trained with {before or 'the objective of its model'}, and this start "
             f"has {now or 'none'}. {fix} A new --run-dir starts another run."
@@ -88,11 +88,11 @@ def check_objective(config: RunConfig, objective: Objective | None) -> None:
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
-    """The run directory that the settings name: a new one, or one to resume in."""
+    """Open the run directory of the settings, to start or to resume."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
         path = config.resume
-        if not (locate(path) / "config.toml").exists():  # a converted run has no metrics yet
+        if not (locate(path) / "config.toml").exists():  # a converted run has no metrics
             path = str(RunDirectory.existing(path).path)
     return RunDirectory.open(
         path or new_run_path(config.name),
@@ -102,16 +102,16 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the weights that a new run starts from, while no watchdog and no other process waits.
+    """Fetch the weights that a new run starts from, before a watchdog or a process waits.
 
-    A run that goes on reads its checkpoint instead.
+    A resumed run reads its checkpoint instead.
 
     Raises:
         ConfigError: they are on the hub and cannot be fetched.
     """
-    directory = config.known_directory
-    goes_on = bool(directory) and bool((locate(directory) / "checkpoints").entries())
-    if hub.is_hub_name(config.init_from) and not goes_on:
+    directory = config.named_directory
+    resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
+    if hub.is_hub_name(config.init_from) and not resumes:
         folder_of(config.init_from, weights=True)
 
 
@@ -123,14 +123,13 @@ def restore_or_init(
     guard: LossGuard,
     left_out: Samples | None = None,
 ) -> tuple[TrainState, int, Loader]:
-    """The newest valid checkpoint, or a new state where there is none.
+    """Restore the newest valid checkpoint, or initialize a new state without one.
 
-    The guard gets back the losses that it had seen. A run that rolls back says which samples it
-    leaves out from now on. A new state goes through the preflight of `checkpointer`, which the
-    caller finishes before the first step.
+    The losses of the guard are restored. `left_out` are the samples to skip after a rollback. A new
+    state starts the preflight of `checkpointer`, which the caller finishes before the first step.
 
     Returns:
-        The state, sharded over the mesh; steps done; the loader of the next batch.
+        The state, sharded over the mesh; its step; the loader of the next batch.
     """
     config = parts.config
     rolls_back = left_out is not None
@@ -151,9 +150,9 @@ def restore_or_init(
             names = nonfinite_names({"params": state.params, "ema_params": state.ema_params})
         if names:  # saved by an older version
             raise ConfigError(
-                f"checkpoint {step} of {run.path}: {few(names, 8)} hold NaN or infinity, so that "
+                f"checkpoint {step} of {run.path}: {few(names, 8)} contain NaN or infinity, so "
                 f"every step would be skipped. Move {run.checkpoints / str(step)} away to resume "
-                "from the checkpoint before it, or use another --run-dir."
+                "from the previous checkpoint, or use another --run-dir."
             )
         position = resume_position(
             meta["data"], dataset, seed=config.seed, restarts="data" in config.override
@@ -170,26 +169,26 @@ def restore_or_init(
         position = dataclasses.replace(position, left_out=left_out)
     loader = parts.open_loader(dataset, position)
     if chosen is None and not rolls_back:
-        # After the loader: importing grain replaces `__import__` for a moment, also for the thread
-        # that traces the preflight's programs.
+        # Start it after the loader: importing grain temporarily replaces `__import__`, also for the
+        # thread that traces the preflight's programs.
         checkpointer.start_preflight(state)
     return state, step, loader
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
-    """Refuse a checkpoint of another history than metrics.jsonl tells; collective.
+    """Reject a checkpoint that does not belong to metrics.jsonl; collective.
 
     Raises:
-        ConfigError: both hold a digest of the data up to `step`, and they differ.
+        ConfigError: their digests of the data up to `step` differ.
     """
     saved, problem = position.ledger[-1].digest, ""
     if run.is_writer and run.resumed and saved:
         recorded = [r for r in read_outline(run.metrics, step) if r["kind"] == "train"]
-        told = next((r for r in reversed(recorded) if r["step"] == step), {}).get("data_ledger")
-        if told not in (None, saved):
+        digest = next((r for r in reversed(recorded) if r["step"] == step), {}).get("data_ledger")
+        if digest not in (None, saved):
             problem = (
-                f"data ledger: by metrics.jsonl the data up to step {step} have digest {told}, by "
-                f"checkpoint {step} they have {saved}: they are of two runs. Put back the "
+                f"data ledger: the data up to step {step} have digest {digest} in metrics.jsonl "
+                f"and {saved} in checkpoint {step}: they belong to two runs. Restore the "
                 f"metrics.jsonl or the checkpoints that belong to {run.path}."
             )
     if any(problems := coordination.gather("data_ledger", problem)):
@@ -197,28 +196,28 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
 
 
 def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
-    """Return a warning if a resume raises the learning rate of the stored schedule; "" if not."""
+    """Return a warning if a resume increases the learning rate of the stored schedule, else ""."""
     total, now = stored.train.steps, parts.config
     if not step or total == now.train.steps:
         return ""
     before = make_lr_schedule(
         stored.optim, total_steps=total, global_batch_size=stored.train.global_batch_size
     )
-    was = float(before(jnp.int32(step - 1)))
+    old_rate = float(before(jnp.int32(step - 1)))
     rate = float(parts.schedule(jnp.int32(step)))
-    if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
+    if step <= now.optim.warmup_steps or rate <= old_rate * _SAME_RATE:
         return ""
-    keep = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
+    fix = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
     if now.optim.schedule == "wsd":
-        keep = "resume from a checkpoint before the decay"
+        fix = "resume from a checkpoint before the decay"
     return (
         f"train.steps {total} -> {now.train.steps} stretches the {now.optim.schedule} schedule: "
-        f"the learning rate goes back up from {was:.2e} to {rate:.2e}. To avoid that, {keep}."
+        f"the learning rate increases from {old_rate:.2e} to {rate:.2e}. To avoid that, {fix}."
     )
 
 
 def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:
-    """The header of a run: devices, mesh, model, batch, and why it is this mesh."""
+    """Log the header of a run: devices, mesh and its reason, model, batch."""
     config, model = parts.config, parts.model
     for remark in config.remarks():
         log.warning("%s", remark)
@@ -243,12 +242,12 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.optim.ema_decay:
-        notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
+        notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: evaluation uses it")
     if budget is not None:
         notes += [budget.line(), *([budget.remat.line()] if budget.remat else [])]
     if isinstance(data, Dataset) and data.kind == "text" and data.tokenizer is not None:
-        start = data.tokenizer.decode(data[0]["tokens"][:_SHOWN_TOKENS], show_special=True)
-        notes.append(f"the first row begins {start!r}")
+        start = data.tokenizer.decode(data[0]["tokens"][:_PREVIEW_TOKENS], show_special=True)
+        notes.append(f"the first row starts with {start!r}")
     facts = {
         "mesh": str(parts.spec),
         "mesh_reason": reason,
@@ -268,26 +267,26 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 
 def _precision(parts: Parts) -> str:
-    """Number formats, for the start of a run."""
+    """Describe the number formats."""
     compute = f"{parts.plan.compute_dtype} compute, float32 parameters"
-    narrow = parts.plan.matmul_dtype
-    if not narrow:
+    name = parts.plan.matmul_dtype
+    if not name:
         return compute
-    wanted = matmul.FORMATS[narrow]
+    number_format = matmul.FORMATS[name]
     emulated = parts.plan.platform == "cpu"
-    how = "emulated: this platform has no such products" if emulated else f"by {wanted.library}"
+    how = "emulated on this platform" if emulated else f"by {number_format.library}"
     return (
-        f"{compute}; {narrow} products in layers 2 to {parts.model.num_layers - 1} of "
-        f"{parts.model.num_layers} ({wanted.rounding}; {how})"
+        f"{compute}; {name} products in layers 2 to {parts.model.num_layers - 1} of "
+        f"{parts.model.num_layers} ({number_format.rounding}; {how})"
     )
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Places, int32 [some rows, seq_len], of tokens in their documents; None = not known.
+    """Return the positions of tokens in their documents, int32 [num_rows, seq_len].
 
-    They are read only where devices share rows.
+    None without context parallelism or packed documents.
     """
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
-    some = np.linspace(0, data.num_rows - 1, _ROWS_WEIGHED).astype(np.int64)
-    return data.rows(some).get("positions")
+    sample = np.linspace(0, data.num_rows - 1, _BALANCE_ROWS).astype(np.int64)
+    return data.rows(sample).get("positions")

@@ -1,4 +1,4 @@
-"""What follows from a step's metrics: a record, and where they are bad, a rollback or the end."""
+"""Reads the metrics of each step: records them, rolls back or stops if they are bad."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxdist.runtime import StartTimes
 class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
-    The checkpointer finishes its save before a run is stopped. The first step ends `start_times`.
+    A pending save finishes before the run stops. The first step ends `start_times`.
     """
 
     monitor: Monitor
@@ -39,29 +39,29 @@ class StepReporter:
     )
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
-        """Keep a dispatched step's metrics for the next `flush`; waits for nothing.
+        """Keep the metrics of a dispatched step for the next `flush`, without blocking.
 
         Args:
-            step: steps done once it is finished.
-            state: the train state after it; its replicas are compared where that is due.
+            step: number of the step; the first is 1.
+            state: the train state after it; its replicas are compared if a check is due.
             metrics: scalars [], still on the devices.
-            loader: where its batch came from.
+            loader: source of its batch.
         """
-        # The loader moves on with the next batch; the place of this one is needed then.
+        # The loader moves on with the next batch, so the position of this one is stored.
         self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)
 
     def start_check(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start comparing the replicas of the state after `step`, when it is due or forced."""
+        """Start comparing the replicas of the state after `step` if a check is due or forced."""
         self.timer.dispatch(self.sdc_check.start, step, state, force=force)
 
     def discard(self) -> None:
-        """Drop what was deferred: an earlier state was restored."""
+        """Drop the deferred step, because an earlier state was restored."""
         self._deferred = None
         self.sdc_check.discard()
 
     def flush(self) -> None:
-        """Wait for the deferred step, if there is one, record it and look for what is wrong.
+        """Wait for the deferred step, if there is one, record it and check it.
 
         Raises:
             Rollback: the policy is to return to a checkpoint.
@@ -88,11 +88,11 @@ class StepReporter:
         self.stop(
             kind,
             f"step {step}: the updates of the last {self.guard.skipped} steps were not applied, "
-            f"because {why}. Lower optim.peak_lr, or look at the rows in anomalies.jsonl.",
+            f"because {why}. Lower optim.peak_lr, or check the rows in anomalies.jsonl.",
         )
 
     def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:
-        """Wait for the step's numbers and hand them to the monitor; returns them."""
+        """Wait for the metrics of the step, pass them to the monitor and return them."""
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
@@ -110,7 +110,7 @@ class StepReporter:
         return values
 
     def _report_start(self, step: int) -> None:
-        """Say where the time until the first step of a resumed run went."""
+        """Log how long each part of a restart took, up to the first step."""
         times = self.start_times
         times.end("first_step")
         if self.monitor.start_step == 0 and not times.follows_failure:
@@ -153,9 +153,9 @@ class StepReporter:
             self.stop(anomaly.kind, self.guard.stop_text(anomaly))
 
     def stop(self, kind: str, text: str) -> NoReturn:
-        """Finish the save, write the summary and raise `Stopped`; names the newest checkpoint.
+        """Finish the pending save, write the summary and raise `Stopped`.
 
-        No save of non-finite parameters is begun, so that the newest checkpoint has finite ones.
+        Non-finite parameters are never saved, so the newest checkpoint has finite ones.
         """
         self.checkpointer.wait()
         steps = self.checkpointer.steps()

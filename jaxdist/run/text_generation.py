@@ -1,4 +1,4 @@
-"""Text from a run's weights: prompts in, continuations out, for the command and for programs."""
+"""Text generation from the weights of a run, for the command and for Python programs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Writer:
     """Continues texts, or answers conversations; see `open_writer`.
 
     Args:
-        settings: how long and how daring the text is, and what of it is shown.
+        settings: length, sampling and display of the text.
         tokenizer: of the run.
-        template: of conversations, which knows what ends an answer; None for text.
-        max_len: positions that the model has.
+        template: chat template of conversations; None for text.
+        max_len: maximum positions of the model.
 
     Attributes:
         decoder: the model with its weights; set it before `write`.
@@ -45,13 +45,13 @@ class Writer:
         self._stop = (template or tokenizer).stop_ids if settings.stop_at_end else frozenset()
 
     def encode(self, requests: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
-        """Token ids of each request, unsigned [length].
+        """Return the token ids of each request, unsigned [length].
 
         Args:
             requests: {"prompt": text}, or {"messages": [...]} of a chat.
 
         Raises:
-            ConfigError: every prompt that is empty or outgrows the model, or cannot be written.
+            ConfigError: every prompt that is empty, too long, or does not fit the template.
         """
         prompts = [self._encode(request) for request in requests]
         problems = [
@@ -64,32 +64,32 @@ class Writer:
         return prompts
 
     def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
-        """Text of each prompt's continuation, and why it ended: stop or length.
+        """Return the continuation of each prompt, and why it ended: stop or length.
 
         Args:
             prompts: token ids, int [length] each.
-            stream: also print the text of the first prompt as it grows.
+            stream: also print the text of the first prompt token by token.
         """
         settings = self._settings
-        made: list[list[int]] = [[] for _ in prompts]
-        shown = 0
+        generated: list[list[int]] = [[] for _ in prompts]
+        num_printed = 0
         for tokens in self.decoder.tokens(
             prompts, max_new_tokens=settings.max_new_tokens, stop=self._stop, seed=settings.seed
         ):
             for row, token in enumerate(tokens):
-                made[row] += [] if token is None else [token]
+                generated[row] += [] if token is None else [token]
             if stream:
-                # The last character may be half of one that the next token completes.
-                whole = self._text(made[0]).rstrip("\ufffd")
-                print(whole[shown:], end="", flush=True)
-                shown = max(shown, len(whole))
+                # The next token may complete the last character.
+                text = self._text(generated[0]).rstrip("\ufffd")
+                print(text[num_printed:], end="", flush=True)
+                num_printed = max(num_printed, len(text))
         if stream:
-            print(self._text(made[0])[shown:])
-        ended = ["stop" if row and row[-1] in self._stop else "length" for row in made]
-        return [(self._text(row), why) for row, why in zip(made, ended, strict=True)]
+            print(self._text(generated[0])[num_printed:])
+        ended = ["stop" if row and row[-1] in self._stop else "length" for row in generated]
+        return [(self._text(row), why) for row, why in zip(generated, ended, strict=True)]
 
     def _encode(self, request: Mapping[str, Any]) -> np.ndarray:
-        """Token ids of one request, unsigned [length]."""
+        """Return the token ids of one request, unsigned [length]."""
         if self._template is None:
             return begin_text(self._tokenizer, self._tokenizer.encode(request["prompt"]))
         try:
@@ -101,7 +101,7 @@ class Writer:
         show = self._settings.show_special
         if tokens and tokens[-1] in self._stop and not show:
             tokens = tokens[:-1]
-        # Alone, the continuation of a text would lose its first space with sentencepiece.
+        # Without a preceding token, sentencepiece would drop the first space.
         is_later = self._template is None and self._tokenizer.marks_start
         before = self._tokenizer.encode(".").tolist() if is_later else []
         text = self._tokenizer.decode([*before, *tokens], show_special=show)
@@ -109,9 +109,9 @@ class Writer:
 
 
 def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> Writer:
-    """A writer for a run's model, still without weights.
+    """Return a writer for the model of a run, without weights.
 
-    With `chat` prompts are conversations, written with the chat template of the data settings.
+    With `chat`, prompts are conversations in the chat template of the data settings.
 
     Raises:
         ConfigError: the model does not generate text.
@@ -127,7 +127,7 @@ def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> 
 
 
 def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decoder:
-    """A decoder of these parameters, a tree of arrays sharded as in training."""
+    """Return a decoder with these parameters, a tree of arrays sharded as in training."""
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
     )
@@ -135,12 +135,12 @@ def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decode
 
 
 def prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
-    """What is wrong with token ids, unsigned [length]."""
+    """Return the problems of a prompt of token ids, unsigned [length]."""
     if not len(prompt):
         return ["is empty. Give it at least one character."]
     if len(prompt) + max_new_tokens > max_len:
         return [
-            f"has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it outgrows the "
-            f"model's {max_len} positions. Shorten one of them."
+            f"has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it exceeds the "
+            f"{max_len} positions of the model. Shorten one of them."
         ]
     return []

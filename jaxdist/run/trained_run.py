@@ -1,4 +1,4 @@
-"""A run directory opened for reading: its settings and weights on this machine's devices."""
+"""A run opened for reading: its settings and weights on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxdist.settings import ConfigError
 
 
 class LoadedWeights(NamedTuple):
-    """Weights that were read: a tree of arrays, the step of their checkpoint, "ema" or "raw"."""
+    """Loaded weights: a tree of arrays, the step of their checkpoint, "ema" or "raw"."""
 
     params: Params
     step: int
@@ -41,10 +41,10 @@ class LoadedWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A run opened for reading: its directory, and its parts on this machine's devices.
+    """A run opened for reading: its directory, and its parts on the devices of this machine.
 
-    `step` is that of the checkpoint whose path was given, else None. `rows` are what a program
-    gives in place of the function in `data.sources`.
+    `step` is the step of the checkpoint if its path was opened, else None. `rows` replace the
+    function in `data.sources`.
     """
 
     path: Location
@@ -54,14 +54,14 @@ class TrainedRun:
     _parts_of: dict[bool, Parts] = dataclasses.field(default_factory=dict, init=False)
 
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
-        """Weights of a checkpoint, sharded as in training.
+        """Return the weights of a checkpoint, sharded as in training.
 
-        By default it is the one whose path was given, or the newest valid one. `kind` is as in
+        By default it is the opened checkpoint, or the newest valid one. `kind` is as in
         `Checkpointer.restore_params`.
 
         Raises:
-            ConfigError: there is no such checkpoint, it holds another model, or no average; the
-                path names another step.
+            ConfigError: there is no such checkpoint, it has another model, or no average; the
+                opened path is another checkpoint.
         """
         if None not in (step, self.step) and step != self.step:
             raise other_step(step, self.step, self.path)
@@ -77,10 +77,10 @@ class TrainedRun:
                 f"Continue it: python -m jaxdist.train --resume {self.path}."
             )
         if chosen not in steps:
-            there = ", ".join(map(str, steps))
+            existing = ", ".join(map(str, steps))
             raise ConfigError(
                 f"run {self.path} has no valid checkpoint {'' if step is None else step}, it has: "
-                f"{there}. Name one of these, or leave --step out for the newest."
+                f"{existing}. Name one of these, or omit --step for the newest."
             )
         own = self.parts.config
         if step is None and chosen != steps[-1]:  # a damaged checkpoint is newer
@@ -91,14 +91,14 @@ class TrainedRun:
                     f"damaged checkpoint {steps[-1]}. Add --step {chosen} to use it."
                 )
         target = self.parts.abstract_state().params
-        found = checkpointer.weights_kind(chosen, kind)
+        stored_kind = checkpointer.weights_kind(chosen, kind)
         params = checkpointer.restore_params(target, chosen, weights=kind)
-        return LoadedWeights(params, chosen, found)
+        return LoadedWeights(params, chosen, stored_kind)
 
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
-        """All rows of the named sources; None or [] = the rows that the run held out.
+        """Return all rows of the sources; None or [] = the held-out rows of the run.
 
-        A token folder brings its tokenizer to a run that was imported without one.
+        If the run was imported without a tokenizer, the one of a token folder is used.
 
         Raises:
             ConfigError: nothing was held out, or the rows do not fit the model.
@@ -114,7 +114,7 @@ class TrainedRun:
         )
         if held_out is None:
             raise ConfigError(
-                "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
+                "the run has no held-out rows (data.eval_fraction=0 and no eval_sources). "
                 "Name data with --sources=PATH."
             )
         check_data_fits(self.parts, held_out)
@@ -123,7 +123,7 @@ class TrainedRun:
     def evaluate(
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
-        """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
+        """Evaluate the parameters of a checkpoint; see `evaluation_loop.evaluate`."""
         return evaluate(
             self.parts_for(dataset.fields).step,
             params,
@@ -134,9 +134,9 @@ class TrainedRun:
         )
 
     def parts_for(self, fields: Fields | None = None) -> Parts:
-        """Return the parts as training has them for rows of these fields; equal ones are made once.
+        """Return the parts for rows of these fields, as in training (cached).
 
-        None: the fields that the settings suggest.
+        None: the fields of the settings.
         """
         fields = self.parts.fields if fields is None else fields
         packed = "segments" in fields
@@ -159,12 +159,12 @@ def open_run(
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
     `path` may be a checkpoint inside the run. The settings are those stored with it, with the
-    checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` means the
-    machine's own devices; `train` replaces settings of that section; `model`, `objective` and
-    `rows` are as of `Program`.
+    checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` uses the
+    real devices; `train` replaces settings of that section; `model`, `objective` and `rows` are as
+    in `Program`.
 
     Raises:
-        ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
+        ConfigError: there is no run, its settings cannot be read, or the mesh is not legal.
     """
     run, named = run_at(path)
     config = settings_of_run(run, step if named is None else named)
@@ -182,30 +182,29 @@ def open_run(
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1"),
         train=dataclasses.replace(config.train, **changes),
     )
-    given = model(config.train.seq_len) if model is not None else None
-    parts = assemble(config, devices, model=given, objective=objective)
+    built = model(config.train.seq_len) if model is not None else None
+    parts = assemble(config, devices, model=built, objective=objective)
     return TrainedRun(path=run, parts=parts, step=named, rows=rows)
 
 
 def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
-    """What is wrong where a step is asked for and the path is that of another checkpoint."""
+    """Return the error for a step that is not the one of the opened checkpoint."""
     return ConfigError(
-        f"step {step} is asked for, and the path is that of checkpoint {named} of {run}. Leave the "
-        "step out, or name the run."
+        f"step={step}, but the path is checkpoint {named} of {run}. Omit the step, or name the run."
     )
 
 
 def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:
-    """The run that a path lies in, and the step of the checkpoint that it names, else None.
+    """Return the run that contains a path, and the step if the path is a checkpoint, else None.
 
     Raises:
-        ConfigError: there is no run, or the path inside it is none of its checkpoints.
+        ConfigError: there is no run, or the path inside it is not a checkpoint.
     """
-    given = locate(path)
-    for candidate in (given, given.parent, given.parent.parent):
+    inner = locate(path)
+    for candidate in (inner, inner.parent, inner.parent.parent):
         if (candidate / "config.toml").exists() or steps_in(candidate / "checkpoints"):
-            return candidate, None if candidate == given else named_step(str(given))[1]
+            return candidate, None if candidate == inner else named_step(str(inner))[1]
     raise ConfigError(
-        f"run {str(given)!r} holds no config.toml. Name a run directory as training printed it, "
+        f"run {str(inner)!r} has no config.toml. Name a run directory as training printed it, "
         "e.g. runs/default-20260101-120000."
     )

@@ -1,4 +1,4 @@
-"""How a setting is declared, with its bounds, and which settings of a dataclass break theirs."""
+"""Declaration of settings with bounds, and checks of their values."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-_FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, 2.0**128 * (1 - 2.0**-24)
-"""Sizes of a normal float32. Devices replace smaller ones by 0."""
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 2.0**128 * (1 - 2.0**-24)
+"""Magnitudes of a normal float32. Devices replace smaller ones by 0."""
 
 
 class ConfigError(ValueError):
-    """What the user asked for breaks rules; `problems` lists all of them, one line each.
+    """Invalid settings or arguments; `problems` lists all problems, one line each.
 
-    Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
+    Every line has the value, the allowed values and the fix. Commands print it and exit with 2.
 
     Args:
         problems: one, or several.
-        asked: the command or setting that was asked for; the text then begins with a heading.
+        heading: name of the command or setting for a first line; "" = no first line.
     """
 
-    def __init__(self, problems: str | list[str], *, asked: str = ""):
+    def __init__(self, problems: str | list[str], *, heading: str = ""):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(_headed(asked, self.problems) if asked else self.problems))
+        super().__init__("\n".join(_headed(heading, self.problems) if heading else self.problems))
 
 
-_LONGEST = 2000  # characters of one problem
+_MAX_CHARS = 2000  # of one problem
 
 
-def _headed(asked: str, problems: list[str]) -> list[str]:
+def _headed(heading: str, problems: list[str]) -> list[str]:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return [
-        f"{asked}: {count} in what was asked for; nothing was started.",
+        f"{heading}: {count}; nothing was started.",
         *(f"  - {_shortened(problem)}" for problem in problems),
     ]
 
 
 def _shortened(problem: str) -> str:
-    """Without the middle of what was given, where that is a text of many pages."""
-    if len(problem) <= _LONGEST:
+    """Replace the middle of a very long text."""
+    if len(problem) <= _MAX_CHARS:
         return problem
-    half = _LONGEST // 2
-    left_out = f" … ({len(problem) - _LONGEST} characters) … "
-    return problem[:half] + left_out + problem[-half:]
+    half = _MAX_CHARS // 2
+    middle = f" … ({len(problem) - _MAX_CHARS} characters) … "
+    return problem[:half] + middle + problem[-half:]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a number, or each number of a list, may be; None = no bound. Never NaN or infinite.
+    """Bounds of a number, or of each number of a list; None = no bound. NaN and Inf are invalid.
 
     At least `ge`, above `gt`, at most `le`, below `lt`.
     """
@@ -59,7 +59,7 @@ class Bounds:
     lt: float | None = None
 
     def allow(self, value: Any) -> bool:
-        """Whether a value, or every item of a list, is within."""
+        """Return whether a value, or every item of a list, is within the bounds."""
         if isinstance(value, list | tuple):
             return all(map(self.allow, value))
         return (
@@ -71,7 +71,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """In words: "1 or more", "above 0 and at most 1"."""
+        """Return the bounds in words: "1 or more", "above 0 and at most 1"."""
         ge, gt, le, lt = (
             str(n) if isinstance(n, int | None) else f"{n:g}"
             for n in (self.ge, self.gt, self.le, self.lt)
@@ -112,10 +112,10 @@ def setting(
     lt: float | None = None,
     required: bool = False,
 ) -> Any:
-    """A field of a settings dataclass.
+    """Declare a field of a settings dataclass.
 
-    `doc` is one line of help: what it does, its unit, what a special value means. The bounds (see
-    `Bounds`) hold for each item of a list. The default of a `required` one means "not given".
+    `doc` is one line of help: effect, unit, special values. The bounds (see `Bounds`) hold for each
+    item of a list. The default of a `required` setting means that it is missing.
     """
     bounds = Bounds(ge, gt, le, lt) if (ge, gt, le, lt) != (None,) * 4 else None
     metadata = {"doc": doc, "bounds": bounds, "required": required}
@@ -126,36 +126,35 @@ def setting(
 
 
 def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[str]:
-    """Every problem of settings and of the sections in them, one line each; [] where there is none.
+    """Return every problem of settings and of their sections, one line each.
 
-    A dataclass may have a method `problems`, for rules between its settings. It is asked where its
-    own settings are within their bounds; that of the outermost dataclass always. `section` is the
-    dotted name of `config`, "" = the outermost; only with `deep` its own sections are looked into.
+    A dataclass may have a method `problems` for rules between its settings. It is called if the
+    settings of the section are within their bounds, and always for the outermost dataclass.
+    `section` is the dotted name of `config`, "" = the outermost. `deep` includes inner sections.
     """
-    bad, found = [], []
+    out_of_bounds, inner = [], []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = f"{section}.{field.name}" if section else field.name
         bounds: Bounds | None = field.metadata.get("bounds")
         if dataclasses.is_dataclass(value) and deep:
-            found += problems_of(value, name)
+            inner += problems_of(value, name)
         elif bounds is not None and value is not None and not bounds.allow(value):
-            bad.append(f"{name}={value} must be {bounds}. {_fix(field, bounds)}")
+            out_of_bounds.append(f"{name}={value} must be {bounds}. {_fix(field, bounds)}")
         elif wrong := list(outside_float32(value)):
             numbers = ", ".join(f"{number:g}" for number in wrong)
-            bad.append(
-                f"{name}={value} has {numbers}, which float32 cannot hold. Use 0, or a finite "
-                f"number of a size from {_FLOAT32_LEAST:.3g} to {_FLOAT32_MOST:.3g}."
+            out_of_bounds.append(
+                f"{name}={value} has {numbers}, outside the range of float32. Use 0, or a number "
+                f"whose magnitude is from {_FLOAT32_MIN:.3g} to {_FLOAT32_MAX:.3g}."
             )
-    rules = config.problems() if hasattr(config, "problems") and not (bad and section) else []
-    return [*bad, *found, *rules]
+    has_rules = hasattr(config, "problems") and not (out_of_bounds and section)
+    return [*out_of_bounds, *inner, *(config.problems() if has_rules else [])]
 
 
 def outside_float32(value: Any) -> Iterator[float]:
     """Yield the numbers in a value that would be NaN, infinite or 0 on a device, at any depth."""
     if isinstance(value, float):
-        size = abs(value)
-        if value and not _FLOAT32_LEAST <= size <= _FLOAT32_MOST:
+        if value and not _FLOAT32_MIN <= abs(value) <= _FLOAT32_MAX:
             yield value
     elif isinstance(value, dict):
         for item in value.values():

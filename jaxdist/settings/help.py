@@ -14,7 +14,7 @@ WIDTH = 100
 
 
 def usage(command: str, positional: Sequence[str] = (), rest: str = "") -> str:
-    """How a command is called: "python -m jaxdist.evaluate RUN"."""
+    """Return the usage of a command: "python -m jaxdist.evaluate RUN"."""
     words = [f"python -m {command}", *(name.upper() for name in positional)]
     return " ".join(words + ["--", rest.upper()] * bool(rest))
 
@@ -28,7 +28,7 @@ def help_text(
     rest: str = "",
     section: str = "",
 ) -> str:
-    """The help of a command, or of one section of its settings.
+    """Return the help of a command, or of one section of its settings.
 
     Raises:
         ConfigError: there is no such section.
@@ -38,7 +38,7 @@ def help_text(
     if section:
         chosen = [name for name in groups if name.split(" ")[0] == section]
         if not chosen:
-            raise ConfigError(f"--help {section}: there is no such section. Use one of {names}.")
+            raise ConfigError(f"--help {section}: unknown section. Use one of {names}.")
         return "\n\n".join(_section(name, *groups[name]) for name in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
     flags = (
@@ -47,11 +47,11 @@ def help_text(
     short = ", ".join(f"{flag_of(short)} = {flag_of(name)}" for short, name in aliases.items())
     parts = [
         f"usage: {usage(command, positional)}{flags}{f' -- {rest.upper()}' if rest else ''}",
-        # Indented paragraphs are commands: they stay line by line.
+        # Indented paragraphs are commands, which are not wrapped.
         *(p if p.startswith(" ") else _wrap(p, "") for p in summary.strip("\n").split("\n\n")),
         _wrap(_RULES if names else _SHORT_RULES, ""),
-        _wrap(f"Short spellings: {short}." if short else "", ""),
-        _wrap(f"--help SECTION shows one of: {names}." if names else "", ""),
+        _wrap(f"Short flags: {short}." if short else "", ""),
+        _wrap(f"--help SECTION prints one of: {names}." if names else "", ""),
         *_root(cls, groups.pop("")[1], spelled),
         *(_section(name, *group) for name, group in groups.items()),
     ]
@@ -60,15 +60,15 @@ def help_text(
 
 _SHORT_RULES = "Lists are comma-separated: a,b,c. A true|false flag without a value means true."
 _RULES = (
-    f"Flags win over the file, the file wins over the defaults. {_SHORT_RULES} In a file, names "
-    "have underscores for dashes: --train.global-batch-size is global_batch_size in [train]."
+    f"Flags override the file, the file overrides the defaults. {_SHORT_RULES} In a file, names "
+    "have underscores: --train.global-batch-size is global_batch_size in [train]."
 )
 
 
 def groups_of(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
-    """(heading, (doc, fields)) of the root and of each section and kind.
+    """Yield (heading, (doc, fields)) of the root and of each section and kind.
 
-    The field that says which kind stands with the first one, and offers all of them.
+    The field `kind` is in the first kind, with all kinds as choices.
     """
     plain = [f for f in fields_of(cls) if len(f.path) == 1]
     yield "", (_doc(cls), plain)
@@ -91,7 +91,7 @@ def _doc(cls: type) -> str:
 
 
 def _root(cls: type, fields: list[Field], spelled: Mapping[str, str]) -> Iterator[str]:
-    """The settings outside of sections: first those that a command has beside its base class's."""
+    """Yield the groups outside of sections: first the settings that the command adds."""
     own = [f for f in fields if f.name in spelled or f.name in vars(cls).get("__annotations__", {})]
     inherited = [f for f in fields if f not in own]
     yield _group("Options of this command" if inherited else "Options", own, spelled)
@@ -105,7 +105,7 @@ def _section(heading: str, doc: str, fields: list[Field]) -> str:
 def _group(title: str, fields: list[Field], spelled: Mapping[str, str]) -> str:
     if not fields:
         return ""
-    # What stands without a flag comes first, as it does on the command line.
+    # Positional arguments come first.
     ordered = sorted(fields, key=lambda field: field.name not in spelled)
     return "\n".join([_wrap(title, "", hanging="  "), *(_field(f, spelled) for f in ordered)])
 
@@ -117,7 +117,7 @@ def _field(field: Field, spelled: Mapping[str, str]) -> str:
 
 
 def kind_of_value(annotation: Any) -> str:
-    """What a setting of this type takes, e.g. "INT", "{adamw,sgd}"."""
+    """Return the kind of value of a type, e.g. "INT", "{adamw,sgd}"."""
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     if get_origin(annotation) in (list, tuple):
@@ -131,10 +131,10 @@ def kind_of_value(annotation: Any) -> str:
 
 
 def default_text(field: Field) -> str:
-    """A setting's default in words."""
+    """Return the default of a setting in words."""
     default = field.default
     if field.required or default is dataclasses.MISSING:
-        return "(must be given)"
+        return "(required)"
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, list | tuple):

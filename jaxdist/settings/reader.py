@@ -27,21 +27,21 @@ from jaxdist.settings.schema import (
     types_of,
 )
 from jaxdist.settings.sources import (
-    Given,
+    Input,
     flatten,
-    given_by_program,
+    program_inputs,
     read_file,
     split_arguments,
 )
 
 T = TypeVar("T")
 
-GivenValues: TypeAlias = Mapping[str, Any]
-"""Dotted name -> value as TOML or a flag gave it, for every setting that was given."""
+InputValues: TypeAlias = Mapping[str, Any]
+"""Dotted name -> TOML value or flag text, for every setting that was set."""
 
 
 def read_settings(cls: type[T], argv: Sequence[str], **options: Any) -> T:
-    """The settings of a command; takes and raises what `read_with_origins` does."""
+    """Read the settings of a command; see `read_with_origins`."""
     return read_with_origins(cls, argv, **options)[0]
 
 
@@ -54,33 +54,34 @@ def read_with_origins(
     aliases: Mapping[str, str] | None = None,
     positional: Sequence[str] = (),
     rest: str = "",
-    base: T | Callable[[GivenValues], T | None] | None = None,
+    base: T | Callable[[InputValues], T | None] | None = None,
     settle: Callable[[T], T] = lambda config: config,
     check_rules: bool = True,
     is_stored: bool = False,
     values: Mapping[str, Any] | None = None,
     read_url: Callable[[str], bytes] | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Read the settings of a command, and where each that was given came from ("flag --steps").
+    """Read the settings of a command, and the origin of each value, e.g. "flag --steps".
 
-    Later sources win: the defaults of `cls` (or `base`), then `--config FILE.toml`, then flags.
+    Later sources override earlier ones: the defaults of `cls` (or `base`), `--config FILE.toml`,
+    flags.
 
     Args:
         cls: a frozen dataclass; its fields may be sections (dataclasses) themselves.
-        argv: arguments without the program's name.
+        argv: arguments without the name of the program.
         command: for help and messages, e.g. "jaxdist.train".
         summary: first lines of `--help`.
-        aliases: short spelling -> dotted name, e.g. {"steps": "train.steps"}.
-        positional: dotted names that arguments without a flag fill, in order; a list, which must be
-            the last, takes all that are left.
-        rest: name of the list that takes what stands after `--`; "" = nothing may stand there.
-        base: where to start from instead of the defaults (a stored run's settings), or a function
-            of what was given that finds it, or None for the defaults.
-        settle: replaces what was given by what it stands for, before rules are asked for. What it
-            refuses must be against a rule too.
-        check_rules: also ask for rules and bounds, and not only whether each value has its type.
+        aliases: short name -> dotted name, e.g. {"steps": "train.steps"}.
+        positional: dotted names of the positional arguments, in order; a list, which must be the
+            last, takes all remaining ones.
+        rest: name of the list that takes the arguments after `--`; "" = they are rejected.
+        base: settings that replace the defaults (those of a stored run), or a function of the
+            values that returns them or None.
+        settle: replaces values by their permanent form before rules are checked. A rule must reject
+            what it rejects.
+        check_rules: also check rules and bounds, not only types.
         is_stored: these are the stored settings of a run; see `Removed`.
-        values: what a Python program asks for, which comes last; see `given_by_program`.
+        values: settings of a Python program, which override all others; see `program_inputs`.
         read_url: returns the content of a `--config` that is a URL; None = URLs are rejected.
 
     Raises:
@@ -94,46 +95,46 @@ def read_with_origins(
         try:
             print(help_text(cls, command, summary, aliases, positional, rest, arguments.help))
         except ConfigError as error:
-            raise ConfigError(error.problems, asked=command) from None
+            raise ConfigError(error.problems, heading=command) from None
         raise SystemExit(0)
-    givens, problems = _gather(arguments.files, read_url)
-    words, more = _positional_values(cls, arguments.positional, positional)
-    after, even_more = _values_after_dashes(arguments.rest, rest)
-    givens += [*words, *arguments.flags, *after, *given_by_program(values or {}, aliases)]
+    inputs, problems = _gather(arguments.files, read_url)
+    words, word_problems = _positional_values(cls, arguments.positional, positional)
+    after, after_problems = _values_after_dashes(arguments.rest, rest)
+    inputs += [*words, *arguments.flags, *after, *program_inputs(values or {}, aliases)]
     if callable(base):
         try:
-            base = base({".".join(given.path): given.raw for given in givens})
+            base = base({".".join(one.path): one.raw for one in inputs})
         except ConfigError as error:
-            raise ConfigError(error.problems, asked=command) from None
-        except (OSError, ValueError) as error:  # a path that cannot be one: too long, or with NUL
-            raise ConfigError(_no_path(error), asked=command) from None
-    hint = "What belongs to the program stands after --." if rest else "See --help."
+            raise ConfigError(error.problems, heading=command) from None
+        except (OSError, ValueError) as error:  # an invalid path: too long, or with NUL
+            raise ConfigError(_invalid_path(error), heading=command) from None
+    hint = "Arguments of the program follow --." if rest else "See --help."
     hint = hint if values is None else "See docs/settings.md."
-    reader = _Reader(cls, base, givens, aliases, hint, is_stored)
+    reader = _Reader(cls, base, inputs, aliases, hint, is_stored)
     config = reader.read()
     try:
         config = settle(config)
-    except ConfigError as error:  # a rule says the same, with its origin
+    except ConfigError as error:  # a rule reports the same, with its origin
         problems += [] if check_rules else error.problems
-    problems += [*more, *even_more, *reader.problems]
+    problems += [*word_problems, *after_problems, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
     rules = _broken_rules(config) if check_rules else []
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
-        raise ConfigError(problems, asked=command)
+        raise ConfigError(problems, heading=command)
     return config, reader.origins
 
 
 def _broken_rules(config: Any) -> list[str]:
-    """As `problems_of`; a path that cannot even be asked for is a problem too."""
+    """Return `problems_of` the settings; an invalid path is a problem too."""
     try:
         return problems_of(config)
     except OSError as error:
-        return [_no_path(error)]
+        return [_invalid_path(error)]
 
 
-def _no_path(error: Exception) -> str:
+def _invalid_path(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"path {str(error.filename)!r} cannot be used ({error.strerror}). Use another one."
     return f"a path cannot be used ({error}). Use another one."
@@ -141,9 +142,9 @@ def _no_path(error: Exception) -> str:
 
 def _gather(
     files: Sequence[str], read_url: Callable[[str], bytes] | None
-) -> tuple[list[Given], list[str]]:
+) -> tuple[list[Input], list[str]]:
     if len(files) > 1:
-        return [], [f"--config is given {len(files)} times ({', '.join(files)}). Give one file."]
+        return [], [f"--config occurs {len(files)} times ({', '.join(files)}). Use one file."]
     for file in files:
         table, problems, text = read_file(file, read_url)
         return flatten(table, file, text), problems
@@ -152,12 +153,12 @@ def _gather(
 
 def _positional_values(
     cls: type, words: Sequence[str], names: Sequence[str]
-) -> tuple[list[Given], list[str]]:
+) -> tuple[list[Input], list[str]]:
     fields = {field.name: field for field in fields_of(cls)}
     takes_all = bool(names) and is_list(fields[names[-1]].type)
     slots = [*names, *[name for name in names[-1:] for _ in words]] if takes_all else list(names)
-    givens = [
-        Given(
+    inputs = [
+        Input(
             fields[name].path,
             [word] if is_list(fields[name].type) else FlagText(word),
             f"argument {word!r}",
@@ -170,15 +171,15 @@ def _positional_values(
         "Settings are --name=value, see --help."
         for word in words[len(slots) :]
     ]
-    return givens, problems
+    return inputs, problems
 
 
-def _values_after_dashes(words: list[str], name: str) -> tuple[list[Given], list[str]]:
+def _values_after_dashes(words: list[str], name: str) -> tuple[list[Input], list[str]]:
     if not words:
         return [], []
     if name:
-        return [Given((name,), words, "arguments after --")], []
-    return [], [f"arguments after -- ({' '.join(words)}) have no meaning here. Remove them."]
+        return [Input((name,), words, "arguments after --")], []
+    return [], [f"arguments after -- ({' '.join(words)}) are not used here. Remove them."]
 
 
 def _missing(
@@ -192,22 +193,22 @@ def _missing(
     ]
 
 
-_TYPED = ("flag", "argument")  # how the origin of what was typed begins; else it is a file's
+_TYPED = ("flag", "argument")  # prefixes of the origins on the command line; others are files
 
 
 class _Reader:
-    """Places given values into the schema; remembers what was wrong and where each came from."""
+    """Assigns input values to the schema, and collects problems and origins."""
 
     def __init__(
         self,
         cls: type,
         base: Any,
-        givens: list[Given],
+        inputs: list[Input],
         aliases: Mapping[str, str],
         hint: str,
         is_stored: bool,
     ):
-        self.cls, self.base, self.givens, self.aliases = cls, base, givens, aliases
+        self.cls, self.base, self.inputs, self.aliases = cls, base, inputs, aliases
         self.hint = hint  # what to try if a setting is unknown
         self.is_stored = is_stored
         self.problems: list[str] = []
@@ -217,20 +218,20 @@ class _Reader:
         self.kinds: dict[Path, str] = {}
 
     def read(self) -> Any:
-        """The settings, with the default in the place of every value that was wrong."""
-        # 1. The kind of a section decides which fields it has; 2. then values find their fields.
+        """Return the settings, with the default for every invalid value."""
+        # 1. The kind of a section decides which fields it has. 2. Values are assigned to fields.
         self._read_kinds()
         skipped: set[Path] = set()
         removed = getattr(self.cls, "REMOVED", {})
-        for given in self.givens:
-            if setting := removed.get(".".join(given.path)):
-                self._check_removed(given, setting)
+        for one in self.inputs:
+            if setting := removed.get(".".join(one.path)):
+                self._check_removed(one, setting)
             else:
-                self._place(given, skipped)
+                self._assign(one, skipped)
         return self._build(self.cls, self.base, ())
 
     def concerns_bad_value(self, problem: str) -> bool:
-        """Whether a rule speaks of a value that could not be read: its default is not at fault."""
+        """Return whether a rule is about a value that could not be read."""
         for name in self.bad:
             last = name.rsplit(".", 1)[-1]
             if re.search(rf"\b{re.escape(name)}\b|\b{last}=", problem):
@@ -238,14 +239,14 @@ class _Reader:
         return False
 
     def with_origin(self, problem: str) -> str:
-        """The problem with the place where the first setting that it names was given."""
+        """Add the origin of the first setting that a problem names."""
         for name in re.findall(r"\b[a-z_]\w*(?:\.\w+)*\b", problem):
             if name in self.origins:
                 return f"{problem} [{name}: {self.origins[name]}]"
         return problem
 
     def _read_kinds(self) -> None:
-        """The kind of each outermost section that has several."""
+        """Read the kind of each outermost section that has several."""
         for field in dataclasses.fields(self.cls):
             kinds = kinds_of(types_of(self.cls)[field.name])
             if kinds and "" not in kinds:
@@ -254,56 +255,58 @@ class _Reader:
                 self.kinds[(field.name,)] = self._kind(field.name, kinds, default)
 
     def _kind(self, name: str, kinds: Mapping[str, type], kind: str) -> str:
-        for given in self.givens:
-            if given.path != (name, "kind"):
+        for one in self.inputs:
+            if one.path != (name, "kind"):
                 continue
-            if isinstance(given.raw, str) and given.raw in kinds:
-                kind = str(given.raw)
+            if isinstance(one.raw, str) and one.raw in kinds:
+                kind = str(one.raw)
             else:
-                hint = _did_you_mean(str(given.raw), kinds) or f" The default is {kind}."
+                hint = _did_you_mean(str(one.raw), kinds) or f" The default is {kind}."
                 self.problems.append(
-                    f"{name}.kind={given.raw!r} ({given.origin}) is not a choice: "
+                    f"{name}.kind={one.raw!r} ({one.origin}) is not a choice: "
                     f"{join_choices(kinds)}.{hint}"
                 )
                 self.bad.add(name)
         return kind
 
-    def _place(self, given: Given, skipped: set[Path]) -> None:
-        """Find the field of a value and read it; report what does not fit."""
+    def _assign(self, one: Input, skipped: set[Path]) -> None:
+        """Read a value into its field, or report a problem."""
         cls = self.cls
-        for depth, name in enumerate(given.path):
-            here = given.path[: depth + 1]
+        for depth, name in enumerate(one.path):
+            here = one.path[: depth + 1]
             if name not in types_of(cls):
-                self._unknown(given, here, cls, skipped)
+                self._unknown(one, here, cls, skipped)
                 return
             kinds = kinds_of(types_of(cls)[name])
             if kinds:
                 cls = kinds[self.kinds.get(here, "")]
                 if ".".join(here) in self.bad:
-                    return  # its kind is unknown, so which fields it has is too
+                    return  # the kind is invalid, so the fields are unknown
                 continue
             field = next(f for f in fields_of(cls, here[:-1]) if f.path == here)
-            self._set(field, given, given.path[depth + 1 :])
+            self._set(field, one, one.path[depth + 1 :])
             return
-        self._is_section(given, cls)
+        self._is_section(one, cls)
 
-    def _check_removed(self, given: Given, setting: Removed) -> None:
+    def _check_removed(self, one: Input, setting: Removed) -> None:
         """Accept the value that is now fixed; report any other with its replacement."""
         if setting.value is None or (self.is_stored and not setting.changes_results):
             return
-        raw = True if given.raw is None and isinstance(setting.value, bool) else given.raw
+        raw = True if one.raw is None and isinstance(setting.value, bool) else one.raw
         try:
             accepted = read_value(raw, type(setting.value)) == setting.value
         except BadValueError:
             accepted = False
         if not accepted:
-            shown = f"{'.'.join(given.path)}={given.raw!r} ({given.origin})"
             fixed = "" if setting.value == "" else f" Its value is always {setting.value!r} now."
-            self.problems.append(f"{shown}: the setting was removed.{fixed} {setting.fix}")
+            self.problems.append(
+                f"{'.'.join(one.path)}={one.raw!r} ({one.origin}): the setting was removed."
+                f"{fixed} {setting.fix}"
+            )
 
-    def _set(self, field: Field, given: Given, inside: Path) -> None:
-        is_bare_switch = given.raw is None and field.type is bool
-        if given.raw is None and not is_bare_switch:
+    def _set(self, field: Field, one: Input, inside: Path) -> None:
+        is_bare_switch = one.raw is None and field.type is bool
+        if one.raw is None and not is_bare_switch:
             self.bad.add(field.name)
             self.problems.append(
                 f"{field.flag} has no value: {describe(field.type)} is needed. "
@@ -311,65 +314,64 @@ class _Reader:
             )
             return
         if inside and not isinstance(field.default, dict):
-            self._unknown(given, given.path, self.cls, set())
+            self._unknown(one, one.path, self.cls, set())
             return
         try:
             if inside:
                 table = dict(self.values.get(field.path, field.default))
-                self.values[field.path] = _insert(table, inside, read_value(given.raw, Any))
+                self.values[field.path] = _insert(table, inside, read_value(one.raw, Any))
             else:
-                value = True if is_bare_switch else read_value(given.raw, field.type)
-                self.values[field.path] = self._after_earlier_flag(field, given, value)
+                value = True if is_bare_switch else read_value(one.raw, field.type)
+                self.values[field.path] = self._after_earlier_flag(field, one, value)
         except BadValueError as error:
             self.bad.add(field.name)
             choices = get_args(field.type) if get_origin(field.type) is Literal else ()
-            hint = _did_you_mean(str(given.raw), map(str, choices))
+            hint = _did_you_mean(str(one.raw), map(str, choices))
             self.problems.append(
-                f"{field.name}={given.raw!r} ({given.origin}) {error}."
+                f"{field.name}={one.raw!r} ({one.origin}) {error}."
                 + (hint or f" The default is {example(field)}: {field.doc}.")
             )
-        self.origins[field.name] = given.origin
+        self.origins[field.name] = one.origin
 
-    def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
-        """A repeated flag or argument adds to a list; any other field takes one value."""
+    def _after_earlier_flag(self, field: Field, one: Input, value: Any) -> Any:
+        """Add the value of a repeated flag to a list; reject it for any other field."""
         earlier = self.origins.get(field.name, "")
-        if not (earlier.startswith(_TYPED) and given.origin.startswith(_TYPED)):
+        if not (earlier.startswith(_TYPED) and one.origin.startswith(_TYPED)):
             return value
         if is_list(field.type):
             return self.values[field.path] + value
         self.problems.append(
-            f"{field.name} is given twice ({earlier}, {given.origin}): one value is needed. "
+            f"{field.name} is set twice ({earlier}, {one.origin}): one value is needed. "
             "Remove one of them."
         )
         return value
 
-    def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
-        if here in skipped:  # one message for a whole unknown section
+    def _unknown(self, one: Input, here: Path, cls: type, skipped: set[Path]) -> None:
+        if here in skipped:  # one message for an unknown section
             return
-        in_file = not given.origin.startswith(_TYPED)
-        if in_file and len(here) < len(given.path):
+        in_file = not one.origin.startswith(_TYPED)
+        in_section = in_file and len(here) < len(one.path)
+        if in_section:
             skipped.add(here)
-        name = ".".join(here if in_file else given.path)
-        known = [field.name for field in fields_of(self.cls)]
+        name = ".".join(here if in_file else one.path)
+        names = [field.name for field in fields_of(self.cls)]
         if cls is not self.cls:
-            # Fields of this kind first: `[model]` of another kind may know the name.
+            # Fields of this kind first: `[model]` of another kind may have the name.
             near = [field.name for field in fields_of(cls, here[:-1])]
-            known = near + [k for k in known if k not in near and not k.startswith(here[0] + ".")]
+            names = near + [n for n in names if n not in near and not n.startswith(here[0] + ".")]
         sections = [n for n, t in types_of(self.cls).items() if kinds_of(t)]
-        candidates = (
-            sections if in_file and len(here) < len(given.path) and len(here) == 1 else known
-        )
+        candidates = sections if in_section and len(here) == 1 else names
         spell = str if in_file else flag_of
         mean = _did_you_mean(name, [*candidates, *self.aliases], spell)
         kind = self.kinds.get(here[:-1])
         of_kind = f" of kind {kind}" if kind else ""
-        origin = given.origin if len(here) == len(given.path) else given.section_origin
-        shown = f"{name} ({origin})" if in_file else flag_of(name)
+        origin = one.origin if len(here) == len(one.path) else one.section_origin
+        label = f"{name} ({origin})" if in_file else flag_of(name)
         fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
-        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} {self.hint}")
+        self.problems.append(f"{label} is not a setting{of_kind}.{fix} {self.hint}")
 
-    def _is_section(self, given: Given, cls: type) -> None:
-        name = ".".join(given.path)
+    def _is_section(self, one: Input, cls: type) -> None:
+        name = ".".join(one.path)
         target = self.aliases.get(name)
         fix = (
             f"Use {target}"
@@ -377,7 +379,7 @@ class _Reader:
             else f"Its fields are {', '.join(list(types_of(cls))[:6])}, …: use {name}.FIELD"
         )
         self.problems.append(
-            f"{name}={given.raw!r} ({given.origin}) gives a value to a section. {fix}."
+            f"{name}={one.raw!r} ({one.origin}) assigns a value to a section. {fix}."
         )
 
     def _build(self, cls: type, base: Any, prefix: Path) -> Any:
@@ -402,13 +404,13 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     return {**table, path[0]: _insert(dict(table.get(path[0], {})), path[1:], value)}
 
 
-def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+def _did_you_mean(text: str, names: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """A question naming the closest names, with a space before it; nothing without any."""
-    known = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(given, known, n=2, cutoff=0.75)
+    names = list(dict.fromkeys(names))
+    close = difflib.get_close_matches(text, names, n=2, cutoff=0.75)
     if not close:
-        last = given.rsplit(".", 1)[-1]
-        by_last = {name: name.rsplit(".", 1)[-1] for name in known}
+        last = text.rsplit(".", 1)[-1]
+        by_last = {name: name.rsplit(".", 1)[-1] for name in names}
         close = [name for name, end in by_last.items() if end == last]
         close = close or [name for name, end in by_last.items() if last in end.split("_")]
         close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]

@@ -1,8 +1,8 @@
-"""What a settings dataclass offers: its sections, fields and kinds, and how values are read.
+"""Schema of a settings dataclass: its sections, fields and kinds, and parsing of values.
 
-A tree of frozen dataclasses is the schema; nothing is declared twice. A field whose type is a
-dataclass is a section. A field whose type is a union of dataclasses is a section whose `kind`
-(a `Literal` of one value in each) selects which.
+A tree of frozen dataclasses is the schema. A field whose type is a dataclass is a section. A field
+whose type is a union of dataclasses is a section whose `kind` (a `Literal` of one value in each)
+selects one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One setting: where it is, its annotation, and what `declare.setting` says of it."""
+    """One setting: its path, its annotation, and the arguments of `declare.setting`."""
 
     path: Path
     type: Any
@@ -40,28 +40,28 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """As the command line spells it: "--train.global-batch-size"."""
+        """The flag: "--train.global-batch-size"."""
         return flag_of(self.name)
 
 
 class BadValueError(ValueError):
-    """A value of another type than its field's; the message says what the field takes."""
+    """Raised for a value of a wrong type; the message describes what the field takes."""
 
 
 def flag_of(name: str) -> str:
-    """How the command line spells a setting. Flags have dashes where TOML keys have underscores."""
+    """Return the flag of a setting. Flags have dashes, TOML keys have underscores."""
     return f"--{name.replace('_', '-')}"
 
 
 @functools.cache
 def types_of(cls: type) -> dict[str, Any]:
-    """Field name -> annotation, with strings resolved."""
+    """Return the annotation by field name, with strings resolved."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def kinds_of(annotation: Any) -> dict[str, type]:
-    """Kinds of a section with their dataclass: {"": cls} if there is one; {} for a plain field."""
+    """Return the dataclass by kind of a section: {"": cls} without kinds; {} for a plain field."""
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return {"": annotation}
     parts = get_args(annotation) if _is_union(annotation) else ()
@@ -71,7 +71,7 @@ def kinds_of(annotation: Any) -> dict[str, type]:
 
 
 def fields_of(cls: type, prefix: Path = ()) -> Iterator[Field]:
-    """Every plain field below `cls`, all kinds of every section, in order of declaration."""
+    """Yield every plain field below `cls`, for all kinds of every section, in declared order."""
     for field in dataclasses.fields(cls):
         path = (*prefix, field.name)
         kinds = kinds_of(types_of(cls)[field.name])
@@ -83,20 +83,20 @@ def fields_of(cls: type, prefix: Path = ()) -> Iterator[Field]:
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """A field's default value, or `dataclasses.MISSING`."""
+    """Return the default value of a field, or `dataclasses.MISSING`."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def read_value(raw: Any, annotation: Any) -> Any:
-    """The value of a TOML item or of a flag's text.
+    """Parse a TOML value or the text of a flag.
 
     Args:
-        raw: what TOML gave, or `FlagText` with the characters after the flag.
-        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict. A
-            flag's text is a comma-separated list for list[X] and one item for tuple[X, ...]
-            (texts that may hold commas); both take TOML's `[a, b]` too.
+        raw: a TOML value, or `FlagText` with the characters after the flag.
+        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict. The
+            text of a flag is a comma-separated list for list[X] and one item for tuple[X, ...]
+            (texts that may contain commas); both also take TOML's `[a, b]`.
 
     Raises:
         BadValueError: the value is of another type, or not among the choices.
@@ -122,20 +122,20 @@ def read_value(raw: Any, annotation: Any) -> Any:
     if annotation is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if isinstance(raw, str) and "\0" in raw:
-        raise BadValueError("holds a NUL character, which no text has")
+        raise BadValueError("contains a NUL character")
     if annotation is not Any and type(raw) is not annotation:
         raise BadValueError(f"is not {describe(annotation)}")
     return raw
 
 
 class FlagText(str):
-    """The text of a flag, whose type its field decides; TOML values have a type already."""
+    """The text of a flag, parsed by the type of its field. TOML values already have a type."""
 
     __slots__ = ()
 
 
 def describe(annotation: Any) -> str:
-    """What a field takes, in words: "a whole number", "adamw, sgd or lion"."""
+    """Describe the values of a field in words: "a whole number", "adamw, sgd or lion"."""
     if _is_union(annotation):
         (inner,) = (part for part in get_args(annotation) if part is not type(None))
         return f"{describe(inner)}, or none"
@@ -200,7 +200,7 @@ def _read_list(raw: Any, annotation: Any) -> Any:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value where the text is one, else the text itself."""
+    """Return a TOML value if the text is one, else the text itself."""
     try:
         value = tomllib.loads(f"x = {text}\n")
     except (ValueError, RecursionError):  # not TOML, a number of 4300 digits, brackets in brackets
@@ -209,12 +209,12 @@ def _toml_value(text: str) -> Any:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field holds several items: its flag may be repeated."""
+    """Return whether a field is a list, whose flag may be repeated."""
     return get_origin(annotation) in (list, tuple) or annotation in (list, tuple)
 
 
 def example(field: Field) -> str:
-    """A value of the field as a flag would spell it."""
+    """Return an example value of the field for a flag."""
     default = field.default
     if isinstance(default, bool):
         return str(default).lower()

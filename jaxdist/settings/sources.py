@@ -1,4 +1,4 @@
-"""Where settings come from: a TOML file, flags and programs, each value with its origin."""
+"""Sources of settings: a TOML file, flags and programs; each value has its origin."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxdist.settings.declare import ConfigError
 from jaxdist.settings.schema import FlagText, Path
 
 NAMED_FILES = FilePath(__file__).parents[1] / "config" / "named"
-"""Configs that come with the package: `--config llama3_8b` needs no path."""
+"""Configs of the package: `--config llama3_8b` needs no path."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """One value that the user gave.
+class Input:
+    """One value of a setting with its origin.
 
     Attributes:
-        raw: what TOML read, or `FlagText`; None for a flag without a value.
+        raw: TOML value, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
-        section_origin: in a file, where the outermost section begins; of a keyword, as `origin`.
+        section_origin: in a file, the start of the outermost section; for a keyword, `origin`.
     """
 
     path: Path
@@ -35,16 +35,16 @@ class Given:
 
 @dataclasses.dataclass
 class Arguments:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Attributes:
         files: arguments of `--config`.
-        rest: what stands after `--`.
-        help: None without `--help`, else the section asked for ("" = everything).
+        rest: arguments after `--`.
+        help: None without `--help`, else the requested section ("" = everything).
     """
 
     files: list[str] = dataclasses.field(default_factory=list)
-    flags: list[Given] = dataclasses.field(default_factory=list)
+    flags: list[Input] = dataclasses.field(default_factory=list)
     positional: list[str] = dataclasses.field(default_factory=list)
     rest: list[str] = dataclasses.field(default_factory=list)
     help: str | None = None
@@ -53,43 +53,43 @@ class Arguments:
 def split_arguments(
     argv: Sequence[str], aliases: Mapping[str, str], is_switch: Callable[[Path], bool]
 ) -> Arguments:
-    """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`, `--`.
+    """Parse `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`, `--`.
 
-    Dashes inside names are underscores (`--run-dir` is `run_dir`); `aliases` map short spellings to
-    dotted names. What follows a flag is its value unless it starts with `--`. What follows one that
-    `is_switch`, true or false, is its value only where it says so.
+    Dashes inside names become underscores (`--run-dir` is `run_dir`); `aliases` map short flags to
+    dotted names. The next word is the value of a flag unless it starts with `--`. After a switch
+    (`is_switch`) it is the value only if it is true or false.
     """
-    found, words = Arguments(), list(argv)
+    parsed, words = Arguments(), list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
-            found.rest = words
+            parsed.rest = words
             break
         if word in ("-h", "--help"):
             takes_section = bool(words) and not words[0].startswith("-")
-            found.help = words.pop(0) if takes_section else ""
+            parsed.help = words.pop(0) if takes_section else ""
             continue
         if not word.startswith("--"):
-            found.positional.append(word)
+            parsed.positional.append(word)
             continue
         name = _name_of(word)
         path = tuple(aliases.get(name, name).split("."))
         value = _take_value(word, words, is_switch(path))
         if name == "config":
-            found.files.append(value or "")
+            parsed.files.append(value or "")
         else:
             raw = None if value is None else FlagText(value)
-            found.flags.append(Given(path, raw, f"flag {word.partition('=')[0]}"))
-    return found
+            parsed.flags.append(Input(path, raw, f"flag {word.partition('=')[0]}"))
+    return parsed
 
 
 def _name_of(word: str) -> str:
-    """`--run-dir=runs/a` -> "run_dir"."""
+    """Return the name of a flag: `--run-dir=runs/a` -> "run_dir"."""
     return word.removeprefix("--").partition("=")[0].replace("-", "_")
 
 
 def _take_value(word: str, following: list[str], is_switch: bool = False) -> str | None:
-    """The value of a flag, taken from what follows where it stands there; None without one."""
+    """Return the value of a flag, removed from the following words; None without one."""
     _, equals, text = word.partition("=")
     if equals:
         return text
@@ -101,12 +101,12 @@ def _take_value(word: str, following: list[str], is_switch: bool = False) -> str
 
 @dataclasses.dataclass(frozen=True)
 class FlagWords:
-    """A flag and its value on a command line whose settings are not known here.
+    """A flag and its value on a command line of another program.
 
     Attributes:
-        name: with underscores, as the setting is called; "" of words that are no flag.
+        name: name of the setting, with underscores; "" for words that are not a flag.
         value: None without one.
-        words: as they stand there.
+        words: the original words.
     """
 
     name: str
@@ -115,59 +115,59 @@ class FlagWords:
 
 
 def split_flags(argv: Sequence[str]) -> list[FlagWords]:
-    """A command line for another program, as `split_arguments` would read it but for switches."""
-    found, following = [], list(argv)
+    """Split a command line of another program like `split_arguments`, without switches."""
+    flags, following = [], list(argv)
     while following:
         word = following.pop(0)
         if word == "--":
-            found += [FlagWords("", None, (rest,)) for rest in (word, *following)]
+            flags += [FlagWords("", None, (rest,)) for rest in (word, *following)]
             break
         is_flag = word.startswith("--")
         before = len(following)
         value = _take_value(word, following) if is_flag else None
         words = (word,) if len(following) == before else (word, value or "")
-        found.append(FlagWords(_name_of(word) if is_flag else "", value, words))
-    return found
+        flags.append(FlagWords(_name_of(word) if is_flag else "", value, words))
+    return flags
 
 
 def value_of(argv: Sequence[str], *names: str) -> str | None:
-    """The last value of a setting of these names; "" of a flag without one, None without a flag."""
-    found = [flag.value or "" for flag in split_flags(argv) if flag.name in names]
-    return found[-1] if found else None
+    """Return the last value of flags of these names; "" without a value, None without a flag."""
+    values = [flag.value or "" for flag in split_flags(argv) if flag.name in names]
+    return values[-1] if values else None
 
 
 def without_flags(argv: Sequence[str], *names: str) -> list[str]:
-    """The words without the flags of these names and their values."""
+    """Remove the flags of these names and their values."""
     kept = (flag.words for flag in split_flags(argv) if flag.name not in names)
     return [word for words in kept for word in words]
 
 
-def given_by_program(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Given]:
-    """Settings of a Python program: dotted names, short spellings or nested tables of them.
+def program_inputs(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Input]:
+    """Convert settings of a Python program: dotted names, short names or nested tables.
 
     Args:
         values: e.g. {"steps": 10, "optim.peak_lr": 1e-3, "train": {"seq_len": 64}}.
-        aliases: short spelling -> dotted name, for values that are no table.
+        aliases: short name -> dotted name, for values that are not tables.
     """
-    givens: list[Given] = []
+    inputs: list[Input] = []
 
     def walk(node: Mapping[str, Any], prefix: Path) -> None:
         for name, value in node.items():
             is_table = isinstance(value, Mapping)
-            known = aliases.get(name, name) if not prefix and not is_table else name
-            path = (*prefix, *str(known).split("."))
+            dotted = aliases.get(name, name) if not prefix and not is_table else name
+            path = (*prefix, *str(dotted).split("."))
             if is_table and value:
                 walk(value, path)
             else:
                 origin = f"keyword {path[0]}"
-                givens.append(Given(path, _as_toml(value), origin, origin))
+                inputs.append(Input(path, _as_toml(value), origin, origin))
 
     walk(values, ())
-    return givens
+    return inputs
 
 
 def _as_toml(value: Any) -> Any:
-    """A value of Python as TOML would give it: paths are texts, tuples are lists."""
+    """Convert a Python value to TOML types: paths to texts, tuples to lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, tuple | list):
@@ -219,36 +219,36 @@ def read_file(
         return {}, [problem], ""
 
 
-def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
-    """Each value of a TOML table with its path and line; tables inside arrays stay values.
+def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Input]:
+    """Return each value of a TOML table with its path and line; tables in arrays stay values.
 
-    A path may lead into a field that is itself a table (`[model.args]`): the reader joins those.
+    A path may lead into a field that is a table (`[model.args]`); the reader joins those.
     """
     lines = _lines_of(text)
-    givens = []
+    inputs = []
 
     def walk(node: Mapping[str, Any], prefix: Path) -> None:
         for name, value in node.items():
             path = (*prefix, name)
-            if isinstance(value, dict) and value and len(path) < _MOST_NESTED:
+            if isinstance(value, dict) and value and len(path) < _MAX_DEPTH:
                 walk(value, path)
                 continue
             starts = [path[:n] for n in range(len(path), 0, -1) if path[:n] in lines]
-            places = [f"{file} line {lines[start]}" for start in starts] or [file]
-            givens.append(Given(path, value, places[0], places[-1]))
+            origins = [f"{file} line {lines[start]}" for start in starts] or [file]
+            inputs.append(Input(path, value, origins[0], origins[-1]))
 
     walk(table, ())
-    return givens
+    return inputs
 
 
 _FILE_BYTES = 16 << 20
-_MOST_NESTED = 100  # tables within tables; deeper ones are beyond Python's own recursion
+_MAX_DEPTH = 100  # of nested tables; deeper ones exceed the recursion limit of Python
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.\s]+?)\s*=")
 
 
 def _lines_of(text: str) -> dict[Path, int]:
-    """Path -> line (from 1) of headers and keys. tomllib does not say; only messages use it."""
+    """Return the line (from 1) of headers and keys by path, for messages."""
     lines: dict[Path, int] = {}
     section: Path = ()
     for number, line in enumerate(text.split("\n"), start=1):
@@ -267,6 +267,6 @@ def _names(dotted: str) -> Path:
 def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-    near = f"There are {', '.join(names[:8])}." if names else "Check the path."
-    known = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
-    return f"{near} By name there are {known}."
+    near = f"The folder has {', '.join(names[:8])}." if names else "Check the path."
+    named = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
+    return f"{near} Names of the package: {named}."

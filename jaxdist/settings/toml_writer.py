@@ -7,9 +7,9 @@ from typing import Any
 
 
 def write_toml(config: Any) -> str:
-    """The resolved settings as TOML: plain fields first, then a table for each section.
+    """Return the resolved settings as TOML: plain fields first, then a table for each section.
 
-    `None` has no TOML form and is left out; its field's default must then be None.
+    `None` has no TOML form and is omitted; the default of its field must be None.
     """
     import tomli_w
 
@@ -17,7 +17,7 @@ def write_toml(config: Any) -> str:
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """Nested plain dicts of a settings dataclass."""
+    """Convert a settings dataclass to nested dicts."""
     table: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(config):

@@ -1,4 +1,4 @@
-"""What a healthy run does not show: NaN, slow data, slow processes, a second compilation."""
+"""Warnings of a run: NaN, a slow data loader, stragglers, recompilations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINES_PER_COMPARISON = 5  # console lines between two comparisons of the proces
 
 
 class Alerts:
-    """Turns what is wrong with a run's numbers into warnings, once per episode.
+    """Warns about bad metrics of a run, once per episode.
 
     `event` and `read_gpus` are `Monitor.event` and `GpuStats.read`; one process `compares` all.
     """
@@ -49,7 +49,7 @@ class Alerts:
     def step_times(
         self, step: int, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count the seconds of a step; warn when too many of them went to waiting for data."""
+        """Count the seconds of a step; warn if it waited too long for data."""
         if device_wait_s is not None:
             self._stragglers.add(step_time_s, data_wait_s, device_wait_s)
         if not self.data_wait.add(data_wait_s, step_time_s):
@@ -67,7 +67,7 @@ class Alerts:
         )
 
     def values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report a step whose update was not applied."""
+        """Report a step whose update was skipped."""
         if not (reason := skip_reason(values)):
             return
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k) or 0.0)]
@@ -124,7 +124,7 @@ class Alerts:
         self._slow = {(one.process, one.cause) for one in slow}
 
     def mfu(self, mfu: float | None) -> None:
-        """Warn, once, of a utilisation above 1."""
+        """Warn once about a utilization above 1."""
         if mfu is None or mfu <= 1.0 or self._warned_of_mfu:
             return
         self._warned_of_mfu = True
@@ -145,11 +145,11 @@ class Alerts:
         if done.count == 1:
             self._event("compile", message=took, **fields)
             return
-        changed = "; ".join(changes) or "no argument that can be seen"
+        changed = "; ".join(changes) or "no visible argument"
         self._event(
             "recompile",
             **fields,
             changes=list(changes),
             level=logging.WARNING,
-            message=f"{took}: compilation {done.count} of it, a run needs one. Changed: {changed}",
+            message=f"{took}: compilation {done.count}, a run needs one. Changed: {changed}",
         )

@@ -1,6 +1,6 @@
-"""What a person reads: the header, the step line, the closing block. Pure text, no printing.
+"""Text of the console: the header, the step lines, the closing block. Nothing is printed here.
 
-Lines are coloured for a terminal; `plain` gives the same line for log files.
+Lines are colored for a terminal; `plain` removes the colors for log files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from jaxdist.runtime.formatting.numbers import (
 from jaxdist.runtime.formatting.tables import wrap
 
 Row: TypeAlias = tuple[str, str]
-"""Label and text of a block. The text may have several lines; a row without text is left out."""
+"""Label and text of a block. The text may have several lines; a row without text is omitted."""
 
 _LABEL_WIDTH = 11
-_SHOWN = ("loss", "learning_rate", "grad_norm")
+_COMMON = ("loss", "learning_rate", "grad_norm")
 _BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 _WIDTH_OF_ONE, _WIDTH_OF_MANY = 80, 120
-"""Columns of a step line: of one device, as on a laptop, and of several."""
+"""Maximum columns of a step line: for one device, as on a laptop, and for several."""
 _BUSY = 0.8
 _LONG_S = 60.0
-"""A run of seconds always spends most of them on starting."""
+"""Shorter runs always spend most of their time on starting."""
 
 
 def plain(styled: str) -> str:
-    """The text without its colours."""
+    """Return the text without colors."""
     return re.sub(r"\033\[\d+m", "", styled)
 
 
@@ -60,26 +60,26 @@ def step_line(
     eta_s: float | None,
     metrics: Sequence[str],
 ) -> str:
-    """One aligned line for one step, from its record in metrics.jsonl; what is absent is left out.
+    """Return one aligned line for a step, from its record in metrics.jsonl.
 
-    It is not wider than a terminal: what other numbers tell goes first, the step time, `metrics`
-    (names that the model added), the learning rate. On one device its rate is the run's.
+    If the line is wider than a terminal, numbers are dropped in the order of their priority: first
+    the step time, then `metrics` (names that the model added), then the learning rate.
     """
     short = UNITS.get(unit, unit)
     wide = num_devices > 1
-    shown: list[tuple[int, str, str, str]] = []  # when to leave it out, label, value, unit
+    columns: list[tuple[int, str, str, str]] = []  # priority, label, value, unit
 
-    def add(last: int, label: str, name: str, form: Callable[[float], str], suffix: str) -> None:
+    def add(priority: int, label: str, name: str, form: Callable[[float], str], unit: str) -> None:
         if isinstance(record.get(name), int | float):
-            shown.append((last, label, form(record[name]), suffix))
+            columns.append((priority, label, form(record[name]), unit))
 
     add(9, "loss", "loss", lambda x: _bold(f"{x:7.4f}"), "")
     if record.get("weight") == 0:
-        shown.append((9, "", "no labels", ""))
+        columns.append((9, "", "no labels", ""))
     add(3, "lr", "learning_rate", lambda x: f"{x:.2e}", "")
     add(6, "grad", "grad_norm", lambda x: f"{x:<4.3g}", "")
     for name in metrics:
-        if name not in _SHOWN + _BOOKKEEPING:
+        if name not in _COMMON + _BOOKKEEPING:
             add(2, name, name, lambda x: f"{x:.4g}", "")
     add(8, "", f"{unit}_per_s", lambda x: f"{in_si(x):>5}", f" {short}/s")
     if wide:
@@ -88,40 +88,40 @@ def step_line(
     add(1, "", "step_time_s", lambda x: f"{duration(x):>6}", "")
     add(4, "mem", "memory_bytes", in_bytes, "")
     if eta_s is not None:
-        shown.append((9, "ETA", duration(eta_s), ""))
-    step = _place("step", record, total_steps)
-    parts = lambda: [step, *((_dim(f"{a} ") if a else "") + b + _dim(c) for _, a, b, c in shown)]
+        columns.append((9, "ETA", duration(eta_s), ""))
+    step = _progress("step", record, total_steps)
+    parts = lambda: [step, *((_dim(f"{a} ") if a else "") + b + _dim(c) for _, a, b, c in columns)]
     limit = _WIDTH_OF_MANY if wide else _WIDTH_OF_ONE
-    while len(plain("  ".join(parts()))) > limit and len(shown) > 3:
-        shown.remove(min(shown))
+    while len(plain("  ".join(parts()))) > limit and len(columns) > 3:
+        columns.remove(min(columns))
     return "  ".join(parts())
 
 
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
-    """One line for one evaluation."""
-    parts = [_place("eval", record, total_steps)]
+    """Return one line for an evaluation."""
+    parts = [_progress("eval", record, total_steps)]
     for name, value in record.items():
         if name in ("kind", "time", "step") or not isinstance(value, int | float):
             continue
-        shown = _bold(f"{value:8.4f}") if name == "loss" else f"{value:.6g}"
-        parts.append(_dim(f"{name} ") + shown)
+        text = _bold(f"{value:8.4f}") if name == "loss" else f"{value:.6g}"
+        parts.append(_dim(f"{name} ") + text)
     return "  ".join(parts)
 
 
-def _place(label: str, record: Mapping[str, Any], total_steps: int) -> str:
+def _progress(label: str, record: Mapping[str, Any], total_steps: int) -> str:
     width = len(str(total_steps))
     return _dim(f"{label} ") + _bold(f"{record['step']:>{width}}/{total_steps}")
 
 
 def event_line(event: str, fields: Mapping[str, Any]) -> str:
-    """`name key=value ...` for an event that brings no sentence of its own."""
+    """Return `name key=value ...` for an event without a message."""
     text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
     pairs = [f"{name}={text(value)}" for name, value in fields.items()]
     return " ".join([event.replace("_", " "), *pairs])
 
 
 def block(rows: Sequence[Row]) -> list[str]:
-    """The lines of a block, its labels in one column."""
+    """Return the lines of a block, with the labels in one column."""
     lines = []
     for label, text in rows:
         for i, line in enumerate(text.splitlines()):
@@ -130,7 +130,7 @@ def block(rows: Sequence[Row]) -> list[str]:
 
 
 def header_rows(facts: Mapping[str, Any]) -> list[Row]:
-    """The rows of the header, from the facts of the `run` event."""
+    """Return the rows of the header, from the fields of the `run` event."""
     batch = (
         f"{facts['global_batch_size']:,} = {facts['per_device_batch']} per device {TIMES} "
         f"{facts['num_replicas']} replicas {TIMES} {facts['accumulation']} accumulation"
@@ -153,30 +153,30 @@ def _describe_mfu(facts: Mapping[str, Any]) -> str:
     peak, convention = facts["peak_flops"], facts["mfu_convention"]
     if peak is None:
         kind = facts["device_kind"]
-        return f"not shown: the peak of {kind!r} is not known (set --monitoring.peak-tflops)"
+        return f"unavailable: the peak of {kind!r} is unknown (set --monitoring.peak-tflops)"
     if convention is None:
-        return "not shown: the model states no FLOPs per token"
+        return "unavailable: the model has no FLOPs per token"
     counted = {"causal": "causal, half of S² attention", "full": "full, all of S² attention"}
     return f"{counted.get(convention, convention)}; peak {peak / 1e12:,.1f} TFLOP/s a device"
 
 
 def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> list[Row]:
-    """The rows of the closing block, from the summary."""
+    """Return the rows of the closing block, from the summary."""
     ended = (
         f"{summary['exit_reason']} at step {summary['step']}/{summary['total_steps']} "
         f"after {duration(summary['wall_s'])}"
     )
     slow = [
-        f"process {one['process']} on {one['host']} held the others up ({one['cause']}) "
+        f"process {one['process']} on {one['host']} delayed the others ({one['cause']}) "
         f"in {one['intervals']} comparisons"
         for one in summary.get("stragglers", [])[:3]
     ]
     memory = summary.get("memory_peak_bytes")
-    troubles = [
+    problems = [
         f"{summary[key]} {label}"
         for key, label in (
             ("skipped_steps", "skipped steps"),
-            ("recompilations", "further compilations of the step"),
+            ("recompilations", "recompilations of the step"),
             ("warnings", "warnings"),
         )
         if summary.get(key)
@@ -189,8 +189,8 @@ def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> li
         ("spent", ", ".join(_spent(summary))),
         ("idle", "\n".join(idle_lines(summary))),
         *(("slow", line) for line in slow),
-        ("memory", f"{in_bytes(memory)} at most, fullest device" if memory else ""),
-        ("trouble", ", ".join(troubles) + " (events in metrics.jsonl)" if troubles else ""),
+        ("memory", f"{in_bytes(memory)} peak on the fullest device" if memory else ""),
+        ("problems", ", ".join(problems) + " (events in metrics.jsonl)" if problems else ""),
         *(("profile", _describe_trace(trace)) for trace in summary.get("profiles", [])),
         ("checkpoint", str(summary.get("checkpoint", ""))),
         ("run", str(summary["run_dir"])),
@@ -234,29 +234,29 @@ def _spent(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_trace(trace: Mapping[str, Any]) -> str:
-    opened = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
+    viewer = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
     return (
         f"steps {trace['first']} to {trace['last']} in {trace['path']}\n"
-        f"open it: {opened}pip install xprof && xprof --logdir {trace['path']}"
+        f"open it: {viewer}pip install xprof && xprof --logdir {trace['path']}"
     )
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Why devices were surely busy for less than 80 % of the steps; [] when they were."""
+    """Explain why devices were busy for less than 80 % of the time; [] if they were busy."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:
         data, host = summary.get("dry_data_share", 0.0), summary.get("dry_host_share", 0.0)
-        shown = [f"{percent(data)} waiting for data"]
-        shown.insert(data > host, f"{percent(host)} work on the host between dispatches")
+        causes = [f"{percent(data)} waiting for data"]
+        causes.insert(data > host, f"{percent(host)} work on the host between dispatches")
         advice = (
-            "tokenise the corpus once, or use a faster disk"
+            "tokenize the corpus once, or use a faster disk"
             if data > host
             else "log less often, or give the host more cores"
         )
         lines.append(
-            f"devices ran out of work in {percent(1 - busy)} of the time of steps: "
-            f"{', '.join(shown)} ({advice})"
+            f"devices were idle in {percent(1 - busy)} of the step time: "
+            f"{', '.join(causes)} ({advice})"
         )
     steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)
     if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def device_memory(devices: list[Any]) -> dict[str, int]:
-    """Bytes on the fullest of this process's devices; {} on backends that do not report it (CPU).
+    """Return bytes of the fullest device of this process; {} on CPUs, which do not report them.
 
     Returns:
-        `memory_bytes` in use now, `memory_peak_bytes` the most so far, `memory_limit_bytes`.
+        `memory_bytes` in use, `memory_peak_bytes` so far, `memory_limit_bytes`.
     """
     stats = [s for s in (device.memory_stats() for device in devices) if s]
     names = {

@@ -24,10 +24,9 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """The record of environment.json: what is needed to run this again; it starts the devices.
+    """Return the record of environment.json, which is needed to reproduce the run.
 
-    Collective in a job of several processes, because it gathers host names: each must call it,
-    after joining the job.
+    It starts the devices. It gathers host names, so all processes must call it after joining.
     """
     import jax
 
@@ -59,37 +58,37 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages a run depends on; what is not installed is left out."""
+    """Return the versions of the installed packages that a run depends on."""
     return installed_versions(_PACKAGES)
 
 
 def nvidia_versions() -> dict[str, str]:
-    """CUDA, cuDNN, NCCL and JAX plugin packages and the kernel driver; {} without any."""
-    found = {}
+    """Return the versions of CUDA, cuDNN, NCCL, JAX plugins and the driver; {} without any."""
+    versions_by_name = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"] or ""
         if re.match(r"(nvidia-(cuda-runtime|cuda-nvcc|cudnn|nccl)|jax-cuda)", name):
-            found[name] = package.version
+            versions_by_name[name] = package.version
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text() if driver.exists() else ""
     if match := re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", text):
-        found["driver"] = match[1]
-    return dict(sorted(found.items()))
+        versions_by_name["driver"] = match[1]
+    return dict(sorted(versions_by_name.items()))
 
 
 def repositories() -> list[dict[str, Any]]:
-    """Commit and state of the git repositories of jaxdist and of the current directory."""
+    """Return commit and state of the git repositories of jaxdist and the current directory."""
     package = Path(__file__).parents[1]
-    # A package installed inside someone's repository (.venv/...) is not that repository's code.
+    # A package in a virtual environment inside a repository is not code of that repository.
     is_source = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    found: dict[str, dict[str, Any]] = {}
+    by_root: dict[str, dict[str, Any]] = {}
     for directory in [package] * is_source + [Path.cwd()]:
         root = _git(directory, "rev-parse", "--show-toplevel")
         commit = _git(directory, "rev-parse", "HEAD")
         if root is not None and commit is not None:
             status = _git(directory, "status", "--porcelain", "--untracked-files=no")
-            found[root] = {"root": root, "commit": commit, "dirty": bool(status)}
-    return list(found.values())
+            by_root[root] = {"root": root, "commit": commit, "dirty": bool(status)}
+    return list(by_root.values())
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

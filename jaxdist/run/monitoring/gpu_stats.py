@@ -1,7 +1,7 @@
-"""Utilisation, power, temperature and clocks of GPUs, read through NVML.
+"""Utilization, power, temperature and clocks of GPUs, read through NVML.
 
-`pynvml` comes with the package nvidia-ml-py, NVIDIA's own binding (the extra `nvml`). Without it,
-without a driver, or on a GPU that does not report a number, that number is left out.
+`pynvml` is part of the package nvidia-ml-py (the extra `nvml`). Numbers that the driver or the GPU
+does not report are omitted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist import runtime
 
 
 class GpuStats:
-    """Reads the GPUs of this process's jax devices; says one line where that does not work.
+    """Reads the GPUs of this process's jax devices; logs one line if they cannot be read.
 
     `CUDA_VISIBLE_DEVICES` in `environ` maps devices to GPUs.
     """
@@ -24,14 +24,14 @@ class GpuStats:
         self,
         devices: Sequence[Any],
         environ: Mapping[str, str],
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ):
         self._nvml: Any = None
         self._handles: list[Any] = []
         try:
             self._handles = self._open(devices, environ)
         except Exception as failure:  # an unreadable GPU must never end a run
-            say(f"GPU power and temperature are not recorded: {failure}")
+            log(f"GPU power and temperature are not recorded: {failure}")
 
     def _open(self, devices: Sequence[Any], environ: Mapping[str, str]) -> list[Any]:
         if devices[0].platform != "gpu":
@@ -55,12 +55,12 @@ class GpuStats:
         return handles
 
     def read(self) -> dict[str, float]:
-        """Means, or the extreme that matters, over this process's GPUs; {} without any.
+        """Return statistics over this process's GPUs; {} without any.
 
         Returns:
-            `gpu_utilization` (share of the time a kernel ran, 0 to 1), `gpu_power_w` (mean),
-            `gpu_temperature_c` (hottest), `gpu_clock_mhz` (slowest), `gpu_memory_used_bytes`
-            (fullest, whoever fills it).
+            `gpu_utilization` (mean share of the time in which a kernel ran, 0 to 1), `gpu_power_w`
+            (mean), `gpu_temperature_c` (maximum), `gpu_clock_mhz` (minimum),
+            `gpu_memory_used_bytes` (maximum, including other programs).
         """
         if not self._handles:
             return {}
@@ -73,13 +73,13 @@ class GpuStats:
             "gpu_clock_mhz": (lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM), min),
             "gpu_memory_used_bytes": (lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used, max),
         }
-        found = {}
+        values = {}
         for name, (read, combine) in readings.items():
             try:
-                found[name] = combine([float(read(handle)) for handle in self._handles])
+                values[name] = combine([float(read(handle)) for handle in self._handles])
             except nvml.NVMLError:  # not supported by this GPU (a MIG slice, a laptop)
                 continue
-        return found
+        return values
 
     def close(self) -> None:
         """Release NVML; a second call does nothing."""

@@ -1,4 +1,4 @@
-"""The monitor: what a run reports of itself, on the console and in files."""
+"""The monitor: reports of a run on the console and in files."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from jaxdist.runtime.progress import in_time, waiting
 logger = logging.getLogger("jaxdist")
 
 SUMMARY_S = 60.0
-"""Seconds in which summary.json is written; without it the run has failed, and is started again."""
+"""Time limit for writing summary.json. A run without it counts as failed and is restarted."""
 
 TOTALS_INTERVAL_STEPS = 1000
-"""Steps between two `totals` events: the train records that a start reads, 0.2 % of the file."""
+"""Steps between two `totals` events, which limit the records that a start must read."""
 
 
 class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
-    Every process has one; only process 0 writes. As a context manager it closes the sinks. When an
+    Every process has one; only process 0 writes. As a context manager it closes the sinks. If an
     exception ends a run without a summary, it writes one with the exit reason "error".
 
-    A resumed run is continued: metrics.jsonl is appended to, from a `start` event at `start_step`
-    on, and TensorBoard hides the points beyond that step.
+    A resumed run appends to metrics.jsonl, starting with a `start` event at `start_step`, and
+    TensorBoard hides the points beyond that step.
 
-    Log records carry their coloured text as the attribute `styled`, for handlers on a terminal.
+    Log records have their colored text as the attribute `styled`, for handlers on a terminal.
 
     Args:
         run: the run directory; `run.is_writer` decides who writes.
-        start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
+        start_step: step of the restored state; 0 for a new run.
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
-        config_text: the resolved config, shown in TensorBoard.
-        asked_to_trace: whether a trace was asked for since the last call.
+        config_text: the resolved config, displayed in TensorBoard.
+        trace_requested: returns whether a trace was requested since the last call.
         on_record: called with each train and eval record, on every process.
         clock: seconds since 1970, for the times of records.
-        is_held: write nothing before `commit`; records are kept in memory until then.
+        is_held: write nothing before `commit`; records stay in memory until then.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Monitor:
         compute_dtype: str = "float32",
         devices: Sequence[Any] | None = None,
         config_text: str = "",
-        asked_to_trace: Callable[[], bool] = lambda: False,
+        trace_requested: Callable[[], bool] = lambda: False,
         on_record: Callable[[Record], None] = lambda record: None,
         clock: Callable[[], float] | None = None,
         is_held: bool = False,
@@ -99,7 +99,7 @@ class Monitor:
             parse_profile_steps(config.profile) if config.profile and run.is_writer else None,
             run.profiles,
             process=jax.process_index(),
-            asked=asked_to_trace,
+            trace_requested=trace_requested,
         )
         self._gpu_stats = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
@@ -148,20 +148,20 @@ class Monitor:
         device_wait_s: float | None = None,
         link: Link | None = None,
     ) -> dict[str, Any]:
-        """Report one step; reads its metrics from the devices, which blocks until they exist.
+        """Report one step. It reads the metrics from the devices, which blocks until they exist.
 
         Call it for step n−1 after dispatching step n, so that the devices never wait for the host,
-        and on every process, so that all of them learn the same values.
+        and on every process, so that all of them have the same values.
 
         Args:
-            step: steps done, this one included; the first is 1.
-            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `applied` is False
-                where the update was left out (NaN, Inf, a loss above the limit).
-            tokens: how many of `unit` the step trained on, whole job.
-            step_time_s: seconds from the step before to this one, the wait included.
+            step: number of the step; the first is 1.
+            metrics: replicated scalars [], e.g. loss, grad_norm, learning_rate; `applied` is False
+                if the update was skipped (NaN, Inf, a loss above the limit).
+            tokens: number of `unit` in the step, over the job.
+            step_time_s: seconds since the previous step, including waits.
             data_wait_s: seconds of it that the loop waited for its batch.
-            device_wait_s: seconds of it that the loop waited for the devices, where measured.
-            link: of the data ledger, where the batch came from a loader.
+            device_wait_s: seconds of it that the loop waited for the devices, if measured.
+            link: of the data ledger, if the batch came from a loader.
 
         Returns:
             The metrics as Python numbers; loss and gradient norm are None without labels.
@@ -219,7 +219,7 @@ class Monitor:
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Report an evaluation of the state after `step` steps; `loss` where there is one."""
+        """Report an evaluation of the state after `step`."""
         values = read(metrics)
         record = {"kind": "eval", "time": self._clock(), "step": step, **values}
         self.run_summary.evals.append(record)
@@ -227,7 +227,7 @@ class Monitor:
             self._prometheus.eval(record)
         if self._records is not None:
             self._records.write(record)
-            self._say(console.eval_line(record, total_steps=self.total_steps))
+            self._log(console.eval_line(record, total_steps=self.total_steps))
         self._plot(step, {f"eval/{k}": v for k, v in values.items()})
         self._on_record(record)
         return values
@@ -241,11 +241,11 @@ class Monitor:
         quiet: bool = False,
         **fields: Any,
     ) -> None:
-        """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
+        """Record a save, a restore, a warning, ...: one line each, on process 0 only.
 
-        The `event` has a name in `snake_case`, and `fields`, of which `step` is by default the last
-        one reported. The `message` is its console line, by default `event key=value ...`. WARNING
-        and above count as warnings. A `quiet` one is recorded, and the console left to the caller.
+        The name of the event is in `snake_case`. `fields["step"]` is the last reported step by
+        default. The console line is `message`, by default `event key=value ...`. WARNING and above
+        count as warnings. A `quiet` event has no console line.
         """
         if level >= logging.WARNING:
             self.run_summary.warnings += 1
@@ -260,10 +260,10 @@ class Monitor:
             record["message"] = message
         self._write_event(event, record)
         if not quiet:
-            self._say(message or console.event_line(event, fields), level)
+            self._log(message or console.event_line(event, fields), level)
 
     def rewind(self, step: int, message: str) -> None:
-        """Record a rollback to the checkpoint of `step`: what came after it no longer counts."""
+        """Record a rollback to the checkpoint of `step`: later records no longer count."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
         if self._records is not None:
             kept = RunSummary(read_outline(self.run.metrics, step), start_step=step, unit=self.unit)
@@ -277,12 +277,12 @@ class Monitor:
         Args:
             facts: `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
                 (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on
-                one replica) × `num_replicas` × `accumulation`, and `notes`: chosen kernels and why.
+                one replica) × `num_replicas` × `accumulation`, and `notes`: kernels and reasons.
         """
         if self._records is None:
             return
         batch = facts["per_device_batch"] * facts["num_replicas"] * facts["accumulation"]
-        known = {
+        facts = {
             **facts,
             "global_batch_size": batch,
             "num_devices": self.throughput.num_devices,
@@ -292,21 +292,21 @@ class Monitor:
             "mfu_convention": self.throughput.convention,
             "flops_per_token": self.throughput.flops_per_token,
         }
-        given = {name: value for name, value in known.items() if value not in (None, "")}
-        self._write_event("run", {"step": self.start_step, **given})
+        fields = {name: value for name, value in facts.items() if value not in (None, "")}
+        self._write_event("run", {"step": self.start_step, **fields})
         if self._prometheus is not None:
             names = ("model", "mesh", "device_kind", "num_parameters", "num_devices")
             self._prometheus.facts(
-                total_steps=self.total_steps, **{name: known[name] for name in names}
+                total_steps=self.total_steps, **{name: facts[name] for name in names}
             )
-        self._say_block([*console.header_rows(known), ("run", str(self.run.path))])
+        self._log_block([*console.header_rows(facts), ("run", str(self.run.path))])
 
     def track_compiles(
         self, function: Callable[..., Any] | CompileTracker, name: str | None = None
     ) -> CompileTracker:
-        """Return `function` (made by `jax.jit`, or tracked already) with its compilations logged.
+        """Wrap `function` (made by `jax.jit`, or already tracked) so that compilations are logged.
 
-        A run needs one; each further one is a warning that says what changed.
+        A run needs one. Each further one is a warning that names the changed arguments.
         """
         tracker = (
             function
@@ -322,9 +322,9 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json, with more `fields`, and print the closing block; returns the summary.
+        """Write summary.json with additional `fields`, print the closing block, return the summary.
 
-        `next_commands` are what to run next, one command each.
+        `next_commands` are commands to run next.
 
         Raises:
             OSError: summary.json could not be written, or not within `SUMMARY_S`.
@@ -354,11 +354,11 @@ class Monitor:
             raise TimeoutError(late, os.strerror(late), str(self.run.summary))
         if self._experiments is not None:
             self._experiments.finish(summary)
-        self._say_block(console.closing_rows(summary, next_commands))
+        self._log_block(console.closing_rows(summary, next_commands))
         return summary
 
     def abort(self, why: str) -> None:
-        """Write summary.json of a run that ends at once; from any thread."""
+        """Write summary.json of a run that ends immediately; callable from any thread."""
         if not self._ended and not self._is_held:
             self.summary(ExitReason.INTERRUPTED, error=why)
 
@@ -389,7 +389,7 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Open the files on process 0, and write what was held."""
+        """Open the files on process 0, and write the held records."""
         self._is_held = False
         if self._records is None:
             return
@@ -415,39 +415,39 @@ class Monitor:
                 "torn_line",
                 bytes=self._records.torn,
                 level=logging.WARNING,
-                message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
-                f"its {self._records.torn} bytes were removed",
+                message=f"metrics.jsonl ended in a line truncated by an earlier failure; its "
+                f"{self._records.torn} bytes were removed",
             )
 
     def _share_units(self) -> None:
-        """Count on from what process 0 read in metrics.jsonl; a callback sees it everywhere."""
+        """Take the count that process 0 read in metrics.jsonl on every process, for callbacks."""
         self.run_summary.units = coordination.gather("units", self.run_summary.units)[0]
 
     def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:
         assert self._records is not None
         self._records.write({"kind": "event", "event": event, "time": self._clock(), **fields})
 
-    def _say(self, line: str, level: int = logging.INFO) -> None:
+    def _log(self, line: str, level: int = logging.INFO) -> None:
         logger.log(level, console.plain(line), extra={"styled": line})
 
-    def _say_block(self, rows: Sequence[console.Row]) -> None:
+    def _log_block(self, rows: Sequence[console.Row]) -> None:
         for line in console.block(rows):
-            self._say(line)
+            self._log(line)
 
     def _show_step(self, record: Mapping[str, Any], metrics: Sequence[str]) -> None:
-        """The console's line, with the window's medians as rates, and TensorBoard's points."""
+        """Log the step line, with the medians of the window as rates, and plot the step."""
         rate, unit = self.throughput.tokens_per_s, self.unit
-        shown = dict(record)
+        smoothed = dict(record)
         if rate is not None:
-            shown[f"{unit}_per_s"] = rate
-            shown[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
-            shown["step_time_s"] = self.throughput.step_time_s
-            shown |= self.throughput.mfu_fields(rate)
-            self._alerts.mfu(shown.get("mfu"))
+            smoothed[f"{unit}_per_s"] = rate
+            smoothed[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
+            smoothed["step_time_s"] = self.throughput.step_time_s
+            smoothed |= self.throughput.mfu_fields(rate)
+            self._alerts.mfu(smoothed.get("mfu"))
         eta_s = self.throughput.eta_s(self.total_steps - record["step"])
-        self._say(
+        self._log(
             console.step_line(
-                shown,
+                smoothed,
                 total_steps=self.total_steps,
                 unit=unit,
                 num_devices=self.throughput.num_devices,
@@ -457,7 +457,7 @@ class Monitor:
         )
         points = {f"train/{name}": record[name] for name in metrics}
         speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
-        for name, value in shown.items():
+        for name, value in smoothed.items():
             if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
                 points[f"speed/{name}"] = value
             elif name.startswith("gpu_"):
@@ -466,7 +466,7 @@ class Monitor:
         self._plot(record["step"], points)
 
     def _plot(self, step: int, points: Mapping[str, float]) -> None:
-        """Points of curves, for TensorBoard and the trackers."""
+        """Send points of curves to TensorBoard and the trackers."""
         if self._tensorboard is not None:
             self._tensorboard.scalars(step, points)
         if self._experiments is not None:

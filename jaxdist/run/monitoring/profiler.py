@@ -1,8 +1,8 @@
 """Traces of a few steps by jax's profiler, planned by a setting or requested by a signal.
 
-A trace slows its steps down and takes megabytes for each, so it is off by default. Process 0 takes
-the trace that `monitoring.profile` plans. A process that gets SIGUSR2 traces its own next steps, so
-that a straggler can be examined.
+A trace slows its steps down and takes megabytes for each, so it is off by default. Process 0 traces
+the steps of `monitoring.profile`. A process that receives SIGUSR2 traces its own next steps, e.g.
+to examine a straggler.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger("jaxdist")
 class Profiler:
     """Starts and ends traces between steps.
 
-    A trace of the `planned` first to last step, and one of `asked_steps` steps when `asked()` says
-    that one was requested since its last call, each in a directory named after step and process.
+    It traces the `planned` steps (first, last), and `num_steps` steps if `trace_requested()` is
+    true. Each trace has a directory named after step and process.
     """
 
     def __init__(
@@ -33,36 +33,36 @@ class Profiler:
         directory: str | os.PathLike[str],
         *,
         process: int = 0,
-        asked: Callable[[], bool] = lambda: False,
-        asked_steps: int = 3,
+        trace_requested: Callable[[], bool] = lambda: False,
+        num_steps: int = 3,
     ):
         self._planned = planned
         self._directory, self._process = locate(directory), process
-        self._asked, self._asked_steps = asked, asked_steps
-        self._now: tuple[int, int] | None = None  # steps of the trace that is being taken
+        self._trace_requested, self._num_steps = trace_requested, num_steps
+        self._now: tuple[int, int] | None = None  # steps of the current trace
         self._path = self._written = self._directory
         self._annotation: Any = None
-        self._newest = 0  # step that was finished last in the trace
+        self._newest = 0  # last finished step of the trace
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
-        """Whether a trace starts or ends just before `step`. Call it before each step.
+        """Return whether a trace starts or ends just before `step`. Call it before each step.
 
-        Where it is true, wait for the devices and call `turn`: a trace then holds whole steps only.
+        If true, wait for the devices and call `turn`, so that a trace has complete steps only.
         """
         if self._now is not None:
             first, last = self._now
-            self._newest = max(self._newest, step - 1)  # a rollback takes no step out of the trace
+            self._newest = max(self._newest, step - 1)  # a rollback removes no step from the trace
             if first <= step <= last:
                 self._annotate(step)
                 return False
             return True
-        if self._asked():
-            self._planned = (step, step + self._asked_steps - 1)
+        if self._trace_requested():
+            self._planned = (step, step + self._num_steps - 1)
         return self._is_planned(step)
 
     def turn(self, step: int) -> None:
-        """End the trace that is over and start the one that is due before `step`."""
+        """End the finished trace, and start the trace that is due before `step`."""
         self.stop()
         if self._planned is not None and self._is_planned(step):
             (_, last), self._planned = self._planned, None
@@ -73,7 +73,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
-        """End the current trace, if any; `last` is the newest step in it (None: of `reaches`)."""
+        """End the current trace, if any; `last` is its last step (None = by `reaches`)."""
         if self._now is None:
             return
         import jax
@@ -92,10 +92,10 @@ class Profiler:
         trace: dict[str, Any] = {"first": first, "last": last, "path": str(self._path)}
         trace |= {"file": str(self._path / files[-1])} if files else {}
         self.traces.append(trace)
-        logger.info("steps %d to %d are traced in %s", first, last, self._path)
+        logger.info("wrote the trace of steps %d to %d to %s", first, last, self._path)
         try:
             devices = read_trace(self._written)
-        except Exception as failure:  # the trace itself is written, and may be read elsewhere
+        except Exception as failure:  # the trace is written, and may be readable elsewhere
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
         finally:
@@ -121,19 +121,19 @@ class Profiler:
         logger.info("tracing steps %d to %d", first, last)
 
     def _upload(self) -> None:
-        """Copy a trace to where it belongs, which jax's profiler could not write to."""
+        """Copy a trace to the run directory if jax's profiler could not write there."""
         if self._written != self._path:
             for name in self._written.files():
                 (self._path / name).write((self._written / name).read())
 
     def _delete_copy(self) -> None:
-        """Delete the local copy of a trace that belongs elsewhere."""
+        """Delete the local copy of a trace."""
         if self._written != self._path:
             with contextlib.suppress(OSError):
                 self._written.delete_tree()
 
     def _annotate(self, step: int | None) -> None:
-        """Mark in the trace that `step` starts here; None = the trace ends."""
+        """Mark the start of `step` in the trace; None = the trace ends."""
         if self._annotation is not None:
             with contextlib.suppress(Exception):
                 self._annotation.__exit__(None, None, None)

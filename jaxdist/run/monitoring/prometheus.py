@@ -1,7 +1,7 @@
 """An HTTP endpoint from which Prometheus scrapes the newest numbers of a run.
 
-Names follow Prometheus' rules: base units at the end, `_total` for counters. Every number has the
-label `run`, so that one dashboard shows many runs.
+Names follow the Prometheus conventions: base units at the end, `_total` for counters. Every number
+has the label `run`, so that one dashboard can show many runs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
 class Prometheus:
-    """An HTTP endpoint at host:port with the newest numbers of a run, `run` being their label.
+    """An HTTP endpoint at host:port with the newest numbers of a run, labeled `run`.
 
-    A port that is in use is a warning and does not end the run.
+    A port that is in use causes a warning and does not end the run.
     """
 
     def __init__(self, address: str, run: str):
@@ -52,26 +52,25 @@ class Prometheus:
             self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
         except OSError as failure:
             logger.warning(
-                "nothing is served to Prometheus: %s cannot be used (%s). "
+                "the Prometheus endpoint is off: %s cannot be used (%s). "
                 "Set monitoring.prometheus to a free port.",
                 address,
                 failure.strerror,
             )
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
-        """Take over the newest step; `unit` (tokens, images) is a counter."""
-        found = _numbers(record)
-        total = found.pop(unit, None)
+        """Store the newest step; `unit` (tokens, images) is a counter."""
+        numbers = _numbers(record)
+        total = numbers.pop(unit, None)
         with self._lock:
-            self._gauges |= found | {"last_step_timestamp_seconds": float(record["time"])}
+            self._gauges |= numbers | {"last_step_timestamp_seconds": float(record["time"])}
             if total is not None:
                 self._totals[unit] = total
 
     def eval(self, record: Mapping[str, Any]) -> None:
-        """Take over the newest evaluation."""
-        found = {f"eval_{name}": value for name, value in _numbers(record).items()}
+        """Store the newest evaluation."""
         with self._lock:
-            self._gauges |= found
+            self._gauges |= {f"eval_{name}": x for name, x in _numbers(record).items()}
 
     def event(self, name: str, *, is_warning: bool) -> None:
         """Count an event."""
@@ -81,7 +80,7 @@ class Prometheus:
                 self._totals["warnings"] = self._totals.get("warnings", 0) + 1
 
     def facts(self, **facts: Any) -> None:
-        """Constants of the run: numbers become gauges, texts labels of `jaxdist_run_info`."""
+        """Store constants of the run: numbers as gauges, texts as labels of `jaxdist_run_info`."""
         with self._lock:
             for name, value in facts.items():
                 if isinstance(value, str):
@@ -90,19 +89,19 @@ class Prometheus:
                     self._gauges[name] = float(value)
 
     def collect(self) -> Iterator[Any]:
-        """Called by the Prometheus client at each scrape.
+        """Yield the metric families; the Prometheus client calls this at each scrape.
 
-        Totals are set, not incremented, because a rollback lowers them; `Counter` cannot do that.
+        Totals are set instead of incremented, because a rollback lowers them.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         def family(
             kind: Any, name: str, text: str, samples: Sequence[tuple[dict[str, str], float]]
         ) -> Any:
-            found = kind(PREFIX + name, text, labels=["run", *samples[0][0]])
+            made = kind(PREFIX + name, text, labels=["run", *samples[0][0]])
             for labels, value in samples:
-                found.add_metric([self._run, *labels.values()], value)
-            return found
+                made.add_metric([self._run, *labels.values()], value)
+            return made
 
         with self._lock:
             gauges, totals = sorted(self._gauges.items()), sorted(self._totals.items())
@@ -126,8 +125,8 @@ class Prometheus:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a record under Prometheus' names."""
-    found = {}
+    """Return the numbers of a record by their Prometheus name."""
+    numbers = {}
     for key, value in record.items():
         if key in _LEFT_OUT or isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -136,5 +135,5 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
             if key.endswith(ending):
                 name, factor = key.removesuffix(ending) + full, times
                 break
-        found[re.sub(r"\W", "_", name)] = value * factor
-    return found
+        numbers[re.sub(r"\W", "_", name)] = value * factor
+    return numbers

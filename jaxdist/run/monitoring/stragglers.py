@@ -1,22 +1,20 @@
-"""Which process the others wait for, from numbers that each process measures anyway.
+"""Straggler detection: find the process that the others wait for.
 
-In a job that computes together all steps take equally long, whoever is slow. What differs is how a
-process spends its step: waiting for the devices, waiting for data, or working on the host. A
-process that waits for the devices holds nobody up: its own work was hidden behind theirs, or
-another process came later. In a step without such a wait the devices had run out of work and this
-process came last: a late step. The straggler is the process that spends its late steps longer on
-data or on the host than the others do.
+Collectives synchronize a job, so all processes measure the same step time. They differ in how they
+spend it: waiting for the devices, waiting for data, or working on the host. A process that waits
+for its devices delays nobody. If a process did not wait for its devices, they had run out of work:
+the step is late. The straggler is the process that spends more time on data or on the host in its
+late steps than the others do.
 
-Late steps are counted one by one. A mean over the interval would hide a fault that began in the
-middle of it or behind prefetched batches. It would also hide one during saves, during which a
-process waits for its devices: waiting in some steps does not undo having come last in others. A few
-late steps are normal, because cores are shared and files are written. The rarer they are, the more
-they must cost.
+Late steps are counted one by one. A mean over the interval would hide a fault that starts in the
+middle of it, or that prefetched batches or saves hide at first. A few late steps are normal,
+because cores are shared and files are written. The fewer late steps there are, the more time they
+must cost.
 
-At the end of an interval each process publishes its numbers and goes on, without a barrier. Process
-0 reads what is there, and again after each of the next steps until slow processes have published
-too. Each publishes its last two intervals, and the newest that all of them have is compared: what
-is slow for all at once is then nobody's fault.
+At the end of an interval each process publishes its numbers without a barrier. Process 0 reads
+them, again after each of the next steps until all processes have published. Each process publishes
+its last two intervals. The newest interval that all processes have is compared, so a slowdown of
+all processes at once is attributed to none.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ from typing import Any
 from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.numbers import percent
 
-_LAG = 0.1
-"""Share of the step time that a process must cost to be named; more if it is not always late."""
-_AHEAD = 0.05
+_MIN_COST = 0.1
+"""Share of the step time that a straggler costs at least; more if it is not always late."""
+_MIN_DEVICE_WAIT = 0.05
 """Share of a step spent waiting for the devices, above which the step is not late."""
 _LATE_SHARE, _LATE_STEPS = 1 / 3, 5
 """Late steps of an interval from which a process counts as slow: this share and this number, or two
-thirds of an interval too short for it. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4
-steps late; a slow loader with saves every five steps made three fifths late."""
+thirds of a shorter interval. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4 steps
+late. A slow loader with saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
-"""Share of the median GPU clock below which a GPU is named."""
+"""Share of the median GPU clock below which a GPU is reported."""
 _TOPIC = "monitoring/processes"
 
 READY_SHARE = 0.02
-"""Share of a step below which waiting for results counts as none: they were there already."""
+"""Share of a step below which a wait for results counts as none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Straggler:
 
     Attributes:
         cause: "data", "host" or "gpu clock".
-        lost_s: seconds of a step, in the interval's mean, beyond what the others need; 0 for a
-            clock.
+        lost_s: seconds per step, mean over the interval, more than the others; 0 for a clock.
     """
 
     process: int
@@ -64,9 +61,9 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Collects the step times of this process, and at the end of an interval those of all.
+    """Collects the step times of this process, and those of all at the end of an interval.
 
-    An interval has as many steps on all processes; with `interval_steps=0` none ends.
+    With `interval_steps=0` no interval ends.
     """
 
     def __init__(self, num_processes: int, interval_steps: int):
@@ -77,20 +74,20 @@ class StragglerDetector:
         self._newest = self._compared = 0  # step at which the interval ended
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
-        """Count one step: its seconds, and those of it spent waiting for data and for devices."""
-        if self._interval_steps:  # else nothing would ever take them away
+        """Count one step: its seconds, and the seconds spent waiting for data and for devices."""
+        if self._interval_steps:  # otherwise the list would grow without limit
             self._steps.append((step_time_s, data_wait_s, device_wait_s))
 
     def ends(self, step: int) -> bool:
-        """Whether an interval ends with `step`."""
+        """Return whether an interval ends with `step`."""
         return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """Publish this process's numbers of the interval that ends with `step`; returns them.
+        """Publish and return this process's numbers of the interval that ends with `step`.
 
         `extra` adds numbers of this process, e.g. the clocks of its GPUs.
         """
-        own = {"step": step, "host": socket.gethostname(), **summarise(self._steps), **extra}
+        own = {"step": step, "host": socket.gethostname(), **summarize(self._steps), **extra}
         self._steps.clear()
         self._newest = step
         self._published = [*self._published[-1:], own]
@@ -98,7 +95,7 @@ class StragglerDetector:
         return own
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """Process id -> its numbers of the newest interval that all have; {} if it was compared."""
+        """Return the numbers of the newest common interval by process; {} if already compared."""
         if self._compared >= self._newest:
             return {}
         reports = coordination.published(_TOPIC)
@@ -112,12 +109,12 @@ class StragglerDetector:
         return newest
 
 
-def summarise(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-    """Means over steps, and over the late ones among them (0 without any).
+def summarize(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+    """Return means over the steps, and over the late ones among them (0 without any).
 
-    Each step is given by its seconds, those waiting for data, and those waiting for devices.
+    Each step is (seconds, seconds waiting for data, seconds waiting for devices).
     """
-    late = [one for one in steps if one[2] <= _AHEAD * one[0]]
+    late = [one for one in steps if one[2] <= _MIN_DEVICE_WAIT * one[0]]
     step_time_s, data_wait_s, device_wait_s = _means(steps)
     late_step_s, late_data_s, late_device_s = _means(late) if late else (0.0, 0.0, 0.0)
     return {
@@ -138,7 +135,7 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 
 def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The newest interval that every process has published, by process id; {} without one."""
+    """Return the newest interval that every process has published, by process; {} without one."""
     steps = [{one["step"] for one in intervals} for intervals in reports.values()]
     newest = max(set.intersection(*steps), default=None) if steps else None
     return {
@@ -150,21 +147,21 @@ def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[in
 
 
 def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
-    """Processes that others wait for, most costly first; from `StragglerDetector.everyone`."""
+    """Return the stragglers in the reports of `StragglerDetector.everyone`, by cost."""
     if len(reports) < 2:
         return []
-    found = []
-    usual_step_s = statistics.median(one["step_time_s"] for one in reports.values())
+    stragglers = []
+    median_step_s = statistics.median(one["step_time_s"] for one in reports.values())
     for process, one in reports.items():
         others = [reports[i] for i in reports if i != process]
-        slow = _slow(process, one, others, usual_step_s) or _slow_clock(process, one, others)
+        slow = _slow(process, one, others, median_step_s) or _slow_clock(process, one, others)
         if slow is not None:
-            found.append(slow)
-    return sorted(found, key=lambda slow: -slow.lost_s)
+            stragglers.append(slow)
+    return sorted(stragglers, key=lambda slow: -slow.lost_s)
 
 
 def _slow(
-    process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], usual_step_s: float
+    process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], median_step_s: float
 ) -> Straggler | None:
     late, steps = one["late_steps"], one["num_steps"]
     if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, 2 / 3 * steps)):
@@ -172,18 +169,18 @@ def _slow(
     data_s = one["late_data_s"] - statistics.median(other["data_wait_s"] for other in others)
     host_s = one["late_host_s"] - statistics.median(other["host_s"] for other in others)
     lost_s = (data_s + host_s) * late / steps
-    if lost_s * late <= _LAG * usual_step_s * steps:  # the rarer, the more it must cost
+    if lost_s * late <= _MIN_COST * median_step_s * steps:  # fewer late steps must cost more
         return None
     if data_s >= host_s:
-        cause, doing = "data", f"waits {1e3 * one['late_data_s']:.0f} ms for its data"
-        look = "Look at its disk and network, or at what else reads there."
+        cause, activity = "data", f"waits {1e3 * one['late_data_s']:.0f} ms for its data"
+        fix = "Check its disk and network, and other programs that use them."
     else:
-        cause, doing = "host", f"works {1e3 * one['late_host_s']:.0f} ms on the host"
-        look = "Look at what else runs on its cores."
+        cause, activity = "host", f"works {1e3 * one['late_host_s']:.0f} ms on the host"
+        fix = "Check for other programs on its cores."
     text = (
-        f"process {process} on {one['host']} holds the others up: in {late} of {steps} steps it "
-        f"{doing}, {1e3 * (data_s + host_s):.0f} ms more than they take "
-        f"({percent(lost_s / usual_step_s, 0)} of the time). {look}"
+        f"process {process} on {one['host']} delays the others: in {late} of {steps} steps it "
+        f"{activity}, {1e3 * (data_s + host_s):.0f} ms more than they do "
+        f"({percent(lost_s / median_step_s, 0)} of the time). {fix}"
     )
     return Straggler(process, str(one["host"]), cause, lost_s, text)
 
@@ -194,15 +191,15 @@ def _slow_clock(
     clocks = [other["gpu_clock_mhz"] for other in others if "gpu_clock_mhz" in other]
     if not clocks or "gpu_clock_mhz" not in one:
         return None
-    usual = statistics.median(clocks)
-    if one["gpu_clock_mhz"] >= _SLOW_CLOCK * usual:
+    median = statistics.median(clocks)
+    if one["gpu_clock_mhz"] >= _SLOW_CLOCK * median:
         return None
     text = (
         f"a GPU of process {process} on {one['host']} runs at {one['gpu_clock_mhz']:.0f} MHz, "
-        f"those of the others at {usual:.0f}"
+        f"the others at {median:.0f}"
     )
     for name, words in (("gpu_temperature_c", "{:.0f} °C"), ("gpu_power_w", "{:.0f} W")):
         if name in one:
             text += ", " + words.format(one[name])
-    text += ". Every step waits for it: look at its cooling and power limit."
+    text += ". Every step waits for it: check its cooling and power limit."
     return Straggler(process, str(one["host"]), "gpu clock", 0.0, text)

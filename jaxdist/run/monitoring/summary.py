@@ -1,4 +1,4 @@
-"""The totals of a run over all its starts: the content of summary.json."""
+"""Totals of a run over all its starts: the content of summary.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RunSummary:
 
     Attributes:
         units: tokens (or images) trained on.
-        last: the newest train record, or just its step.
+        last: the newest train record, or only its step.
         evals: eval records, oldest first.
         skipped_steps: steps whose update was not applied.
         warnings: events of level warning or above, of this start.
-        memory_peak_bytes: of the fullest device of this process, this start; 0 if not known.
+        memory_peak_bytes: of the fullest device of this process, this start; 0 if unknown.
     """
 
     def __init__(self, earlier: Sequence[Record], *, start_step: int, unit: str):
@@ -50,7 +50,7 @@ class RunSummary:
         self._readings: dict[str, list[float]] = {}
 
     def totals(self, device_seconds: float, num_devices: int) -> dict[str, Any]:
-        """Return the fields of a `totals` event, from which `read_outline` lets a start go on."""
+        """Return the fields of a `totals` event, with which `read_outline` resumes the totals."""
         best, last = self._best_eval(), self.evals[-1:]
         return {
             "step": self.last["step"],
@@ -66,11 +66,11 @@ class RunSummary:
     def add_times(
         self, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count one step's time and how much of it went to waiting for data and for devices.
+        """Count the time of a step, and its share spent waiting for data and for devices.
 
-        A step's work is dispatched before the results of the step before are read. When the host
-        then has to wait, the devices never stood still. When the results are already there, they
-        ran dry, for a time that only a profiler knows: as long as the whole step at most.
+        A step is dispatched before the results of the previous step are read. If the host then has
+        to wait, the devices were never idle. If the results are already available, the devices were
+        idle for an unknown part of the step.
         """
         self._seconds["steps"] += step_time_s
         self._seconds["data"] += data_wait_s
@@ -84,12 +84,12 @@ class RunSummary:
 
     def add_straggler(self, slow: Straggler) -> None:
         """Count one interval in which the others waited for this process."""
-        found = self._slow.setdefault(
+        entry = self._slow.setdefault(
             (slow.process, slow.cause),
             {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},
         )
-        found["intervals"] += 1
-        found["lost_s_per_step"] = max(slow.lost_s, found.get("lost_s_per_step", 0.0))
+        entry["intervals"] += 1
+        entry["lost_s_per_step"] = max(slow.lost_s, entry.get("lost_s_per_step", 0.0))
 
     def add_readings(self, readings: Mapping[str, float]) -> None:
         """Count readings of `GpuStats`."""
@@ -99,7 +99,7 @@ class RunSummary:
     def summary(
         self, throughput: Throughput, watches: Sequence[CompileTracker], wall_s: float
     ) -> dict[str, Any]:
-        """The numbers of summary.json; what is not known is not in it."""
+        """Return the numbers of summary.json; unknown numbers are omitted."""
         unit, num_devices = self.unit, throughput.num_devices
         device_s = self.device_seconds_before + wall_s * num_devices
         summary: dict[str, Any] = {
@@ -137,7 +137,7 @@ class RunSummary:
         return summary
 
     def _gpu_readings(self) -> dict[str, float]:
-        """Means over the run, but the hottest and fullest: of process 0's GPUs."""
+        """Return means over the run, or the extreme for temperature, memory and clock."""
         combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
         return {
             name: combine.get(name, statistics.fmean)(values)
@@ -145,12 +145,12 @@ class RunSummary:
         }
 
     def _evaluations(self) -> dict[str, Any]:
-        found = {}
+        evaluations = {}
         if self.evals:
-            found["eval"] = _metrics_of(self.evals[-1])
+            evaluations["eval"] = _metrics_of(self.evals[-1])
         for best in self._best_eval():
-            found["best_eval"] = _metrics_of(best)
-        return found
+            evaluations["best_eval"] = _metrics_of(best)
+        return evaluations
 
     def _best_eval(self) -> list[Record]:
         rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]
@@ -158,22 +158,22 @@ class RunSummary:
 
 
 def rates(throughput: Throughput, unit: str) -> dict[str, Any]:
-    """Medians over the run: speed, step time, MFU with what it means; {} before the second step."""
+    """Return medians over the run: speed, step time, MFU; {} before the second step."""
     rate = throughput.run_tokens_per_s
     if rate is None:
         return {}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         f"{unit}_per_s": rate,
         f"{unit}_per_s_per_device": rate / throughput.num_devices,
         "step_time_s": throughput.run_step_time_s,
     }
     mfu = throughput.mfu_fields(rate)
     if mfu:
-        found |= mfu
-        found["mfu_convention"] = throughput.convention
-        found["mfu_formula"] = MFU_FORMULA
-        found["peak_flops"] = throughput.peak_flops
-    return found
+        values |= mfu
+        values["mfu_convention"] = throughput.convention
+        values["mfu_formula"] = MFU_FORMULA
+        values["peak_flops"] = throughput.peak_flops
+    return values
 
 
 def _metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""TensorBoard files through tensorboardX, which is imported only when a run writes them.
+"""TensorBoard files through tensorboardX, which is imported only if a run writes them.
 
-Its `SummaryWriter` hands events to a thread, and its `flush` does not wait for that thread: a kill
-right after a flush loses the newest events (measured: one in 25 steps). The layer below writes at
-once; this uses that one.
+Its `SummaryWriter` passes events to a thread, and its `flush` does not wait for that thread: a kill
+right after a flush loses the newest events (measured: one in 25 steps). The lower-level
+`EventsWriter`, which is used here, writes synchronously.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxdist.runtime.storage import Mirror, locate, mirror
 logger = logging.getLogger("jaxdist")
 
 _MIRRORED_BYTES = 1 << 20
-"""Size at which a file that is copied whole whenever it has grown is followed by another."""
+"""Maximum size of a file on an object store, where each flush uploads the complete file."""
 
 
 class TensorBoard:
-    """Scalars and text of a run, on disk when a method returns; a resumed run adds a file.
+    """Scalars and text of a run, on disk when a method returns. A resumed run adds a file.
 
-    From `first_step` on, where it is given, TensorBoard hides points that earlier starts wrote.
+    TensorBoard hides points of earlier starts from `first_step` on.
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
@@ -36,7 +36,7 @@ class TensorBoard:
         self._path = locate(path)
         self._path.make_directory()
         self._new_writer = EventsWriter
-        self._refused = False
+        self._has_warned = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         if not self._path.is_local:
             self._scratch = tempfile.TemporaryDirectory(prefix="jaxdist-tensorboard-")
@@ -46,14 +46,14 @@ class TensorBoard:
         self._safely(self._writer.flush)
 
     def text(self, tag: str, text: str) -> None:
-        """A text, shown unformatted."""
+        """Write a text, displayed unformatted."""
         from tensorboardX.summary import text as summary_of
 
         indented = "\n".join("    " + line for line in text.splitlines())  # Markdown for code
         self._write(0, summary=summary_of(tag, indented))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point for each tag, all in one event; values that are no numbers are left out."""
+        """Write one point for each tag in one event; values that are no numbers are omitted."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         points = [
@@ -72,10 +72,10 @@ class TensorBoard:
             self._scratch.cleanup()
 
     def _open(self) -> None:
-        """Begin a file.
+        """Start a file.
 
-        Files are read in the order of their names, which hold whole seconds; the nanoseconds
-        behind keep a quick restart from overwriting the file before it.
+        TensorBoard reads files in the order of their names, which contain seconds. The nanoseconds
+        in the suffix keep a quick restart from overwriting the previous file.
         """
         suffix = f".{time.time_ns() % 10**9:09d}"
         folder = self._scratch.name if self._scratch else str(self._path)
@@ -87,15 +87,15 @@ class TensorBoard:
             self._mirror = mirror(Path(folder) / name, self._path / name)
 
     def _safely(self, write: Callable[[], Any]) -> None:
-        """Ignore a full disk: points may be missing here, and metrics.jsonl has them."""
+        """Ignore a full disk: metrics.jsonl has the points that are missing here."""
         try:
             write()
         except OSError as failure:
-            if not self._refused:
-                self._refused = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning(
-                    "%s cannot be written (%s): points are missing there while that lasts; "
-                    "metrics.jsonl keeps them",
+                    "%s cannot be written (%s): TensorBoard misses points meanwhile; "
+                    "metrics.jsonl has them",
                     self._path,
                     failure.strerror,
                 )

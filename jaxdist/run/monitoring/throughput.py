@@ -1,4 +1,4 @@
-"""Throughput: tokens per second, model FLOP utilisation (MFU), time left."""
+"""Throughput: tokens per second, model FLOP utilization (MFU), time left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MFU_FORMULA = (
 
 
 class Throughput:
-    """Rates of a run. A rate over many steps is a median, so that one slow step does not change it.
+    """Rates of a run. A rate over many steps is a median, so one slow step does not change it.
 
-    `flops_per_token` is the model's, `peak_flops` of one device; without either there is no MFU.
-    Rolling rates are those of `window_steps`.
+    MFU needs `flops_per_token` of the model and `peak_flops` of one device. Rolling rates use
+    `window_steps`.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Throughput:
 
     @property
     def convention(self) -> str | None:
-        """The convention of `mfu`: causal where the model has it; None when there is no MFU."""
+        """Convention of `mfu`: causal if the model has it; None if there is no MFU."""
         if self.peak_flops is None or not self.flops_per_token:
             return None
         names = ("causal", "full", *self.flops_per_token)
         return next(name for name in names if name in self.flops_per_token)
 
     def add(self, tokens: float, step_time_s: float) -> None:
-        """Count one step. Leave out the first one of a start, which compiles."""
+        """Count one step. The caller omits the first step of a start, which compiles."""
         self._rates.append(tokens / step_time_s)
         self._times.append(step_time_s)
 
@@ -66,7 +66,7 @@ class Throughput:
         return _median(self._times)
 
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
-        """Share of the devices' peak that the model's own FLOPs take, in [0, 1]; None if unknown.
+        """Return the share of peak FLOP/s that the model's FLOPs use, in [0, 1]; None if unknown.
 
         References:
             Chowdhery et al., PaLM, appendix B: recomputed activations do not count as work.
@@ -78,13 +78,13 @@ class Throughput:
         return tokens_per_s / self.num_devices * flops / self.peak_flops
 
     def mfu_fields(self, tokens_per_s: float) -> dict[str, float]:
-        """`mfu` by `convention`, and `mfu_full` where that differs; {} if unknown."""
+        """Return `mfu` by `convention`, and `mfu_full` if that differs; {} if unknown."""
         full = self.mfu(tokens_per_s, "full") if self.convention != "full" else None
         fields = {"mfu": self.mfu(tokens_per_s), "mfu_full": full}
         return {name: value for name, value in fields.items() if value is not None}
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Seconds to go by the window's median step; evaluations and saves are not in it."""
+        """Return the seconds left by the median step time, without evaluations and saves."""
         if steps_left <= 0:
             return 0.0
         step_time_s = self.step_time_s

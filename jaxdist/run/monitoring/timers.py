@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def steady_clock() -> Callable[[], float]:
-    """Seconds since the epoch that go on evenly from now, also when the host's clock is set."""
+    """Return a clock of seconds since the epoch that ignores changes of the host clock."""
     ahead = time.time() - time.monotonic()
     return lambda: ahead + time.monotonic()
 
@@ -25,9 +25,9 @@ class Compilation:
 
     Attributes:
         count: number of compilations so far; a healthy run has one.
-        seconds: tracing, lowering and compiling, during which the call blocked.
-        from_cache: whether the executable came from the persistent compilation cache.
-        changes: what changed in the arguments since the last compilation, one line each.
+        seconds: duration of tracing, lowering and compiling.
+        from_cache: the executable came from the persistent compilation cache.
+        changes: changes of the arguments since the last compilation, one line each.
     """
 
     function: str
@@ -40,10 +40,9 @@ class Compilation:
 class CompileTracker:
     """Calls a jitted function and reports each compilation that a call causes.
 
-    A call counts as a compilation when the function's cache grew and XLA compiled. Either alone is
-    not enough: a numpy array in place of a jax array grows the cache without a compilation, and
-    tracing may compile small programs of its own. A call that compiles nothing costs a few
-    microseconds more.
+    A call counts as a compilation if the function's cache grew and XLA compiled. Either alone is
+    not enough: a numpy array instead of a jax array grows the cache without a compilation, and
+    tracing may compile small programs. The tracker adds a few microseconds to a call.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class CompileTracker:
         self._signature: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; report if that compiled it."""
+        """Call the function, and report a compilation."""
         before = self._function._cache_size()
         with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
             return self._function(*args, **kwargs)
@@ -74,9 +73,9 @@ class CompileTracker:
             report(self._unreported.pop(0))
 
     def compile(self, *args: Any) -> Any:
-        """Compile for these arguments without a call; returns the `jax.stages.Compiled`.
+        """Compile for these arguments without a call; return the `jax.stages.Compiled`.
 
-        jax keeps the executable, so that a later call with such arguments does not compile.
+        jax caches the executable, so a later call with such arguments does not compile.
         """
         with self._reported((args, {}), lambda: True):
             return self._function.lower(*args).compile()
@@ -92,7 +91,7 @@ class CompileTracker:
     def _compiled(self, seconds: float, events: list[str], arguments: Any) -> None:
         self.count += 1
         self.seconds += seconds
-        # The call has donated some of the arrays, yet they still know shape, dtype and sharding.
+        # The call donated some arrays, but shape, dtype and sharding are still available.
         signature = _signature_of(arguments)
         changes = _changes(self._signature, signature) if self.count > 1 else ()
         self._signature = signature
@@ -106,7 +105,7 @@ _IS_CACHE_HIT = "compilation_cache/cache_hits"
 
 @contextlib.contextmanager
 def _compile_events() -> Iterator[list[str]]:
-    """Names of JAX's events on this thread while the block runs."""
+    """Yield a list that receives the names of JAX's events on this thread during the block."""
     from jax import monitoring
 
     events: list[str] = []
@@ -126,7 +125,7 @@ def _compile_events() -> Iterator[list[str]]:
 
 
 def _signature_of(arguments: Any) -> dict[str, str]:
-    """Path of each leaf -> what compilation depends on: shape, dtype, weak type, sharding."""
+    """Map each leaf to the properties that a compilation depends on: shape, dtype, sharding."""
     import jax
     import numpy as np
 
@@ -136,7 +135,7 @@ def _signature_of(arguments: Any) -> dict[str, str]:
         name = "arg" + jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
             weak = " weak" if getattr(leaf, "weak_type", False) else ""
-            signature[name] = f"{_shape(leaf)}{weak} {_place(leaf.sharding)}"
+            signature[name] = f"{_shape(leaf)}{weak} {_describe_sharding(leaf.sharding)}"
         elif isinstance(leaf, np.ndarray | np.generic):
             signature[name] = f"{_shape(leaf)} on the host"
         else:
@@ -148,15 +147,15 @@ def _shape(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _place(sharding: Any) -> str:
-    """`P("data",) over 8 devices`, `on cpu:0`, with the memory kind where it is unusual."""
+def _describe_sharding(sharding: Any) -> str:
+    """Return `P("data",) over 8 devices` or `on cpu:0`, with the memory kind if it is unusual."""
     spec = getattr(sharding, "spec", None)
     devices = sorted(map(str, sharding.device_set))
     if spec is not None:
-        place = f"{spec} over {len(devices)} devices"
+        text = f"{spec} over {len(devices)} devices"
     else:
-        place = "on " + (devices[0] if len(devices) == 1 else f"{len(devices)} devices")
-    return place if sharding.memory_kind in (None, "device") else f"{place}, {sharding.memory_kind}"
+        text = "on " + (devices[0] if len(devices) == 1 else f"{len(devices)} devices")
+    return text if sharding.memory_kind in (None, "device") else f"{text}, {sharding.memory_kind}"
 
 
 def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
@@ -165,24 +164,24 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
         for name, value in new.items()
         if name != "arguments" and old.get(name) != value
     ]
-    lines += [f"{name}: gone, was {old[name]}" for name in old if name not in new]
+    lines += [f"{name}: removed, was {old[name]}" for name in old if name not in new]
     if not lines and old.get("arguments") != new.get("arguments"):
-        lines.append("the containers of the arguments have another structure")
+        lines.append("the tree structure of the arguments")
     return tuple(lines)
 
 
 WINDOW_STEPS = 20
-"""Steps over which rates (their median) and waiting for data (its share) are taken."""
+"""Steps of the window for rates (median) and for waiting for data (share)."""
 
 DATA_WAIT_WARNING = 0.1
 """Share of a window spent waiting for data above which the loader is reported as too slow."""
 
 
 class DataWaitTracker:
-    """Says when waiting for data takes too large a share of the time, once per episode.
+    """Detects that waiting for data takes too large a share of the time, once per episode.
 
-    An episode begins when waiting took more than `threshold` of a full window, and ends when it
-    took less than half of that. A share near the threshold therefore warns once.
+    An episode starts if waiting took more than `threshold` of a full window, and ends if it took
+    less than half of that. A share near the threshold therefore warns once.
     """
 
     def __init__(self, *, threshold: float, window_steps: int):
@@ -197,7 +196,7 @@ class DataWaitTracker:
         return sum(self._waits) / (sum(self._times) or 1.0)
 
     def add(self, data_wait_s: float, step_time_s: float) -> bool:
-        """Count one step (its time includes the wait); True when an episode begins with it."""
+        """Count one step (its time includes the wait); return whether an episode starts."""
         self._waits.append(data_wait_s)
         self._times.append(step_time_s)
         if len(self._times) < (self._times.maxlen or 0):
@@ -210,16 +209,16 @@ class DataWaitTracker:
 
 
 class StepTimer:
-    """Times a training loop: how long a step took, and how long the loop waited for data.
+    """Times a training loop: the duration of a step, and the time spent waiting for data.
 
-    Call `lap` once per step. Steps are dispatched ahead of the devices, yet laps follow the pace of
-    the devices, because reading the metrics of step n−1 blocks until they exist. Where a dispatch
-    waits for the step before (`blocking_dispatch`: jax on several CPU devices), its time counts as
+    Call `lap` once per step. Steps are dispatched asynchronously. Laps follow the pace of the
+    devices, because reading the metrics of step n−1 blocks until they exist. If a dispatch waits
+    for the previous step (`blocking_dispatch`: jax on several CPU devices), its time counts as
     waiting for the devices.
 
     Attributes:
-        device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that they
-            had finished before the host asked, and were idle until the next dispatch.
+        device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that the
+            devices had already finished and were idle until the next dispatch.
     """
 
     def __init__(
@@ -242,16 +241,16 @@ class StepTimer:
             return get()
 
     def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Return `function(*arguments, **named)`, which hands work to the devices."""
+        """Return `function(*arguments, **named)`, which dispatches work to the devices."""
         with self._timed(self._dispatch):
             return function(*arguments, **named)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Leave the time of the block, such as a save, out of the step times."""
+        """Exclude the time of the block, such as a save, from the step times."""
         return self._timed("paused")
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap without pauses, and those of them spent waiting for data."""
+        """Return the seconds since the last lap without pauses, and those waiting for data."""
         now, seconds = self._clock(), self._seconds
         times = (now - self._begin - seconds["paused"], seconds["data"])
         self.device_wait_s = seconds["device"]

@@ -1,10 +1,10 @@
-"""What the GPUs did during a trace: shares of computation, communication and idle time.
+"""GPU time of a trace: shares of computation, communication and idle time.
 
-A collective that overlaps with computation costs little. One that does not is time lost: it is
-exposed. So the kernels of each device are merged into intervals, NCCL's apart from the others, and
-what only NCCL covers counts as exposed.
+A collective that overlaps with computation costs little. Communication that does not overlap is
+exposed: it lengthens the step. The kernels of each device are merged into time spans, separately
+for NCCL and for the others. Time that only NCCL kernels cover is exposed.
 
-Traces of CPU devices hold no kernels, so that nothing is reported for them.
+Traces of CPU devices contain no kernels, so nothing is reported for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLLECTIVE = re.compile(r"nccl|nvshmem|all-?reduce|all-?gather|reduce-?scatter"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """How one GPU spent the time of a trace.
+    """Times of one GPU in a trace.
 
     Attributes:
         device: its number in the trace's process.
@@ -44,7 +44,7 @@ class DeviceTime:
     exposed_s: float
 
     def record(self) -> dict[str, float]:
-        """Seconds, and shares of the whole time: of the exposed ones faster links can win most."""
+        """Return the seconds, and the shares of the total time."""
         return {
             **dataclasses.asdict(self),
             "communication_share": self.communication_s / self.total_s,
@@ -53,16 +53,16 @@ class DeviceTime:
         }
 
     def __str__(self) -> str:
-        found = self.record()
+        record = self.record()
         return (
-            f"GPU {self.device}: communication {percent(found['communication_share'])} of the "
-            f"time, {percent(found['exposed_share'])} not overlapped with computation; "
-            f"idle {percent(found['idle_share'])}"
+            f"GPU {self.device}: communication {percent(record['communication_share'])} of the "
+            f"time, {percent(record['exposed_share'])} not overlapped with computation; "
+            f"idle {percent(record['idle_share'])}"
         )
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
-    """The GPUs of the newest trace in a profiler's directory, by number; empty without one."""
+    """Return the GPUs of the newest trace in a profile directory, by number; [] without one."""
     from jax.profiler import ProfileData
 
     folder = locate(directory)
@@ -71,8 +71,8 @@ def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
 
 
 def device_times(profile: Any) -> list[DeviceTime]:
-    """The same of a `jax.profiler.ProfileData`."""
-    found = []
+    """Return the GPUs of a `jax.profiler.ProfileData`, by number."""
+    devices = []
     for plane in profile.planes:
         device = _DEVICE.match(plane.name)
         spans: dict[bool, list[TimeSpan]] = {True: [], False: []}
@@ -84,12 +84,12 @@ def device_times(profile: Any) -> list[DeviceTime]:
                 if end > begin and "Memcpy" not in event.name and "Memset" not in event.name:
                     spans[bool(_COLLECTIVE.search(event.name))].append((begin, end))
         if device and any(spans.values()):
-            found.append(_device_time(int(device[1]), merged(spans[True]), merged(spans[False])))
-    return sorted(found, key=lambda one: one.device)
+            devices.append(_device_time(int(device[1]), merged(spans[True]), merged(spans[False])))
+    return sorted(devices, key=lambda one: one.device)
 
 
 def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """The same points in time, in order and without overlap."""
+    """Merge overlapping time spans; the result is sorted."""
     joined: list[TimeSpan] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -1,10 +1,10 @@
-"""Experiment trackers: a run's metrics, settings and summary go to wandb, mlflow or one's own.
+"""Experiment trackers: send metrics, settings and summary of a run to wandb, mlflow or your own.
 
-Each tracker works in a thread of its own, so that neither its network nor its errors reach the
-training: the first error is a warning, and that tracker gets nothing more.
+Each tracker runs in its own thread, so that its network and its errors do not affect training. The
+first error is logged as a warning and disables that tracker.
 
-A tracker of one's own is what a function returns that `monitoring.tracker` names, called with the
-keywords of `Identity`; it has `log(step, values)` and `finish(summary)`.
+For your own tracker, name a function in `monitoring.tracker`. It is called with the fields of
+`Identity` as keywords, and returns an object with `log(step, values)` and `finish(summary)`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxdist.runtime.named_function import named_function
 
 logger = logging.getLogger("jaxdist")
 
-_MOST_WAITING = 1000
-"""Points that wait for a slow tracker at most; what comes then is dropped, and said once."""
+_MAX_QUEUED = 1000
+"""Points that may wait for a slow tracker. One more disables it, with a warning."""
 
 _FINISH_S = 60.0
 """Seconds that the end of a run waits for a tracker."""
@@ -33,7 +33,7 @@ _FINISH_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which run it is: the same after every restart.
+    """Identity of a run, equal after every restart.
 
     Attributes:
         run_id: 16 hex digits.
@@ -49,18 +49,18 @@ class Identity:
 
 
 def run_id_of(first_start: float) -> str:
-    """16 hex digits of the time at which a run started for the first time, seconds since 1970."""
+    """Return 16 hex digits derived from the first start of a run, in seconds since 1970."""
     return hashlib.sha256(repr(first_start).encode()).hexdigest()[:16]
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A receiver of metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of a step: "train/loss", "eval/loss", "speed/tokens_per_s" ..."""
+        """Receive numbers of a step: "train/loss", "eval/loss", "speed/tokens_per_s" ..."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Take the numbers of summary.json; nothing follows, unless the run is started again."""
+        """Receive the numbers of summary.json. This is the last call of a start."""
 
 
 class Trackers:
@@ -70,31 +70,31 @@ class Trackers:
         self._workers = [_Worker(name, identity) for name in names]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the numbers of a step on; waits for nothing."""
+        """Queue the numbers of a step, without blocking."""
         for worker in self._workers:
             worker.put(lambda tracker: tracker.log(step, values))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand the summary on, and wait until it has arrived or is late."""
+        """Queue the summary, and wait until it was sent or timed out."""
         for worker in self._workers:
             worker.put(lambda tracker: tracker.finish(plain(summary)))
         self.close()
 
     def close(self) -> None:
-        """Wait until what was handed on has arrived or is late; a second call does nothing."""
+        """Wait until the queues were sent or timed out; a second call does nothing."""
         for worker in self._workers:
             worker.end()
         self._workers = []
 
 
 class _Worker:
-    """One tracker and the thread that talks to it."""
+    """One tracker and its thread."""
 
     def __init__(self, name: str, identity: Identity):
         self._name, self._identity = name, identity
-        self._failed = False  # and the log says so
+        self._failed = False  # and the failure was logged
         self._failing = threading.Lock()
-        self._tasks: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MOST_WAITING)
+        self._tasks: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._work, name=f"tracker: {name}", daemon=True)
         self._thread.start()
 
@@ -104,10 +104,10 @@ class _Worker:
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
-            self._fail("it is too slow, and gets nothing more")
+            self._fail("it is too slow")
 
     def end(self) -> None:
-        """Wait until the thread has done what it was given."""
+        """Wait until the thread has finished its queue."""
         if self._failed:
             return
         with contextlib.suppress(queue.Full):
@@ -127,7 +127,7 @@ class _Worker:
     def _fail(self, why: str) -> None:
         with self._failing:
             if not self._failed:
-                logger.warning("tracker %s gets nothing more: %s", self._name, why)
+                logger.warning("tracker %s is disabled: %s", self._name, why)
                 self._failed = True
 
 
@@ -140,7 +140,7 @@ def _open(name: str, identity: Identity) -> Tracker:
 
 
 class _Wandb:
-    """Weights & Biases; WANDB_PROJECT, WANDB_MODE and its other variables say where and how."""
+    """Weights & Biases, configured by WANDB_PROJECT, WANDB_MODE and its other variables."""
 
     def __init__(self, identity: Identity):
         import wandb
@@ -153,7 +153,7 @@ class _Wandb:
             config=dict(identity.settings),
             dir=identity.directory,
         )
-        # A restart does steps again; wandb's own step cannot go back.
+        # A restart repeats steps, and the step counter of wandb cannot decrease.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -165,18 +165,18 @@ class _Wandb:
 
 
 class _Mlflow:
-    """MLflow; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where."""
+    """MLflow, configured by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, identity: Identity):
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxdist"))
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [experiment], f"tags.`jaxdist.run_id` = '{identity.run_id}'"
         )
-        if found:
-            self._id = found[0].info.run_id
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
             tags = {"jaxdist.run_id": identity.run_id}
@@ -186,8 +186,8 @@ class _Mlflow:
                 self._client.log_param(self._id, name, str(value)[:_PARAM_CHARS])
 
     def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return found.experiment_id if found else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        return existing.experiment_id if existing else self._client.create_experiment(name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -203,4 +203,4 @@ class _Mlflow:
 
 
 _PARAM_CHARS = 500
-"""Characters that every version of MLflow stores of a parameter."""
+"""Characters of a parameter that every version of MLflow accepts."""

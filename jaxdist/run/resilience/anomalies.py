@@ -20,16 +20,16 @@ from jaxdist.runtime.storage import locate
 log = logging.getLogger("jaxdist")
 
 _MIN_LOSSES = 16
-"""Losses that must be known before one counts as a spike: the first ones of a run fall steeply."""
+"""Losses before spikes are detected: the loss falls steeply at the start of a run."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_LEAST_DEVIATION = 0.02  # of the median: small changes of a very even loss are no spikes
+_MIN_DEVIATION = 0.02  # of the median: small changes of a smooth loss are no spikes
 
 SPIKE_WINDOW_STEPS = 64
-"""Steps whose losses are looked at: short enough to follow a loss that falls."""
+"""Steps of the window of losses: short enough to follow a falling loss."""
 
 SPIKE_DEVIATIONS = 10.0
-"""A spike is a loss so many standard deviations above the median of the window. The deviation is
-1.48 × the median deviation, and at least 2 % of the median; noise does not come near ten of it."""
+"""Standard deviations above the median of the window from which a loss is a spike. The deviation is
+1.48 × the median absolute deviation, and at least 2 % of the median. Noise stays far below ten."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Anomaly:
 
     Attributes:
         kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
-        limit: loss above which the step was a spike; inf while too few losses were known.
+        limit: loss above which the step was a spike; inf while there were too few losses.
         action: report, skip, rollback or stop, by the policy.
         rows: rows of the dataset in its batch.
         left_out: samples [first, end) that earlier rollbacks had left out.
@@ -64,26 +64,26 @@ class Anomaly:
         then = {
             "report": "only reported",
             "skip": "its update was not applied",
-            "rollback": "going back to the newest checkpoint, then on without this batch",
+            "rollback": "rolling back to the newest checkpoint and skipping this batch",
             "stop": "the run stops",
         }[self.action]
         return f"step {self.step}: loss {self.loss:.4g}{why}; rows {rows}; {then}"
 
     @property
     def all_left_out(self) -> tuple[tuple[int, int], ...]:
-        """Samples [first, end) that the run leaves out after a rollback for this anomaly."""
+        """Sample ranges [first, end) that the run skips after a rollback for this anomaly."""
         before = tuple((first, end) for first, end in self.left_out)
         return (*before, (self.first_sample, self.first_sample + self.num_samples))
 
     def is_bad(self, values: Mapping[str, float]) -> bool:
-        """Whether the metrics of a replay of this step are bad in the same way."""
+        """Return whether the metrics of a replay of this step are bad in the same way."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
         return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit
 
 
 class Rollback(Exception):
-    """Asks for the newest checkpoint back, and to leave out the batch of the anomaly, if any."""
+    """Raised to return to the newest checkpoint and skip the batch of the anomaly, if any."""
 
     def __init__(self, anomaly: Anomaly | None = None):
         self.anomaly = anomaly
@@ -91,7 +91,7 @@ class Rollback(Exception):
 
 
 class Stopped(FloatingPointError):
-    """The run ends because its losses are bad; a restart would repeat them."""
+    """Raised to end a run with bad losses. A restart would repeat them."""
 
     exit_code = runtime.EXIT_DIVERGED
 
@@ -115,30 +115,28 @@ class LossGuard:
         self.skipped, self.skip_kind = 0, ""
 
     def update_limit(self, step: int) -> float:
-        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        """Return the loss above which the compiled step skips its update; inf = no limit."""
         return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
-        """The loss above which `step` is a spike; inf while too few losses are known.
+        """Return the loss above which `step` is a spike; inf while there are too few losses.
 
-        It depends on losses up to step − 2 only. Those are known when the step is dispatched, so
-        that the limit in the compiled step and the one of the report are the same, also in a
-        resumed run.
+        It depends only on losses up to step − 2, which are available when the step is dispatched.
+        So the compiled step and the report use the same limit, also in a resumed run.
         """
-        known = [loss for at, loss in self._losses if at <= step - 2]
-        known = known[-SPIKE_WINDOW_STEPS:]
-        if self.config.spike_policy == "off" or len(known) < _MIN_LOSSES:
+        window = [loss for at, loss in self._losses if at <= step - 2][-SPIKE_WINDOW_STEPS:]
+        if self.config.spike_policy == "off" or len(window) < _MIN_LOSSES:
             return math.inf
-        median = statistics.median(known)
-        spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
-        return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
+        median = statistics.median(window)
+        spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in window)
+        return median + SPIKE_DEVIATIONS * max(spread, _MIN_DEVIATION * abs(median))
 
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Look for an anomaly in a step's metrics, and append it to anomalies.jsonl.
+        """Check the metrics of a step for an anomaly, and append it to anomalies.jsonl.
 
-        Its batch came from this `data.Loader`, and began with `first_sample`.
+        `loader` and `first_sample` identify the batch of the step.
         """
         reason = skip_reason(values)
         if reason == "no_labels":
@@ -167,39 +165,39 @@ class LossGuard:
         )
         if self._path is not None:
             file = self._path.appender()
-            file.cut_torn_tail()  # of a line that a kill cut short
+            file.cut_torn_tail()  # a line that a kill truncated
             file.append(f"{encode(dataclasses.asdict(anomaly))}\n".encode())
             file.close()
         return anomaly
 
     def state(self) -> list[list[float]]:
-        """The losses that a resumed run must know: [step, loss] each, as JSON."""
+        """Return the losses to store in a checkpoint, as JSON: [step, loss] each."""
         return [[step, loss] for step, loss in self._losses]
 
     def restore(self, state: list[list[float]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self._losses = [(int(step), float(loss)) for step, loss in state]
 
     def stop_text(self, anomaly: Anomaly) -> str:
-        """The error message of a run that stops for an anomaly."""
+        """Return the error message of a run that stops for an anomaly."""
         nonfinite = anomaly.kind == ExitReason.NONFINITE_LOSS
         setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
-                f"{anomaly}: {self._rollbacks} rollbacks, the most of one start, did not get "
-                "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
+                f"{anomaly}: {self._rollbacks} rollbacks, the limit of one start, did not fix it. "
+                "Lower optim.peak_lr, or check the rows in anomalies.jsonl."
             )
         applied = "The update was not applied; c" if nonfinite else "C"
         return (
-            f"{anomaly}, for {setting}='stop'. {applied}heckpoints up to here are good. "
-            f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
+            f"{anomaly}, because of {setting}='stop'. {applied}heckpoints up to here are good. "
+            f"Lower optim.peak_lr, check the batch, or set {setting}=skip."
         )
 
     def _kind(self, values: Mapping[str, float], limit: float) -> str:
         if not math.isfinite(values["loss"]):
             return ExitReason.NONFINITE_LOSS
         if not math.isfinite(values["grad_norm"]):
-            # With a loss scale, gradients overflow now and then on purpose: the scale is lowered.
+            # With a loss scale, gradients may overflow: the step then lowers the scale.
             return "" if values.get("loss_scale", 1.0) > 1 else ExitReason.NONFINITE_LOSS
         return ExitReason.LOSS_SPIKE if values["loss"] > limit else ""
 
@@ -216,15 +214,15 @@ class LossGuard:
 
 
 def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
-    """The anomalies of a run, oldest first; [] without a file.
+    """Return the anomalies of a run, oldest first; [] without a file.
 
-    A line that a kill cut short is skipped with a warning.
+    A line that a kill truncated is skipped with a warning.
     """
     file = locate(path)
-    found = []
+    anomalies = []
     for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):
         try:
-            found.append(Anomaly(**decode(line)))
+            anomalies.append(Anomaly(**decode(line)))
         except (ValueError, TypeError):
-            log.warning("%s: line %d was cut short and is left out", file, number)
-    return found
+            log.warning("%s: line %d is truncated and was skipped", file, number)
+    return anomalies

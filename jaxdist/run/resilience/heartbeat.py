@@ -1,7 +1,7 @@
 """Heartbeats: the progress of each process in one small file, and which process is behind.
 
-They are files of the run directory. The job's key-value store lives in process 0, which may itself
-be the one that is stuck. Nobody reads the files until something is wrong.
+They are files of the run directory, because the key-value store of the job runs in process 0, which
+may be the stuck one. The files are read only if a process makes no progress.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxdist.runtime.storage import Location
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a process last wrote.
+    """The last report of a process.
 
     Attributes:
         phase: see `Watchdog.enter`.
-        step: last step it has finished.
-        beat: a count that grows while the process can run Python at all.
+        step: last finished step.
+        beat: a count that increases while the process can run Python.
     """
 
     process: int
@@ -41,12 +41,12 @@ class Heartbeat:
 
 
 def path_of(folder: Location, process: int) -> Location:
-    """The heartbeat file of a process."""
+    """Return the heartbeat file of a process."""
     return folder / f"process-{process}.progress.json"
 
 
 def write(folder: Location, heartbeat: Heartbeat) -> None:
-    """Replace the file of this process. A full disk is ignored: it must not end the run."""
+    """Replace the file of this process. A full disk is ignored, so that it does not end the run."""
     with contextlib.suppress(OSError):
         path_of(folder, heartbeat.process).write(
             json.dumps(dataclasses.asdict(heartbeat)), durable=False
@@ -54,31 +54,31 @@ def write(folder: Location, heartbeat: Heartbeat) -> None:
 
 
 def read(folder: Location, num_processes: int) -> list[Heartbeat | None]:
-    """Heartbeats by process; None where there is none."""
-    found: list[Heartbeat | None] = [None] * num_processes
+    """Return the heartbeats by process; None for a process without one."""
+    heartbeats: list[Heartbeat | None] = [None] * num_processes
     for process in range(num_processes):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found[process] = Heartbeat(**path_of(folder, process).json())
-    return found
+            heartbeats[process] = Heartbeat(**path_of(folder, process).json())
+    return heartbeats
 
 
 def silent(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> list[int]:
-    """Processes that wrote nothing between two readings: stopped, dead, or on a dead host."""
+    """Return the processes that wrote nothing between two readings (stopped, dead, host dead)."""
     return [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old == new]
 
 
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
-    """Which process is behind, as one line, by heartbeats read some beats apart.
+    """Name the process that is behind, in one line, from heartbeats read some beats apart.
 
-    Looked for in this order: processes without a heartbeat; those that have finished fewer steps;
-    those in another phase while the others wait inside a step.
+    The first that applies: processes without a heartbeat; processes that finished fewer steps;
+    processes in another phase while the others wait in a step.
     """
     if stopped := silent(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
         return f"{few(who, 4, '; ')}: no sign of life (stopped, dead, or its host is)"
     heartbeats = [heartbeat for heartbeat in after if heartbeat is not None]
     if len(heartbeats) == 1:
-        return f"{heartbeats[0]}: it makes no progress"
+        return f"{heartbeats[0]}: no progress"
     first = max(heartbeat.step for heartbeat in heartbeats)
     late = [str(heartbeat) for heartbeat in heartbeats if heartbeat.step < first]
     if late:
@@ -86,8 +86,8 @@ def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | Non
     phases = Counter(heartbeat.phase for heartbeat in heartbeats)
     if len(phases) > 1:
         waiting = "step" if "step" in phases else phases.most_common(1)[0][0]
-        odd = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
-        return f"{few(odd, 4, '; ')}: the others wait for it in phase {waiting}"
+        others = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
+        return f"{few(others, 4, '; ')}: the others wait for it in phase {waiting}"
     return (
         f"no process is behind: all {len(heartbeats)} have finished step {first} and are in phase "
         f"{heartbeats[0].phase}, so a device or the network between them hangs"

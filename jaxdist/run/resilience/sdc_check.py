@@ -3,11 +3,11 @@
 Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its part of
 every array of the state that is replicated over the data axes. The hashes, 4 bytes each, are
 gathered and compared on the host one step later. A single wrong bit always changes a hash. With
-three copies or more the majority says which device is wrong; of two, both are named. Arrays that
+three or more copies the majority identifies the wrong device. With two, both are named. Arrays that
 are sharded over all data axes have no second copy: only the checksums of checkpoints cover them.
 
-Copies over `tensor` and `pipeline` are not compared. Nothing is reduced over these axes there, so
-two healthy devices may round differently.
+Copies over `tensor` and `pipeline` are not compared. Their gradients are not reduced over these
+axes, so two healthy devices may round differently.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jaxdist.runtime.formatting.tables import few
 
 
 class CorruptState(RuntimeError):
-    """Devices hold different bits of what must be one value."""
+    """Raised if replicas of one value have different bits."""
 
     exit_code = runtime.EXIT_SDC
     advice = (
-        "did all processes have the same data and, if the model or the data are code of yours, the "
-        "same code? (settings and jaxdist's code were compared at the start.) If so, take the "
+        "check that all processes use the same data and, for a custom model or dataset, the same "
+        "code (settings and jaxdist's code were compared at the start). If they do, take the "
         "device out of use or test it, then start the same command again: checkpoints up to the "
-        "last good check are good (resilience.sdc_policy=rollback resumes by itself)"
+        "last good check are good (resilience.sdc_policy=rollback resumes automatically)"
     )
 
 
@@ -51,7 +51,7 @@ class Mismatch:
     Attributes:
         devices: flat index in the mesh -> names of the arrays in which that device differs from
             the majority of its replicas. Without a majority, all replicas are listed.
-        certain: whether there was a majority everywhere.
+        certain: there was a majority everywhere.
     """
 
     step: int
@@ -70,14 +70,14 @@ class SdcCheck:
         self.config, self.layout, self._hosts = config, layout, hosts
         self._names: list[str] = []
         self._axes: list[tuple[str, ...]] = []
-        self._places: list[int] = []  # in the state's leaves
+        self._leaf_indices: list[int] = []
         self._hash: Any = None
         self._pending: tuple[int, Array] | None = None
         self._good = 0
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state after `step` if one is due or forced; waits for nothing.
+        """Start a check of the state after `step` if one is due or forced, without blocking.
 
         The state, a tree of global arrays, may be donated right after.
         """
@@ -90,10 +90,10 @@ class SdcCheck:
             self._make(state)
         if self._names:
             leaves = jax.tree.leaves(state)
-            self._pending = step, self._hash([leaves[place] for place in self._places])
+            self._pending = step, self._hash([leaves[index] for index in self._leaf_indices])
 
     def result(self) -> Mismatch | None:
-        """Wait for the check that was started last; None when all is well or none was started."""
+        """Wait for the last started check; None if replicas agree or none was started."""
         if self._pending is None:
             return None
         step, hashes = self._pending
@@ -104,21 +104,21 @@ class SdcCheck:
         return mismatch
 
     def may_roll_back(self) -> bool:
-        """Whether the run returns to a checkpoint after a mismatch, and does not end."""
+        """Return whether the run rolls back after a mismatch; otherwise it ends."""
         self._rollbacks += 1
         return self.config.sdc_policy == "rollback" and self._rollbacks <= MAX_ROLLBACKS
 
     def discard(self) -> None:
-        """Drop a check that was started: an earlier state was restored."""
+        """Drop a started check, because an earlier state was restored."""
         self._pending = None
 
     def _make(self, state: Any) -> None:
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         specs = []
-        for place, (path, leaf) in enumerate(leaves):
+        for index, (path, leaf) in enumerate(leaves):
             axes = self._replica_axes(leaf)
             if axes:
-                self._places.append(place)
+                self._leaf_indices.append(index)
                 self._names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
                 self._axes.append(axes)
                 specs.append(leaf.sharding.spec)
@@ -128,75 +128,75 @@ class SdcCheck:
             sums = jnp.stack([checksum(part) for part in parts])
             return collectives.all_gather(sums[None], tuple(mesh.axis_names))
 
-        # The gathered table is one value on all devices, which the types cannot know.
+        # The gathered table is equal on all devices, which jax cannot infer.
         gathered = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
         )
         self._hash = jax.jit(lambda chosen: gathered(*map(_data, chosen)))
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
-        """Data axes over which a leaf is replicated; none for a leaf that cannot be hashed."""
+        """Return the data axes over which a leaf is replicated; () if it cannot be hashed."""
         if leaf.sharding.memory_kind == "pinned_host" or not leaf.size:
             return ()
         taken = axes_of(leaf.sharding.spec)
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
-        """Args: hashes, uint32 [num_devices in mesh order, num_arrays]."""
+        """Compare hashes, uint32 [num_devices in mesh order, num_arrays]."""
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):
             groups = self._groups(axes)
             values = hashes[groups, column]
             for row in np.flatnonzero((values != values[:, :1]).any(axis=1)):
-                odd, sure = minority(values[row].tolist())
-                certain &= sure
-                for place in odd:
-                    devices.setdefault(int(groups[row, place]), []).append(name)
+                differing, has_majority = minority(values[row].tolist())
+                certain &= has_majority
+                for member in differing:
+                    devices.setdefault(int(groups[row, member]), []).append(name)
         if not devices:
             return None
         text = self._text(step, devices, certain)
         return Mismatch(step=step, devices=devices, certain=certain, text=text)
 
     def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
-        """Flat mesh indices that hold the same values: int64 [num_groups, group_size]."""
+        """Return flat mesh indices of devices with equal values: int64 [num_groups, group_size]."""
         mesh = self.layout.mesh
-        places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+        indices = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
         dims = [mesh.axis_names.index(axis) for axis in axes]
-        last = np.moveaxis(places, dims, range(places.ndim - len(dims), places.ndim))
-        count = int(np.prod([places.shape[dim] for dim in dims]))
+        last = np.moveaxis(indices, dims, range(indices.ndim - len(dims), indices.ndim))
+        count = int(np.prod([indices.shape[dim] for dim in dims]))
         return last.reshape(-1, count)
 
     def _text(self, step: int, devices: dict[int, list[str]], certain: bool) -> str:
         flat = self.layout.mesh.devices.flat
-        found = []
-        for place, names in devices.items():
-            device = flat[place]
+        lines = []
+        for index, names in devices.items():
+            device = flat[index]
             host = self._hosts.get(device.process_index, "?")
-            found.append(
+            lines.append(
                 f"device {device.id} of process {device.process_index} on {host} in {few(names, 3)}"
             )
-        doubt = "" if certain else " (without a majority, all copies are named)"
+        doubt = "" if certain else " (there is no majority, so all copies are named)"
         return (
-            f"replicas differ after step {step}: {few(found, 4, '; ')}{doubt}. The last check that "
-            f"found nothing was after step {self._good}."
+            f"replicas differ after step {step}: {few(lines, 4, '; ')}{doubt}. The last good check "
+            f"was after step {self._good}."
         )
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
-    """Indices whose value is not the majority's, and whether there is a majority.
+    """Return the indices whose value differs from the majority, and whether there is a majority.
 
-    Without one, all indices are returned.
+    Without a majority, all indices are returned.
     """
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return [], True
     value, count = counts[0]
     if 2 * count > len(values):
-        return [place for place, other in enumerate(values) if other != value], True
+        return [index for index, other in enumerate(values) if other != value], True
     return list(range(len(values))), False
 
 
 def _data(x: Array) -> Array:
-    """The array itself; of PRNG keys [...] their uint32 data [..., words]."""
+    """Return the array itself, or the uint32 data [..., words] of PRNG keys [...]."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -1,17 +1,16 @@
 """The watchdog: ends a run that makes no progress, and names the process that is behind.
 
-One thread per process. It keeps running while the main thread is stuck in a collective, because
-that waits without holding Python's lock. It ends the process with `os._exit`, because a stuck main
-thread cannot be asked to leave. When a limit has passed:
+Each process has one watchdog thread. It runs while the main thread is stuck in a collective, which
+waits without holding Python's lock. It ends the process with `os._exit`, because a stuck main
+thread cannot exit by itself. When a limit has passed:
 
-    1. each process whose limit has passed keeps writing its heartbeat, and reads all heartbeats
-       twice
-    2. the first live process (process 0, unless it is the stuck one) logs one line and writes it
-       to `abort.json`
-    3. each process that sees that file writes the stacks of its threads and exits with code 86
+    1. each process past its limit keeps writing its heartbeat, and reads all heartbeats twice
+    2. the first live process (process 0, unless it is stuck) logs one line and writes it to
+       `abort.json`
+    3. each process that reads that file writes the stacks of its threads and exits with code 86
 
-The launcher writes the same file for a process that was killed, so that the other hosts learn of it
-in a second or two and do not wait for a heartbeat to stop.
+The launcher writes the same file for a process that was killed. The other hosts then stop within
+two seconds, without waiting for a missing heartbeat.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from jaxdist.runtime.storage import flush_appended, locate
 log = logging.getLogger("jaxdist")
 
 _BEAT_S = 1.0
-_REMOTE_BEAT_S = 10.0  # on an object store, where a beat is two requests that are paid for
+_REMOTE_BEAT_S = 10.0  # on an object store, where each beat is two billed requests
 _READINGS_APART = 4  # heartbeats between two readings: a busy host may miss one or two
 _PATIENCE = 20  # heartbeats that a process waits for the diagnosis of another one
-_FLUSH_S = 10.0  # for the last lines, where the run directory is on an object store
+_FLUSH_S = 10.0  # limit for the last log lines if the run directory is on an object store
 _MEDIAN_STEPS = 50
-_HANG_FACTOR = 3.0  # × the median step time: merely slow steps take less
+_HANG_FACTOR = 3.0  # × the median step time: slow steps that make progress take less
 PHASE_TIMEOUT_S = 3600.0  # of a start, a compilation, a restore, a save or a batch of an evaluation
-_STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have the long one
+_STEP_PHASES = ("step", "data")  # phases with the limit of a step; the others have the long one
 
 
 class Watchdog:
-    """Watches this process until `close`; with `step_timeout_s=0` nothing is watched.
+    """Watches this process until `close`. `step_timeout_s=0` turns it off.
 
     All processes share the folder of heartbeats, stacks and `abort.json`. `leave` ends the process.
     """
@@ -74,12 +73,12 @@ class Watchdog:
         self._folder, self._leave = locate(folder), leave
         self._beat_s = beat_s or (_BEAT_S if self._folder.is_local else _REMOTE_BEAT_S)
         self._abort_file = self._folder / ABORT_FILE
-        self._old_abort = self._abort_file.version()  # left by an earlier start
+        self._old_abort = self._abort_file.version()  # from an earlier start
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
         self._phase, self._since = "start", time.monotonic()
-        self.is_held = False  # no heartbeat is written, unless this process counts as hung
-        self._warm = False  # whether a step has finished
+        self.is_held = False  # write no heartbeat, unless this process counts as hung
+        self._warm = False  # a step has finished
         self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_STEPS)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
@@ -87,7 +86,7 @@ class Watchdog:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Start a phase, whose time counts from now, of `step` or the step before.
+        """Start a phase and its timer; `step` is the last finished step (None = unchanged).
 
         Phases are start, restore, compile, data, step, evaluation, save, trace and end.
         """
@@ -96,7 +95,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in another phase while the block runs: save, evaluation, restore, ..."""
+        """Run the block in another phase: save, evaluation, restore, ..."""
         before = self._phase
         self.enter(name)
         try:
@@ -109,21 +108,21 @@ class Watchdog:
         self._since = time.monotonic()
 
     def finished(self, step: int, step_time_s: float) -> None:
-        """The devices have finished a step. The first one compiles: not part of the median."""
+        """Record a finished step. The first one compiles and does not count for the median."""
         if self._phase != "compile":
             self._step_times.append(step_time_s)
         self._warm = True
         self.enter("step", step)
 
     def limit_s(self) -> float:
-        """Seconds without progress after which the current phase counts as hung."""
+        """Return the seconds without progress after which the current phase counts as hung."""
         if self._phase not in _STEP_PHASES or not self._warm:
             return PHASE_TIMEOUT_S
         median = statistics.median(self._step_times) if self._step_times else 0.0
         return max(_HANG_FACTOR * median, self.config.step_timeout_s)
 
     def close(self) -> None:
-        """Stop watching: the process ends by itself."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5 * min(self._beat_s, _BEAT_S))
@@ -135,13 +134,13 @@ class Watchdog:
         while not self._closed.wait(self._beat_s):
             now = time.monotonic()
             if now - last > _READINGS_APART * self._beat_s:
-                self._since += now - last  # the whole process was stopped (Ctrl-Z, frozen host)
+                self._since += now - last  # the process was suspended (Ctrl-Z, frozen host)
             if not self.is_held:
                 self._beat_once()
             if self._abort_requested():
                 self._abort()
                 return
-            last = time.monotonic()  # an object store that is away may have kept us for minutes
+            last = time.monotonic()  # an unreachable object store may have blocked for minutes
             if now - self._since > self.limit_s():
                 self._check_progress()
                 last = time.monotonic()
@@ -161,7 +160,7 @@ class Watchdog:
         )
 
     def _check_progress(self) -> None:
-        """End the job, unless another process is to do that or this one has moved on."""
+        """End the job, unless another process does it or this one has made progress."""
         stuck_at = (self._phase, self._since)
         before = heartbeat.read(self._folder, self.num_processes)
         if not self._keep_beating(_READINGS_APART):
@@ -171,7 +170,7 @@ class Watchdog:
         alive = [beat for i, beat in enumerate(after) if beat is not None and i not in silent]
         limit_s = self.limit_s()
         if any(beat.phase not in _STEP_PHASES for beat in alive):
-            # This process waits in a step for one that saves or evaluates, which takes longer.
+            # This process waits in a step for a process that saves or evaluates.
             limit_s = max(limit_s, PHASE_TIMEOUT_S)
         first = min([self.process, *(beat.process for beat in alive)])
         if time.monotonic() - self._since <= limit_s or not (
@@ -179,7 +178,7 @@ class Watchdog:
         ):
             return
         if stuck_at != (self._phase, self._since):
-            return  # it has moved on
+            return  # it has made progress
         self._dump_stacks()
         line = (
             f"watchdog: {time.monotonic() - self._since:.0f} s without progress in phase "
@@ -187,9 +186,9 @@ class Watchdog:
             f"Stacks: {self._folder}/process-*.stacks.txt"
         )
         if self._request_abort(line):
-            self._keep_beating(2)  # process 0 holds the coordinator: the others leave first
+            self._keep_beating(2)  # process 0 runs the coordinator, so the others exit first
             self._leave(runtime.EXIT_HANG)
-        elif self._keep_beating(_PATIENCE):  # the other one was ended before it wrote the file
+        elif self._keep_beating(_PATIENCE):  # the other process died before it wrote the file
             self._leave(runtime.EXIT_HANG)
 
     def _keep_beating(self, beats: int) -> bool:
@@ -203,12 +202,12 @@ class Watchdog:
         return True
 
     def _abort_requested(self) -> bool:
-        """Whether there is a new `abort.json`; False while the directory cannot be read."""
+        """Return whether there is a new `abort.json`; False if the directory is unreadable."""
         return self._abort_file.version() not in (0, self._old_abort)
 
     def _request_abort(self, line: str) -> bool:
-        """Tell all processes to end, and why; False when another process has done so."""
-        # Each abort has its own name, which only one process can create.
+        """Write `abort.json` with the reason; False if another process has done so."""
+        # Each abort has its own lock file, which only one process can create.
         try:
             if not (self._folder / f".abort-after-{self._old_abort}").create():
                 return False
@@ -223,13 +222,13 @@ class Watchdog:
         return True
 
     def _abort(self) -> None:
-        """End this process because another one asked for it."""
+        """End this process because of `abort.json`."""
         self._dump_stacks()
         request = {"process": 0, "line": ""}
         with contextlib.suppress(OSError, ValueError):
             request = self._abort_file.json()
-        whose = f"{FOLLOWED} {request['process']}: {request['line']}"
-        text = f"process {self.process} on {self._host} {whose}"
+        cause = f"{FOLLOWED} {request['process']}: {request['line']}"
+        text = f"process {self.process} on {self._host} {cause}"
         write_error_file(runtime.EXIT_HANG, text, "")
         self._leave(runtime.EXIT_HANG)
 
@@ -242,10 +241,10 @@ class Watchdog:
 
 
 def _stacks() -> str:
-    """Where each thread is, innermost call first; the main thread, which trains, comes first.
+    """Return the stack of each thread, innermost call first; the main thread comes first.
 
-    `faulthandler` writes the 100 newest threads and no names. No source line is read: the file
-    system may be what hangs.
+    `faulthandler` writes only the 100 newest threads, without names. No source line is read,
+    because the file system may be the cause of the hang.
     """
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main, lines = threading.main_thread().ident, []

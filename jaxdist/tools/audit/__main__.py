@@ -76,7 +76,7 @@ def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
     elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", simulate=0)
     problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     return config
 
 

@@ -77,7 +77,7 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     )
     problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     return config
 
 

@@ -192,7 +192,7 @@ def main() -> int:
     sections = {"mesh": config.mesh, "train": config.train, "pipeline": config.pipeline}
     problems = [p for name, section in sections.items() for p in problems_of(section, name)]
     if problems:
-        raise ConfigError(problems, asked="jaxdist.train")
+        raise ConfigError(problems, heading="jaxdist.train")
     legal = None
     if config.mesh.elastic and config.mesh.spec is not None:
         config.check_mesh(config.mesh.spec)

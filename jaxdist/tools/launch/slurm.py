@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if not problems and nodes.least and sizes.legal is not None:
         nodes, problems = _with_legal_nodes(config, nodes, sizes)
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return deliver(config, batch_script(config, nodes))

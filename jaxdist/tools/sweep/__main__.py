@@ -107,7 +107,7 @@ def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
     if problem := file_system_problem(folder, "a job of SLURM keeps its state"):
         problems.append(f"--run-dir {problem}")
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     words = [f"--{flag}" for flag in flags]
     if "name" not in names:
         name = re.sub(r"[^\w.-]+", "-", str(trials[0].path).split("/")[-2])

@@ -101,7 +101,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
             "settings, or use fewer values."
         )
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     plain = without_flags(argv, "grid", "run_dir", "slurm")
     name = read_run(plain, command=COMMAND, check_rules=False).name
     folder = locate(config.run_dir or f"runs/{name}")
@@ -125,7 +125,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     problems += _name_problems(trials)
     problems += [problem for trial in trials if (problem := _other_run(trial))]
     if problems:
-        raise ConfigError(problems, asked=COMMAND)
+        raise ConfigError(problems, heading=COMMAND)
     return Sweep(trials=trials, slurm=config.slurm)
 
 
