@@ -153,7 +153,6 @@ def open(
 
 
 def _check_objective(objective: Any) -> None:
-    """Raise ConfigError for an objective that cannot be called."""
     is_allowed = objective is None or callable(objective)
     check_type("objective", objective, is_allowed, "a function (output, batch, context) -> sums")
 
@@ -195,7 +194,6 @@ def _begin(config: Config, settings: Mapping[str, Any]) -> tuple[Config, dict[st
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted name, with short names expanded."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
@@ -257,7 +255,6 @@ def _objects(
 
 
 def _importable(thing: Any) -> str:
-    """Return module:function if another process can import it by that name, else ""."""
     module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
     if not inspect.isfunction(thing) or module == "__main__" or not name.isidentifier():
         return ""

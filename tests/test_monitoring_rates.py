@@ -15,9 +15,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import peak_flops
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import alerts
-from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.monitoring.throughput import Throughput
+from jaxdist.run.monitoring.throughput import Throughput, device_memory
 from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
 from jaxdist.run.run_directory import RunDirectory
 

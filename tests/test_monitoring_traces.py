@@ -9,8 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 from refusals import missing
 
-from jaxdist.run.monitoring.profiler import Profiler
-from jaxdist.run.monitoring.trace_analysis import device_times, merged, read_trace
+from jaxdist.run.monitoring.profiler import Profiler, device_times, merged, read_trace
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_NNT"

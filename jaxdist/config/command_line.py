@@ -96,15 +96,11 @@ def _with_commit(name: str, directory: str) -> str:
     """
     if not hub.is_hub_name(name):
         return name
-    earlier = _hub_names_of(directory) if directory and "@" not in name else []
-    return next((e for e in earlier if e.partition("@")[0] == name), "") or hub.with_commit(name)
-
-
-def _hub_names_of(directory: str) -> list[str]:
-    """Return the hub names with a commit in the settings of a run."""
-    table = _table_of(directory)
-    named = table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")
-    return [str(name) for name in named if "@" in str(name)]
+    table = _table_of(directory) if directory and "@" not in name else {}
+    for earlier in (table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")):
+        if str(earlier).startswith(f"{name}@"):
+            return str(earlier)
+    return hub.with_commit(name)
 
 
 def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -137,7 +137,9 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
     Raises:
         ConfigError: every value that differs, with its axes.
     """
-    config, is_text = _on(parts.config, parts.spec), _is_text(parts, fields)
+    config, data = _on(parts.config, parts.spec), parts.config.data
+    text = text_fields(parts.config.train.seq_len, packed=data.packs_documents)
+    is_text = fields == text and not parts.model.row  # such rows can be shortened
     objective = parts.model.objective
     small = shrunken(config, parts.spec, rows_per_example(objective))
     kinds = text_fields(small.train.seq_len, packed=True) if is_text else fields
@@ -172,13 +174,6 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
     seconds = time.perf_counter() - start
     log.info("deep audit: one step on %s equals one device's (%.1f s)", parts.spec, seconds)
     return str(parts.spec)
-
-
-def _is_text(parts: Parts, fields: Fields) -> bool:
-    """Return whether rows have the fields of text, which can be shortened."""
-    config = parts.config
-    text = text_fields(config.train.seq_len, packed=config.data.packs_documents)
-    return fields == text and not parts.model.row
 
 
 def differences(

@@ -296,7 +296,6 @@ def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
 
 
 def _lines_backward(file: Location) -> Iterator[bytes]:
-    """Yield the pieces between newlines, the last one first."""
     head = b""
     for block in file.blocks_backward():
         head, *lines = (block + head).split(b"\n")

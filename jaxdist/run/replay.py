@@ -180,7 +180,6 @@ def _index_of(records: list[Record], anomalies: list[Anomaly], step: int, run: R
 
 
 def _is_of(anomaly: Anomaly, record: Record | None) -> bool:
-    """Return whether the anomaly has the step and the batch of this record."""
     batch = (anomaly.step, anomaly.first_sample)
     return record is not None and batch == (record["step"], record.get("first_sample"))
 

@@ -271,7 +271,6 @@ class Session:
         return evaluated
 
     def _warn_of_missing_best(self, evaluated: Mapping[str, float]) -> None:
-        """Warn once if `checkpoint.keep_best` names a metric that is not evaluated."""
         text = "" if self._has_evaluated else self.config.checkpoint.missing_best(evaluated)
         self._has_evaluated = True
         if text:

@@ -38,7 +38,6 @@ def _headed(heading: str, problems: list[str]) -> list[str]:
 
 
 def _shortened(problem: str) -> str:
-    """Replace the middle of a very long text."""
     if len(problem) <= _MAX_CHARS:
         return problem
     half = _MAX_CHARS // 2

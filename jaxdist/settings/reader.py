@@ -246,7 +246,6 @@ class _Reader:
         return problem
 
     def _read_kinds(self) -> None:
-        """Read the kind of each outermost section that has several."""
         for field in dataclasses.fields(self.cls):
             kinds = kinds_of(types_of(self.cls)[field.name])
             if kinds and "" not in kinds:

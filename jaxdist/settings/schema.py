@@ -200,7 +200,6 @@ def _read_list(raw: Any, annotation: Any) -> Any:
 
 
 def _toml_value(text: str) -> Any:
-    """Return a TOML value if the text is one, else the text itself."""
     try:
         value = tomllib.loads(f"x = {text}\n")
     except (ValueError, RecursionError):  # not TOML, a number of 4300 digits, brackets in brackets

@@ -84,7 +84,6 @@ def split_arguments(
 
 
 def _name_of(word: str) -> str:
-    """Return the name of a flag: `--run-dir=runs/a` -> "run_dir"."""
     return word.removeprefix("--").partition("=")[0].replace("-", "_")
 
 
@@ -167,7 +166,6 @@ def program_inputs(values: Mapping[str, Any], aliases: Mapping[str, str]) -> lis
 
 
 def _as_toml(value: Any) -> Any:
-    """Convert a Python value to TOML types: paths to texts, tuples to lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, tuple | list):

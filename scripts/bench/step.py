@@ -32,7 +32,7 @@ from jaxdist.data import DataConfig
 from jaxdist.data.packing import text_fields
 from jaxdist.hardware import peak_flops
 from jaxdist.models import DecoderConfig
-from jaxdist.run.monitoring.device_memory import device_memory
+from jaxdist.run.monitoring.throughput import device_memory
 from jaxdist.run.setup import assemble, compare_kernel
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)

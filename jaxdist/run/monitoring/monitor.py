@@ -16,13 +16,12 @@ from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
-from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
-from jaxdist.run.monitoring.throughput import Throughput
+from jaxdist.run.monitoring.throughput import Throughput, device_memory
 from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
@@ -466,7 +465,6 @@ class Monitor:
         self._plot(record["step"], points)
 
     def _plot(self, step: int, points: Mapping[str, float]) -> None:
-        """Send points of curves to TensorBoard and the trackers."""
         if self._tensorboard is not None:
             self._tensorboard.scalars(step, points)
         if self._experiments is not None:

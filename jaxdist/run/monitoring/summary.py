@@ -137,7 +137,6 @@ class RunSummary:
         return summary
 
     def _gpu_readings(self) -> dict[str, float]:
-        """Return means over the run, or the extreme for temperature, memory and clock."""
         combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
         return {
             name: combine.get(name, statistics.fmean)(values)

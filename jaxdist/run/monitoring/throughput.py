@@ -1,10 +1,11 @@
-"""Throughput: tokens per second, model FLOP utilization (MFU), time left."""
+"""Throughput: tokens per second, model FLOP utilization (MFU), time left; device memory."""
 
 from __future__ import annotations
 
 import statistics
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 MFU_FORMULA = (
     "tokens/s/device * FLOPs per token (forward and backward, nothing recomputed) / peak FLOP/s"
@@ -89,6 +90,22 @@ class Throughput:
             return 0.0
         step_time_s = self.step_time_s
         return None if step_time_s is None else steps_left * step_time_s
+
+
+def device_memory(devices: list[Any]) -> dict[str, int]:
+    """Return bytes of the fullest device of this process; {} on CPUs, which do not report them.
+
+    Returns:
+        `memory_bytes` in use, `memory_peak_bytes` so far, `memory_limit_bytes`.
+    """
+    stats = [s for s in (device.memory_stats() for device in devices) if s]
+    names = {
+        "bytes_in_use": "memory_bytes",
+        "peak_bytes_in_use": "memory_peak_bytes",
+        "bytes_limit": "memory_limit_bytes",
+    }
+    values = {key: [int(s[key]) for s in stats if key in s] for key in names}
+    return {name: max(values[key]) for key, name in names.items() if values[key]}
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -171,7 +171,9 @@ class _Mlflow:
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
-        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxdist"))
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxdist")
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         runs = self._client.search_runs(
             [experiment], f"tags.`jaxdist.run_id` = '{identity.run_id}'"
         )
@@ -184,10 +186,6 @@ class _Mlflow:
             self._id = made.info.run_id
             for name, value in identity.settings.items():
                 self._client.log_param(self._id, name, str(value)[:_PARAM_CHARS])
-
-    def _experiment(self, name: str) -> str:
-        existing = self._client.get_experiment_by_name(name)
-        return existing.experiment_id if existing else self._client.create_experiment(name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

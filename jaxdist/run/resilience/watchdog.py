@@ -222,7 +222,6 @@ class Watchdog:
         return True
 
     def _abort(self) -> None:
-        """End this process because of `abort.json`."""
         self._dump_stacks()
         request = {"process": 0, "line": ""}
         with contextlib.suppress(OSError, ValueError):
@@ -233,7 +232,6 @@ class Watchdog:
         self._leave(runtime.EXIT_HANG)
 
     def _dump_stacks(self) -> None:
-        """Append the stacks of all threads to a file of the run directory."""
         path = self._folder / f"process-{self.process}.stacks.txt"
         with contextlib.suppress(OSError), os.fdopen(path.append_descriptor(), "a") as file:
             file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n{_stacks()}")
