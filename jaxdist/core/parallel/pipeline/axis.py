@@ -1,4 +1,4 @@
-"""The pipeline axis: each device holds the layers of one stage, and microbatches flow through."""
+"""The pipeline axis: each device has the layers of one stage; microbatches flow through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a stage keeps what waits: lifetimes of values, their slots, and a schedule as arrays."""
+"""Buffers of a stage: lifetimes of values, their slots, and a schedule as arrays."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Interval: TypeAlias = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lifetimes:
-    """Per stage, from which tick to which each buffered value is alive.
+    """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
         activations: input of a virtual stage, from its arrival to its backward.
         cotangents: gradient of its output, from its arrival to its backward. The last virtual
             stage has none: it starts from the loss.
-        pending: what a weight gradient needs, from the backward to the weight action.
+        pending: inputs of a weight gradient, from the backward to the weight action.
     """
 
     activations: list[dict[Work, Interval]]
@@ -34,7 +34,7 @@ class Lifetimes:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Lifetimes:
-        """The lifetimes that a checked schedule implies."""
+        """Return the lifetimes that follow from a checked schedule."""
         when = schedule.when()
         stages = range(schedule.num_stages)
         lives = cls(
@@ -65,9 +65,9 @@ class Lifetimes:
 
 
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
-    """Give each interval a slot so that intervals that overlap never share one; fewest slots.
+    """Give each interval a slot so that overlapping intervals never share one; fewest slots.
 
-    A slot read in tick t is free for what arrives at the end of t, which is alive from t + 1.
+    A slot read in tick t is free for a value that arrives at the end of t and is alive from t + 1.
     """
     slots: dict[Work, int] = {}
     busy: list[tuple[int, int]] = []
@@ -84,7 +84,7 @@ def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
 
 
 def peak(intervals: Iterable[Interval]) -> int:
-    """Most intervals alive at once."""
+    """Return the largest number of intervals alive at once."""
     spans = list(intervals)
     firsts, lasts = sorted(a for a, _ in spans), sorted(b for _, b in spans)
     # Most are alive where one begins: those begun by then, less those that ended before.
@@ -93,22 +93,22 @@ def peak(intervals: Iterable[Interval]) -> int:
 
 
 def num_slots(stages: list[dict[Work, Interval]]) -> int:
-    """Slots that the fullest stage needs."""
+    """Return the slots of the fullest stage."""
     return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
 class Instruction(NamedTuple):
-    """What a stage does in a tick; int32 scalars, or arrays of them for all stages and ticks.
+    """The action of a stage in a tick; int32 scalars, or arrays of them for all stages and ticks.
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
-        microbatch: which microbatch (0 when idle).
-        virtual: which of the stage's virtual stages (0 when idle).
+        microbatch: index of the microbatch (0 if idle).
+        virtual: index among the stage's virtual stages (0 if idle).
         activation: slot of the virtual stage's input.
         cotangent: slot of the gradient of its output.
-        pending: slot of what the weight gradient needs.
+        pending: slot of the inputs of the weight gradient.
         activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
-            get none name the spare slot, one past the last.
+            receive none name the spare slot, one past the last.
         cotangent_arrival: the same for gradients.
     """
 

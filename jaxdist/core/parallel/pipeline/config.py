@@ -1,4 +1,4 @@
-"""Settings of the pipeline: which schedule, and how many virtual stages."""
+"""Settings of the pipeline: the schedule, and the number of virtual stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
+    """Flow of microbatches through the stages of the `pipeline` axis (`pp` > 1)."""
 
     schedule: ScheduleName = setting(
         "1f1b_lockstep",
@@ -31,7 +31,7 @@ class PipelineConfig:
     )
 
     def problems(self) -> list[str]:
-        """What no bound says."""
+        """Return every rule of this section that is violated beyond the bounds."""
         if self.schedule != "1f1b" or self.num_virtual_stages == 1:
             return []
         return [
@@ -43,9 +43,9 @@ class PipelineConfig:
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
     ) -> Schedule:
-        """The checked schedule for this many stages and rows of a replica.
+        """Return the checked schedule for this many stages and rows of a replica.
 
-        0 as `num_microbatches` chooses from stages and rows, and cuts no example.
+        With `num_microbatches` = 0 stages and rows determine the number, and no example is cut.
         """
         count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
@@ -53,12 +53,12 @@ class PipelineConfig:
     def make_evaluation_schedule(
         self, *, num_stages: int, rows: int, rows_per_example: int = 1
     ) -> Schedule:
-        """The forward-only schedule for this many stages and rows of a replica."""
+        """Return the forward-only schedule for this many stages and rows of a replica."""
         count = self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
-        """Microbatches of a replica: the fewest that reach four per stage, else one example each.
+        """Return the fewest microbatches that reach four per stage, else one of each example.
 
         Four per stage leave a bubble below a fifth; more would only make products smaller. With
         interleaving, multiples of the number of stages come first, because their groups are full.
@@ -70,7 +70,7 @@ class PipelineConfig:
 
 
 def describe(schedule: Schedule, rows: int) -> str:
-    """One line for the start of a run: what the pipeline does and what waiting costs."""
+    """Return one line for the start of a run: the schedule and its cost in waiting."""
     report = simulate(schedule, RECOMPUTE)
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
     virtual = f" × {v} virtual stages" if v > 1 else ""

@@ -1,4 +1,4 @@
-"""Evaluation by a pipeline: forwards only, each stage handing its output to the next."""
+"""Evaluation by a pipeline: forwards only, each stage sends its output to the next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_pipeline_evaluate(
     *,
     gather: Literal["action", "step"] = "action",
 ) -> Callable[[Params, Batch, Context], Sums]:
-    """Sums by a forward pipeline, for use inside the manual step.
+    """Make the evaluation by a forward pipeline, for use inside the manual step.
 
     `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
     `gather` = "step", `ForwardPass.run_layers` must not gather.

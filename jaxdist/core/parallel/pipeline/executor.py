@@ -1,18 +1,18 @@
-"""Runs a schedule on the devices: one program for all stages, each doing its own action in a tick.
+"""Run a schedule on the devices: one program for all stages, each with its own action in a tick.
 
-It knows nothing of models. A handler does one kind of action from the stage's instruction and its
-buffers, and returns what is to be sent, kept or added up.
+It does not depend on models. A handler does one kind of action from the stage's instruction and its
+buffers, and returns the values to send, keep or add up.
 
-How a tick runs, and why so:
+A tick, and the reasons for it:
 
 1. Every device runs the same program, so the instructions of all stages are constant arrays, of
    which each device reads its own stage's column.
 2. A `lax.switch` on the instruction picks the handler. Devices of different stages take different
-   branches. A branch may hold collectives over the other axes, because their groups lie within one
-   stage and so take the same branch. Idle stages take an empty branch and compute nothing.
-3. Exchanges stand after the switch, where all stages meet: a permute over the pipeline axis needs
-   every stage to take part. A stage that sends nothing sends zeros, and its receiver stores them
-   in the spare slot that nobody reads.
+   branches. A branch may contain collectives over the other axes, because their groups lie within
+   one stage and so take the same branch. Idle stages take an empty branch and compute nothing.
+3. Exchanges come after the switch, where all stages meet: a permute over the pipeline axis needs
+   every stage. A stage with nothing to send sends zeros, and its receiver stores them in the spare
+   slot that is never read.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jaxdist.core.types import Array
 
 
 class State(NamedTuple):
-    """What a stage carries from tick to tick; each buffer has a spare slot at its end.
+    """The values that a stage carries from tick to tick; each buffer has a spare slot at its end.
 
     Attributes:
         activations: [slots + 1, microbatch, seq_shard, d_model], inputs of virtual stages.
         cotangents: the same shape, gradients of their outputs.
-        pending: list of [slots + 1, ...], what postponed weight gradients need.
+        pending: list of [slots + 1, ...], inputs of postponed weight gradients.
         totals: `layers`, `outer` (float32 gradients so far) and `sums`.
     """
 
@@ -51,11 +51,11 @@ class State(NamedTuple):
 
 
 class Handler(NamedTuple):
-    """Does one kind of action; `outputs` names what it returns, known before it is traced.
+    """The function of one kind of action, and the names of its outputs.
 
-    Outputs are `entered` (an input to keep, which forwards read again in the backward), `up` (sent
-    to the next stage), `down` (sent to the one before), `kept` (for a postponed weight gradient)
-    and `totals`.
+    Outputs are `entered` (an input to keep, which the backward reads again), `up` (sent to the next
+    stage), `down` (sent to the previous one), `kept` (for a postponed weight gradient) and
+    `totals`.
     """
 
     do: Callable[[Instruction, State], dict[str, Any]]
@@ -63,7 +63,7 @@ class Handler(NamedTuple):
 
 
 def instructions_of(schedule: Schedule) -> Instruction:
-    """This stage's column of the schedule, each field int32 [ticks + 1]; idle in the last."""
+    """Return this stage's column of the schedule, int32 [ticks + 1] each; idle in the last."""
     (arrays, _), stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
     return Instruction(*(take(jnp.asarray(array.T), stage) for array in arrays))
 
@@ -73,8 +73,7 @@ def run(
 ) -> State:
     """Run this stage's part of a schedule tick by tick, in few loops (`plan_loops`).
 
-    `idle` holds zeros in place of the outputs that a stage does not make; `totals` stay as they
-    are.
+    `idle` has zeros for the outputs that a stage does not compute; `totals` then stay as they are.
 
     Returns:
         The last state.
@@ -86,7 +85,7 @@ def run(
     for loop in plan_loops(schedule):
 
         def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
-            """One round of a loop, whose ticks are int32 [ticks of a round]."""
+            """Run one round of a loop, whose ticks are int32 [ticks of a round]."""
             for place, kinds in enumerate(loop.kinds):
                 now = jax.tree.map(lambda column: take(column, ticks[place]), instructions)  # noqa: B023
                 outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)
@@ -104,10 +103,10 @@ def run(
 def _act(
     now: Instruction, state: State, handlers: dict[Kind, Handler], idle: dict[str, Any]
 ) -> dict[str, Any]:
-    """Do this stage's action: one of the few kinds that the tick may hold, or none.
+    """Run this stage's action: one of the few kinds that the tick may contain, or none.
 
-    All branches of a switch return the same names, so each fills in zeros for what it lacks; shapes
-    as in `run`, [microbatch, seq_shard, d_model] each.
+    All branches of a switch return the same names, so each adds zeros for missing ones; shapes as
+    in `run`, [microbatch, seq_shard, d_model] each.
     """
     names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
@@ -133,10 +132,10 @@ def _filled(
 
 
 def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
-    """Send what a tick made around the ring; store what this stage keeps and what arrives.
+    """Send the outputs of a tick around the ring; store what this stage keeps and receives.
 
-    What is sent is [microbatch, seq_shard, d_model]. Arrivals are stored last: they may be given
-    the slot that this tick read.
+    Outputs are [microbatch, seq_shard, d_model]. Arrivals are stored last: their slot may be the
+    one that this tick read.
     """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
     if "up" in outputs:
@@ -161,7 +160,7 @@ _BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
 
 
 def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """`buffer` [slots + 1, ...] with `x` [...] in a slot, or in the spare slot at its end.
+    """Return `buffer` [slots + 1, ...] with `x` in a slot, or in the spare slot at its end.
 
     A write to the spare slot costs a copy of x; a condition around the write would copy the buffer.
     """
@@ -170,5 +169,5 @@ def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) ->
 
 
 def take(x: Array, index: Array) -> Array:
-    """`x[index]`: [n, ...] and an int32 scalar -> [...]."""
+    """Return `x[index]` of x [n, ...]; the index is an int32 scalar."""
     return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)

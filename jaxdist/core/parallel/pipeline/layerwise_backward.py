@@ -2,10 +2,10 @@
 
 Differentiating a scan over layers returns the gradients of all of them at once. That is a second
 copy of all weights in float32, next to the totals that they are added to. Here the backward is a
-scan of its own, which adds each layer's gradient to the totals before it makes the next one's.
+scan of its own, which adds each layer's gradient to the totals before it computes the next one's.
 
-Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; what is carried from
-one pass to the next is a list of [layers, ...]; totals are float32 [virtual_stages, layers, ...].
+Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; values carried from
+one pass to the next are a list of [layers, ...]; totals are float32 [virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Layers(NamedTuple):
     Attributes:
         weights: [layers, ...] of each leaf.
         indices: int32 [layers], each layer's index in the model.
-        aux: what every layer reads in addition to its input.
-        virtual: int32 scalar, where in totals [virtual_stages, layers, ...] their gradients belong.
+        aux: inputs of every layer in addition to x.
+        virtual: int32 scalar, index of their gradients in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
@@ -53,8 +53,8 @@ class LayerwiseBackward:
         """Run the layers on x [rows, seq_shard, d_model].
 
         Returns:
-            y of the shape of x, the sums of all the layers (scalars), and what their backward
-            reads, [layers, ...] each.
+            y of the shape of x, the sums of all the layers (scalars), and the values that their
+            backward reads, [layers, ...] each.
         """
 
         def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
@@ -68,7 +68,7 @@ class LayerwiseBackward:
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params
     ) -> tuple[Array, Params]:
-        """Go back at once.
+        """Run the complete backward.
 
         Args:
             layers: as in `forward`.
@@ -83,7 +83,7 @@ class LayerwiseBackward:
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
-            """One layer: dy [rows, seq_shard, d_model] -> dx like it; totals with its gradients."""
+            """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
             dy, totals = carry
             place, index, weights, own = layer
             dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
@@ -95,11 +95,11 @@ class LayerwiseBackward:
     def input_gradient(
         self, layers: Layers, saved: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
-        """Go back to the input alone.
+        """Run the backward to the input only.
 
         Returns:
-            The gradient of the input, shaped as dy [rows, seq_shard, d_model], and what the
-            gradients of the weights will read, [layers, ...] each.
+            The gradient of the input, shaped as dy [rows, seq_shard, d_model], and the inputs of
+            the weights' gradients, [layers, ...] each.
         """
 
         def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
@@ -109,9 +109,9 @@ class LayerwiseBackward:
         return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """Totals [virtual_stages, layers, ...] with the postponed gradients of the weights added.
+        """Add the postponed gradients of the weights to totals [virtual_stages, layers, ...].
 
-        `kept` is what `input_gradient` returned, [layers, ...] each.
+        `kept` is returned by `input_gradient`, [layers, ...] each.
         """
 
         def one(
@@ -125,7 +125,7 @@ class LayerwiseBackward:
         return lax.scan(one, totals, (_places(layers), layers.indices, layers.weights, kept))[0]
 
     def _add(self, totals: Params, grads: Params, virtual: Array, place: Array) -> Params:
-        """Totals [virtual_stages, layers, ...] with a layer's gradients [...], in place."""
+        """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
 
         def leaf(total: Array, grad: Array) -> Array:
             start: list[Any] = [virtual, place, *([0] * grad.ndim)]
@@ -136,5 +136,5 @@ class LayerwiseBackward:
 
 
 def _places(layers: Layers) -> Array:
-    """Place of each layer in its virtual stage, int32 [layers]."""
+    """Return the index of each layer in its virtual stage, int32 [layers]."""
     return jnp.arange(layers.indices.shape[0])

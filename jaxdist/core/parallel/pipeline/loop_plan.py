@@ -1,7 +1,7 @@
-"""Which loops run a schedule: ticks of one form become rounds of one loop, compiled once.
+"""Plan the loops that run a schedule: ticks of one form become rounds of one loop, compiled once.
 
-A program with one body per tick would take minutes to compile; one loop whose every tick may hold
-anything would exchange activations and gradients in each of them. The plan lies between.
+A program with one body per tick would take minutes to compile. One loop whose every tick may have
+any action would exchange activations and gradients in each of them. The plan is between these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of, or
 class Loop(NamedTuple):
     """Rounds of ticks, all of one form.
 
-    `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
+    `kinds[i]` are the kinds of action that the i-th tick of a round may have; a tick whose kinds
     include forward exchanges activations, one that includes backward exchanges gradients.
     `rounds[r][i]` is the tick's number; the number of ticks stands for one in which all are idle.
     """
@@ -24,11 +24,11 @@ class Loop(NamedTuple):
 
 
 def plan_loops(schedule: Schedule) -> list[Loop]:
-    """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
+    """Cut a schedule into few loops whose compiled bodies have only the actions of their ticks.
 
     1. From each tick on, the pattern of up to three ticks that repeats longest becomes a loop: a
        warm-up of forwards moves no gradients, and an alternation F, B is a loop over pairs.
-    2. Ticks without such a pattern are joined into one loop whose every tick may hold any of their
+    2. Ticks without such a pattern are joined into one loop whose every tick may have any of their
        kinds: a few idle exchanges instead of many loop bodies to compile.
     3. Backwards alone that follow a loop over pairs continue it, in pairs without a forward. A loop
        of their own would be one more to compile, and XLA:GPU copies all totals in it.
@@ -72,11 +72,11 @@ class _Stretch(NamedTuple):
 
     @property
     def num_ticks(self) -> int:
-        """Ticks that the stretch covers."""
+        """Return the ticks that the stretch covers."""
         return len(self.kinds) * self.repeats
 
     def as_loop(self) -> Loop:
-        """As a loop; one round of equal ticks as rounds of one tick."""
+        """Return it as a loop; one round of equal ticks as rounds of one tick."""
         kinds = self.kinds
         if self.repeats == 1 and len(set(kinds)) == 1:
             kinds = kinds[:1]
@@ -87,7 +87,7 @@ class _Stretch(NamedTuple):
 
 
 def _longest_stretch(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
-    """The longest run of rounds of `period` ticks from `start`."""
+    """Return the longest run of rounds of `period` ticks from `start`."""
     pattern = shapes[start : start + period]
     repeats = 1
     while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
@@ -96,13 +96,13 @@ def _longest_stretch(shapes: list[set[Kind]], start: int, period: int) -> _Stret
 
 
 def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
-    """Kinds of the last loop where it alternates forwards and backwards, else none."""
+    """Return the kinds of the last loop if it alternates forwards and backwards, else none."""
     kinds = loops[-1].kinds
     return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
 
 
 def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
-    """A loop over pairs, continued with ticks of one of its kinds; `idle` is the idle tick."""
+    """Continue a loop over pairs with ticks of one of its kinds; `idle` is the idle tick."""
     place = loop.kinds.index(alone.kinds[0])
     more = tuple(
         tuple(tick if i == place else idle for i in range(len(loop.kinds)))

@@ -1,20 +1,20 @@
-"""What a pipeline schedule is: which stage does what in which tick, and the rules it must keep.
+"""The type of a pipeline schedule: the action of each stage in each tick, and its rules.
 
-Pure Python: nothing here touches a device. `schedules.py` makes the schedules, `simulation.py`
-counts and draws what they cost, `buffers.py` and `loop_plan.py` turn them into what `executor.py`
-runs.
+Pure Python: nothing here touches a device. `schedules.py` creates the schedules, `simulation.py`
+computes and draws their cost, `buffers.py` and `loop_plan.py` turn them into the input of
+`executor.py`.
 
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
 runs on stage `k % num_stages`, as number `k // num_stages` of the stage's own virtual stages, so
-neighbours in the model are neighbours on a ring. That number is called `virtual` everywhere here.
-A schedule is a list of *ticks*; in a tick each stage does one action or nothing:
+neighbors in the model are neighbors on a ring. That number is called `virtual` everywhere here. A
+schedule is a list of *ticks*; in a tick each stage does one action or nothing:
 
     forward   run a virtual stage on a microbatch and send the result to the next one
-    backward  gradient of its input, sent to the one before; and of its weights, unless
+    backward  gradient of its input, sent to the previous one; and of its weights, unless
     weight    the schedule splits the backward: then the weights' gradient is an action of its own
 
-What is sent in a tick can be used from the next tick on. Every tick ends in an exchange between
-neighbours, so stages advance together and a tick lasts as long as its longest action.
+A value sent in a tick can be used from the next tick on. Every tick ends in an exchange between
+neighbors, so stages advance together and a tick lasts as long as its longest action.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Tick: TypeAlias = tuple[Action | None, ...]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would compute wrong numbers or never finish; the text lists what is wrong."""
+    """A schedule that would compute wrong numbers or never finish, with its violations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`ticks[t][s]` is what stage `s` does in tick `t`; `num_virtual_stages` is on each stage."""
+    """`ticks[t][s]` is the action of stage `s` in tick `t`; each stage has `num_virtual_stages`."""
 
     name: str
     num_stages: int
@@ -60,25 +60,25 @@ class Schedule:
 
     @property
     def total_virtual_stages(self) -> int:
-        """Virtual stages into which the layers are cut."""
+        """Return the virtual stages into which the layers are cut."""
         return self.num_stages * self.num_virtual_stages
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of action that occur; evaluation has forwards only."""
+        """Return the kinds of action that occur; evaluation has forwards only."""
         return ordered(set().union(*map(kinds_of, self.ticks)))
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Return True if weight gradients are actions of their own."""
         return "weight" in self.kinds
 
     def virtual_stage(self, stage: int, virtual: int) -> int:
-        """Which virtual stage of the model is number `virtual` of a stage."""
+        """Return the virtual stage of the model that is number `virtual` of a stage."""
         return virtual * self.num_stages + stage
 
     def neighbour(self, stage: int, virtual: int, step: int) -> tuple[int, int] | None:
-        """(stage, virtual) of the virtual stage `step` further in the model; None past its ends."""
+        """Return (stage, virtual) `step` virtual stages further on; None past the ends."""
         target = self.virtual_stage(stage, virtual) + step
         if not 0 <= target < self.total_virtual_stages:
             return None
@@ -86,7 +86,7 @@ class Schedule:
         return stage, virtual
 
     def when(self) -> dict[Key, int]:
-        """Which tick does each action."""
+        """Return the tick of each action."""
         return {
             (action.kind, stage, action.microbatch, action.virtual): t
             for t, tick in enumerate(self.ticks)
@@ -96,12 +96,12 @@ class Schedule:
 
 
 def kinds_of(tick: Tick) -> set[Kind]:
-    """Kinds of action that a tick holds."""
+    """Return the kinds of action in a tick."""
     return {action.kind for action in tick if action is not None}
 
 
 def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
-    """These kinds in the order of `KINDS`."""
+    """Return these kinds in the order of `KINDS`."""
     return tuple(kind for kind in KINDS if kind in kinds)
 
 
@@ -109,7 +109,7 @@ def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule that loses, repeats or reorders work.
+    """Reject a schedule that loses, repeats or reorders work.
 
     Raises:
         ScheduleError: with one line per violation (the first twenty).
@@ -149,7 +149,7 @@ def _problems(schedule: Schedule) -> Iterable[str]:
 
 
 def _sources(schedule: Schedule, key: Key) -> list[Key]:
-    """What must have run in an earlier tick."""
+    """Return the actions that must have run in an earlier tick."""
     kind, stage, microbatch, virtual = key
     if kind == "weight":
         return [("backward", stage, microbatch, virtual)]

@@ -1,21 +1,21 @@
-"""The pipeline schedules, each a function that lists which stage does what in which tick.
+"""The pipeline schedules, each a function that returns the action of every stage in every tick.
 
-`schedule.py` says what a schedule is and checks it, `simulation.py` measures it. A new schedule is
-one function `(num_stages, num_microbatches, num_virtual_stages) -> Schedule`, its line in
-`SCHEDULES` and its name in `ScheduleName`.
+`schedule.py` defines and checks schedules, `simulation.py` measures them. A new schedule is one
+function `(num_stages, num_microbatches, num_virtual_stages) -> Schedule`, its line in `SCHEDULES`
+and its name in `ScheduleName`.
 
     gpipe          all forwards, then all backwards; stashes every microbatch
     1f1b           the textbook schedule (PipeDream-Flush): the smallest stash, p - s microbatches
     1f1b_lockstep  1F1B in which all stages do the same kind of action in a tick; the default;
                    interleaved with several virtual stages on each stage
-    zero_bubble    1f1b_lockstep whose weight gradients fill what would be idle places
+    zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
 
-Why the default is not the textbook one: in one compiled program all stages advance tick by tick,
-and a tick lasts as long as its longest action. The textbook order puts forwards of some stages
-in one tick with backwards of others, so those forwards wait for the backwards. Separate ticks cost
+The default is not the textbook schedule: in one compiled program all stages advance tick by tick,
+and a tick lasts as long as its longest action. The textbook order puts forwards of some stages in
+one tick with backwards of others, so those forwards wait for the backwards. Separate ticks cost
 stash, 2(p - s) - 1 inputs, and save time. For Llama 2 13B on pp=4,dp=4,tp=4 with 16 microbatches
-the bubble is 15.8 % against 39.6 %. XLA:GPU assigns 9.8 GiB against 11.8 GiB, because for the
-textbook order it holds the gradients twice (scripts/bench/results/pipeline_gpu_compile.md).
+the bubble is 15.8 % instead of 39.6 %. XLA:GPU assigns 9.8 GiB instead of 11.8 GiB, because for the
+textbook order it keeps the gradients twice (scripts/bench/results/pipeline_gpu_compile.md).
 
 References:
     Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks".
@@ -43,7 +43,7 @@ ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "1f1b_lockstep", "zero_bubble
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """Forwards alone, for evaluation."""
+    """Schedule forwards only, for evaluation."""
     cells = [
         (tick, stage, Action("forward", microbatch, virtual))
         for (stage, virtual, microbatch), tick in _forward_ticks(
@@ -54,7 +54,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """All forwards, then all backwards in the opposite order; holds every microbatch."""
+    """Schedule all forwards, then all backwards in reverse order; stashes every microbatch."""
     cells = []
     forwards = _forward_ticks(num_stages, num_microbatches, num_virtual_stages)
     last = max(forwards.values())
@@ -67,12 +67,12 @@ def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -
 def one_forward_one_backward_lockstep(
     num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """1F1B in which ticks of forwards and ticks of backwards take turns; interleaved with v > 1.
+    """Schedule 1F1B in which ticks of forwards and of backwards alternate; interleaved with v > 1.
 
-    Bubble (p-1)/(v·m+p-1) for p stages, m microbatches and v virtual stages on each when p divides
-    m or v = 1, at any ratio of backward to forward. Stage s holds min(2(p-s)-1, m) microbatches at
+    Bubble (p-1)/(v·m+p-1) for p stages, m microbatches and v virtual stages on each if p divides m
+    or v = 1, at any ratio of backward to forward. Stage s stashes min(2(p-s)-1, m) microbatches at
     v = 1. With v > 1, microbatches advance in groups of p; a last group that is not full leaves
-    idle places.
+    idle ticks.
     """
     p, v = num_stages, num_virtual_stages
     cells = []
@@ -90,10 +90,10 @@ def one_forward_one_backward_lockstep(
 def one_forward_one_backward(
     num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """The textbook 1F1B, PipeDream-Flush: stage s holds min(p-s, m) microbatches, the fewest.
+    """Schedule the textbook 1F1B, PipeDream-Flush: stage s stashes min(p-s, m) microbatches.
 
     Forwards of some stages share a tick with backwards of others, and each such tick lasts as long
-    as a backward: choose it when the stash of `1f1b_lockstep` does not fit.
+    as a backward: choose it if the stash of `1f1b_lockstep` does not fit.
 
     Raises:
         ScheduleError: more than one virtual stage on each stage.
@@ -129,11 +129,11 @@ def one_forward_one_backward(
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """`1f1b_lockstep` whose weight gradients fill places where a stage would be idle (ZB-H1).
+    """Schedule `1f1b_lockstep` with weight gradients in otherwise idle ticks (ZB-H1).
 
-    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, a third of what it was, with the same
-    peak stash. Whole ticks of weight gradients are added only while the idle places still to come
-    are fewer than the weight gradients still to do.
+    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, a third of that of `1f1b_lockstep`,
+    with the same peak stash. Complete ticks of weight gradients are added only while the remaining
+    idle ticks are fewer than the remaining weight gradients.
     """
     base = one_forward_one_backward_lockstep(num_stages, num_microbatches, num_virtual_stages)
     stages = range(num_stages)
@@ -179,7 +179,7 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int, int], Schedule]] = {
 def make_schedule(
     name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """The schedule of that name, checked.
+    """Return the checked schedule of that name.
 
     Raises:
         ScheduleError: sizes below 1, or a combination that the schedule does not have.
@@ -202,7 +202,7 @@ _Cell: TypeAlias = tuple[int, int, Action]
 
 
 def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
-    """(stage, virtual, microbatch) -> tick, when groups of p microbatches walk the ring v times."""
+    """Return (stage, virtual, microbatch) -> tick; groups of p microbatches pass v times."""
     ticks = {}
     for microbatch in range(m):
         group, place = divmod(microbatch, p)
@@ -213,7 +213,7 @@ def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
 
 
 def _stage_order(p: int, m: int, stage: int) -> deque[Action]:
-    """Textbook order of one stage: p-1-s forwards ahead, then forward and backward in turn."""
+    """Return one stage's textbook order: p-1-s forwards ahead, then both alternate."""
     ahead = min(p - 1 - stage, m)
     order = [Action("forward", i) for i in range(ahead)]
     for i in range(m):

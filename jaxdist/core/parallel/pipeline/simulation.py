@@ -1,4 +1,4 @@
-"""What a schedule costs: time, bubble, messages and buffers, counted by simulation and drawn."""
+"""Simulate a schedule to count time, bubble, messages and buffers; draw it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Costs:
     weight_gradient: float = 1.0
 
     def of(self, kind: Kind, splits_backward: bool) -> float:
-        """Time of one action; a whole backward is both gradients."""
+        """Return the time of one action; a complete backward is both gradients."""
         if kind == "forward":
             return self.forward
         if kind == "weight":
@@ -36,7 +36,7 @@ RECOMPUTE = Costs(input_gradient=2.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a schedule costs, by simulation.
+    """The cost of a schedule, by simulation.
 
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.
@@ -45,7 +45,7 @@ class Report:
         activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
         cotangent_slots: the same for gradients of stage outputs.
         pending_slots: the same for postponed weight gradients.
-        messages: activations and gradients sent to a neighbour, all stages together.
+        messages: activations and gradients sent to a neighbor, all stages together.
         forward_permutes: ring permutes of activations in the compiled program (see `plan_loops`).
         backward_permutes: ring permutes of gradients in the compiled program.
     """
@@ -65,7 +65,7 @@ class Report:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     """Check a schedule, then count its time, messages and buffers.
 
-    Costs default to F = 1, B = 2 (B = W = 1 when the backward is split).
+    Costs default to F = 1, B = 2 (B = W = 1 if the backward is split).
 
     Raises:
         ScheduleError: the schedule breaks a rule.
@@ -109,10 +109,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 
 
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
-    """The schedule as text: one row per stage, one column per tick, and what it costs below.
+    """Draw the schedule as text: one row per stage, one column per tick, and its cost below.
 
-    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. Where
-    a stage has several virtual stages a letter follows (`F2a` is its first).
+    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. If a stage has
+    several virtual stages a letter follows (`F2a` is its first).
     """
     costs = costs or Costs()
     report = simulate(schedule, costs)

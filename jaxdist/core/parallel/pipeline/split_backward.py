@@ -51,7 +51,7 @@ class SplitLayer(NamedTuple):
     """A layer in two or three steps; lists of arrays carry values from one to the next.
 
     x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]. Gradients of weights have
-    the shapes of the weights. `saved` and `kept` are what the cut found, of any shapes and dtypes.
+    the shapes of the weights. `saved` and `kept` follow from the cut, of any shapes and dtypes.
 
     Attributes:
         forward: (weights, x, constants) -> (y, sums, saved).
@@ -71,14 +71,14 @@ def split_layer(
 ) -> SplitLayer:
     """Split a layer's backward, for arguments of these shapes and dtypes.
 
-    X is [microbatch, seq_shard, d_model]. `constants` are what else the layer reads, not
+    X is [microbatch, seq_shard, d_model]. `constants` are other inputs of the layer, not
     differentiated. `recompute_enlarged` keeps values at their smallest and enlarges them each time
     they are read.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
     def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:
-        """(y [microbatch, seq_shard, d_model], its sums, what `jax.vjp` keeps)."""
+        """Return (y [microbatch, seq_shard, d_model], its sums, values saved by `jax.vjp`)."""
 
         def outputs(weights: Params, x: Array) -> tuple[tuple[Array, Array | None], Sums]:
             y, loss, sums = layer(weights, x, constants)
@@ -117,7 +117,7 @@ def split_layer(
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
-        """(dx, gradients of the weights) from dy [microbatch, seq_shard, d_model]."""
+        """Return (dx, gradients of the weights) from dy [microbatch, seq_shard, d_model]."""
         leaves = rebuild(*jax.tree.leaves((weights, constants)), *saved)
         pull = jax.tree.unflatten(pull_tree, leaves)
         dloss = None if seed_axes is None else collectives.vary(jnp.float32(1.0), seed_axes)
@@ -185,10 +185,10 @@ def _stored(
     fixed: set[Any],
     recompute_enlarged: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """Where to cut: (variables to keep, equations that lead from them to the wanted ones).
+    """Return (variables to keep, equations that lead from them to the required ones).
 
-    Kept is what is wanted or read by the second part, exists after the first part (`made`), does
-    not follow from weights and constants (`fixed`), and is no enlargement of something smaller.
+    Kept variables are required or read by the second part, exist after the first part (`made`), do
+    not follow from weights and constants (`fixed`), and are no enlargement of something smaller.
     """
     enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
@@ -198,7 +198,7 @@ def _stored(
 
 
 def _enlarges(equation: Any, fixed: set[Any]) -> bool:
-    """Whether it copies its input into more bytes and does nothing else."""
+    """Return True if it copies its input into more bytes and does nothing else."""
     if equation.primitive.name not in ("all_gather", "broadcast_in_dim", "convert_element_type"):
         return False
     size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
@@ -207,7 +207,7 @@ def _enlarges(equation: Any, fixed: set[Any]) -> bool:
 
 
 def _multiplies(equations: Iterable[Any]) -> bool:
-    """Whether one of them is a product of matrices, or calls one."""
+    """Return True if one of them is a product of matrices, or calls one."""
     return any(
         equation.primitive.name in ("dot_general", "conv_general_dilated")
         or any(_multiplies(part.eqns) for part in core.jaxprs_in_params(equation.params))
@@ -222,7 +222,7 @@ def _outputs(equations: Iterable[Any]) -> set[Any]:
 def _needed(
     equations: Sequence[Any], wanted: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """The equations that lead to the wanted variables, not looking beyond those that stop."""
+    """Return the equations that lead to the required variables, not beyond those that stop."""
     open_vars = {var for var in wanted if isinstance(var, core.Var) and not stop(var)}
     found = []
     for equation in reversed(equations):
@@ -234,7 +234,7 @@ def _needed(
 
 
 def _follows_from(program: Any, known: Iterable[Any]) -> set[Any]:
-    """Variables that these and constants determine."""
+    """Return the variables that these and constants determine."""
     found = {*known, *program.constvars}
     for equation in program.eqns:
         if all(_is_known(var, found) for var in equation.invars):
@@ -249,7 +249,7 @@ def _is_known(var: Any, known: set[Any]) -> bool:
 def _function(
     traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
 ) -> Callable[..., list[Array]]:
-    """The part of a traced program that leads from inputs to outputs, arrays [*dims] each."""
+    """Return the part of a traced program from inputs to outputs, arrays [*dims] each."""
     program = traced.jaxpr
     equations = _needed(program.eqns if equations is None else equations, outputs)
     part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: its layers, its microbatches, and the model applied to either.
+"""One stage of a pipeline: its layers, its microbatches, and the model applied to both.
 
 Everything here runs inside the manual step: arrays are this device's parts.
 """
@@ -27,14 +27,15 @@ from jaxdist.core.weights import gathered_dtypes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What this device computes with. An instruction names a microbatch and a virtual stage.
+    """The inputs of this device's actions. An instruction names a microbatch and a virtual stage.
 
     Attributes:
-        context: what the model is told; its key is the step's.
+        forward: the forward pass of the model.
+        context: execution context of the model; its key is the step's.
         layers: this stage's parameters, [virtual_stages, layers of a virtual stage, ...].
-        outer: the parameters outside the layers, whole, in the compute dtype.
+        outer: the parameters outside the layers, complete, in the compute dtype.
         microbatches: [num_microbatches, rows of one, ...].
-        index: int32 scalar, this stage's place on the ring.
+        index: int32 scalar, this stage's index on the ring.
     """
 
     forward: ForwardPass
@@ -46,44 +47,44 @@ class Stage:
     index: Array
 
     def virtual_stage(self, now: Instruction) -> Array:
-        """Which virtual stage of the model this is, int32 []."""
+        """Return the index of the virtual stage in the model, int32 []."""
         return now.virtual * self.schedule.num_stages + self.index
 
     def is_first(self, now: Instruction) -> Array:
-        """Whether the virtual stage begins with the embedding, bool []."""
+        """Return True, bool [], if the virtual stage begins with the embedding."""
         return self.virtual_stage(now) == 0
 
     def is_last(self, now: Instruction) -> Array:
-        """Whether the virtual stage ends in the loss head, bool []."""
+        """Return True, bool [], if the virtual stage ends in the loss head."""
         return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
 
     def microbatch(self, now: Instruction) -> Batch:
-        """Rows of the microbatch, [rows, ...]."""
+        """Return the rows of the microbatch, [rows, ...]."""
         return jax.tree.map(lambda x: take(x, now.microbatch), self.microbatches)
 
     def weights(self, now: Instruction) -> Params:
-        """Parameters of the virtual stage, [layers, ...]."""
+        """Return the parameters of the virtual stage, [layers, ...]."""
         return jax.tree.map(lambda x: take(x, now.virtual), self.layers)
 
     def embed(self, outer: Params, now: Instruction) -> Array:
-        """Input of the first virtual stage, [rows, seq_shard, d_model]."""
+        """Return the input of the first virtual stage, [rows, seq_shard, d_model]."""
         return self.forward.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
 
     def aux(self, now: Instruction) -> tuple[Any, ...]:
-        """What every block needs beside its input, [rows, ...] of each chunk of a microbatch."""
+        """Return the `aux` of every block, [rows, ...] of each chunk of a microbatch."""
         return self.forward.prepare(self.microbatch(now), self.context)
 
     def layer_indices(self, now: Instruction) -> Array:
-        """Index in the model of each layer, int32 [layers]; random bits depend on it."""
+        """Return the index in the model of each layer, int32 [layers]; random bits depend on it."""
         count = jax.tree.leaves(self.layers)[0].shape[1]
         return self.virtual_stage(now) * count + jnp.arange(count)
 
     def layers_of(self, now: Instruction) -> Layers:
-        """The layers of the virtual stage, for their backward."""
+        """Return the layers of the virtual stage, for their backward."""
         return Layers(self.weights(now), self.layer_indices(now), self.aux(now), now.virtual)
 
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
-        """The virtual stage applied to x [rows, seq_shard, d_model], and the sums of its layers."""
+        """Run the virtual stage on x [rows, seq_shard, d_model]; returns (x, sums)."""
         return self.forward.run_layers(
             self.forward.block,
             self.weights(now),
@@ -94,7 +95,7 @@ class Stage:
         )
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
-        """Sums of head and objective, from the last layer's output x [rows, seq_shard, d_model]."""
+        """Return sums of head and objective, from the last layer's x [rows, seq_shard, d_model]."""
         sums = self.forward.head(outer, x, self.microbatch(now), self.context)
         return collectives.vary(sums, PIPELINE.name)  # a constant too: other stages have none
 
@@ -110,7 +111,7 @@ def make_stage(
     gather: str,
     reduce_dtype: Any,
 ) -> Stage:
-    """This device's stage: its layers where they run, what is gathered once, the microbatches.
+    """Make this device's stage: its layers where they run, parameters gathered once, microbatches.
 
     Params are local shards, layers [layers stored on this stage, ...]; the batch is this replica's
     rows [rows, ...]. `layer_specs` name the axes over which the stacked leaves are gathered: here
@@ -135,10 +136,10 @@ def make_stage(
 
 
 def of_virtual_stages(specs: Any) -> Any:
-    """Specs of [virtual_stages, layers, ...] from those of the stacked leaves [layers, ...]."""
+    """Return specs of [virtual_stages, layers, ...] from those of leaves [layers, ...]."""
     return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def zeros(kinds: Any, *lead: int) -> Any:
-    """`collectives.zeros_like` each leaf of a tree of shapes, with leading dims if given."""
+    """Return `collectives.zeros_like` of each leaf of a tree of shapes, with leading dims."""
     return jax.tree.map(lambda x: collectives.zeros_like(x, *lead), kinds)

@@ -1,17 +1,18 @@
-"""Training by a pipeline: stages of layers on their own devices, microbatches flowing between them.
+"""Training by a pipeline: stages of layers on their own devices, microbatches flow between them.
 
 `make_pipeline_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as
 one program that all stages share (`executor.py`). The embedding runs on the first stage only and
 the loss head on the last. A stage keeps the input of a virtual stage until its backward, which
 repeats the forward from it and then goes back layer by layer (by the remat policy of the run).
 
-What moves, per device and step, B being the bytes of one microbatch's activations:
+Traffic per device and step, B being the bytes of one microbatch's activations:
     ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
     fsdp            every action gathers the weights it uses layer by layer, and backward scatters
-                    their gradients ("action"); or once per step, which holds a whole stage ("step")
+                    their gradients ("action"); or once per step, with a complete stage in memory
+                    ("step")
     interleaving    parameters are stored as contiguous layers, so those of each virtual stage
-                    travel to where it runs and their gradients back, once per step: 4 bytes per
-                    parameter of a stage, each way
+                    are sent to the stage that runs it and their gradients back, once per step:
+                    4 bytes per parameter of a stage, each way
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def make_pipeline_value_and_grad(
     gather: Literal["action", "step"] = "action",
     reduce_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Sums and local gradients by a pipeline, for use inside the manual step.
+    """Make the sums and local gradients by a pipeline, for use inside the manual step.
 
     `make_schedule` maps rows of a replica to the schedule to run. `layer` is, for the backward,
-    (block, shards, x, index in the model, aux, context) -> (x, Sums). `policy` says what
-    `jax.checkpoint` may keep of a layer between the forward that its backward repeats and that
+    (block, shards, x, index in the model, aux, context) -> (x, Sums). `policy` selects the values
+    that `jax.checkpoint` saves of a layer between the forward that its backward repeats and that
     backward; None = everything that does not follow from its weights. With `gather` = "step",
     `ForwardPass.run_layers` must not gather. Gradients of gathered weights are summed in
     `reduce_dtype`.
@@ -94,7 +95,7 @@ def make_pipeline_value_and_grad(
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
     ) -> tuple[Sums, Params]:
-        """(sums, local gradients) of this replica's batch [rows, ...]; scale is float32 []."""
+        """Return (sums, local gradients) of this replica's batch [rows, ...]; scale float32 []."""
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = make_stage(
             forward,
@@ -135,7 +136,7 @@ class _Training:
         reduce_layer: Callable[[Params], Params],
         scale: Array,
     ) -> None:
-        """Learn the shapes; `scale`, float32 [], is what the objective is multiplied by.
+        """Trace the shapes; `scale`, float32 [], multiplies the objective.
 
         `layer`, `policy` are those of `make_pipeline_value_and_grad`.
         """
@@ -204,7 +205,7 @@ class _Training:
         return {"down": dx, "totals": totals, "kept": kept}
 
     def _weight(self, now: Instruction, state: State) -> dict[str, Any]:
-        """The weights' gradients, [layers, ...], that an earlier backward postponed."""
+        """Add the weights' gradients, [layers, ...], that an earlier backward postponed."""
         kept = [take(x, now.pending) for x in state.pending]
         layers = self.stage.layers_of(now)
         totals = self.layers.weight_gradient(layers, kept, state.totals["layers"])
@@ -213,7 +214,7 @@ class _Training:
     def _head_gradient(
         self, now: Instruction, y: Array, totals: dict[str, Any]
     ) -> tuple[Array, Params, Sums]:
-        """Loss head on y [rows, seq_shard, d_model]: (gradient of y, totals `outer`, `sums`)."""
+        """Run the loss head on y [rows, seq_shard, d_model]: (its gradient, `outer`, `sums`)."""
 
         def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
             sums = self.stage.head(outer, y, now)
@@ -224,25 +225,25 @@ class _Training:
         return dy, _add(totals["outer"], outer_grads), add_sums(totals["sums"], sums)
 
     def _embedding_gradient(self, now: Instruction, dx: Array) -> Params:
-        """Gradients of the parameters outside the layers, from dx [rows, seq_shard, d_model]."""
+        """Return gradients of the outer parameters, from dx [rows, seq_shard, d_model]."""
         _, pull = jax.vjp(lambda outer: self.stage.embed(outer, now), self.stage.outer)
         return pull(dx)[0]
 
     def _layerwise(
         self, layer: Callable[..., tuple[Array, Sums]], policy: Callable[..., bool] | None
     ) -> LayerwiseBackward:
-        """The stage's layers, x [rows, seq_shard, d_model], to be run forward and back one by one.
+        """Return the stage's layers, to run on x [rows, seq_shard, d_model] one by one.
 
-        Without a policy everything that a layer's backward reads is kept from its forward, except
-        what follows from its weights. Schedules that split the backward ignore the policy: what it
-        recomputes would be computed again for either half.
+        Without a policy everything that a layer's backward reads is saved by its forward, except
+        values that follow from its weights. Schedules that split the backward ignore the policy:
+        both halves would recompute the same values.
         """
         stage, splits = self.stage, self.schedule.splits_backward
 
         def apply(
             shards: Params, x: Array, constants: tuple[Array, Any]
         ) -> tuple[Array, Array | None, Sums]:
-            """A layer on x [rows, seq_shard, d_model], and its own scaled term of the loss."""
+            """Run a layer on x [rows, seq_shard, d_model], with its scaled term of the loss."""
             y, sums = layer(stage.forward.block, shards, x, *constants, stage.context)
             loss = trained_loss(sums) * self.scale if sums.keys() & set(TRAINED) else None
             return y, loss, sums
@@ -258,7 +259,7 @@ class _Training:
         return LayerwiseBackward(split, self.reduce_layer)
 
     def _first_state(self) -> tuple[State, list[Any]]:
-        """Empty buffers and zero totals; and the shapes of what a postponed gradient keeps."""
+        """Return empty buffers and zero totals; and shapes kept for a postponed gradient."""
         stage, layers = self.stage, self.stage.layers_of(self.example)
         _, sum_kinds, saved_kinds = jax.eval_shape(self.layers.forward, layers, self.zero_x)
         sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, self.zero_x, self.example))

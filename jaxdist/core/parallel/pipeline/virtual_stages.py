@@ -1,6 +1,6 @@
-"""Parameters of virtual stages, moved between where they are stored and where they run.
+"""Move parameters of virtual stages between the stages that store them and that run them.
 
-Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, whatever the
+Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, for every
 schedule, so that checkpoints do not depend on it. With several virtual stages on each stage
 (interleaving) a stage runs layers that are not contiguous: they are sent to it once per step, and
 their gradients are sent back.
@@ -22,19 +22,19 @@ from jaxdist.core.types import Array, Params
 
 
 def to_virtual_stages(layers: Params, schedule: Schedule) -> Params:
-    """Parameters where they run: [layers stored here, ...] -> [virtual_stages, layers, ...]."""
+    """Move parameters to where they run: [layers stored here, ...] -> [virtual, layers, ...]."""
     cut = lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:])
     return jax.tree.map(lambda x: _move(cut(x), schedule, home=False), layers)
 
 
 def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
-    """Gradients where they are stored: [virtual_stages, layers, ...] -> [layers here, ...]."""
+    """Move gradients to where they are stored: [virtual, layers, ...] -> [layers here, ...]."""
     join = lambda x: x.reshape(-1, *x.shape[2:])
     return jax.tree.map(lambda x: join(_move(x, schedule, home=True)), grads)
 
 
 def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
-    """Move x [virtual_stages, ...] from where these are stored to where they run, or home.
+    """Move x [virtual_stages, ...] from the stages that store it to those that run it, or back.
 
     Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... Each of v
     rounds is one permutation that takes one from every stage and gives one to every stage, so each
@@ -59,7 +59,7 @@ def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
 
 
 def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
-    """The value that belongs to this stage, `values[i]` being that of `stages[i]`."""
+    """Return the value of this stage, `values[i]` being that of `stages[i]`."""
     by_stage = np.zeros_like(values)
     by_stage[stages] = values
     return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
