@@ -139,11 +139,11 @@ def _tie(
     if not waits_for:
         return [equation]
     ties, invars = [], list(equation.invars)
-    for place in operands:
-        operand = invars[place]
+    for index in operands:
+        operand = invars[index]
         if _is_usable(operand):
-            invars[place] = core.Var(operand.aval)
-            ties.append(_equation(_after, [operand, *waits_for], invars[place]))
+            invars[index] = core.Var(operand.aval)
+            ties.append(_equation(_after, [operand, *waits_for], invars[index]))
     return [*ties, equation.replace(invars=invars)]
 
 

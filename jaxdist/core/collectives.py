@@ -196,11 +196,11 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
         raise ValueError(
             f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}."
         )
-    place = lax.axis_index(axis) // stride
+    position = lax.axis_index(axis) // stride
     nothing, received = jnp.zeros_like(x), []
     for parity in range(1 if length == 2 else 2):
         pairs = [[i, (i + stride) % size] for i in range(size) if i // stride % 2 == parity]
-        is_first = place % 2 == parity
+        is_first = position % 2 == parity
         # On a ring of two each is the other's next.
         sends = (length == 2) | (is_first if shift > 0 else ~is_first)
         sent = jnp.where(sends, x, nothing)

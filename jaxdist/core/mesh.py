@@ -210,8 +210,8 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
-    found = itertools.islice(sizes(num_devices, len(names)), _MOST_MESHES)
-    return [MeshSpec(**dict(zip(names, each, strict=True))) for each in found]
+    first = itertools.islice(sizes(num_devices, len(names)), _MOST_MESHES)
+    return [MeshSpec(**dict(zip(names, each, strict=True))) for each in first]
 
 
 def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> list[MeshSpec]:
@@ -224,44 +224,44 @@ def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> l
 
 
 def shrink(
-    asked: MeshSpec, num_devices: int, is_legal: Callable[[MeshSpec], bool]
+    requested: MeshSpec, num_devices: int, is_legal: Callable[[MeshSpec], bool]
 ) -> MeshSpec | None:
-    """Return the legal mesh for at most `num_devices` < those of `asked`; None without one.
+    """Return the legal mesh for at most `num_devices` < those of `requested`; None without one.
 
     Axes that do not shrink keep their size. The others use as many devices as they legally can.
     Among equals, axes near the fast interconnect keep their size, else have the next larger one, so
     that no device holds more of the state, else the next smaller one.
     """
-    for count in range(num_devices // fixed_devices(asked), 0, -1):
-        for spec in _with_shrunk(asked, count):
+    for count in range(num_devices // fixed_devices(requested), 0, -1):
+        for spec in _with_shrunk(requested, count):
             if is_legal(spec):
                 return spec
     return None
 
 
-def shrunk_sizes(asked: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
-    """Return the device counts below that of `asked` of which `shrink` uses every device."""
-    fixed = fixed_devices(asked)
-    fewer = range(1, asked.num_devices // fixed)
-    return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(asked, n)))]
+def shrunk_sizes(requested: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
+    """Return the device counts below that of `requested` of which `shrink` uses every device."""
+    fixed = fixed_devices(requested)
+    fewer = range(1, requested.num_devices // fixed)
+    return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(requested, n)))]
 
 
-def fixed_devices(asked: MeshSpec) -> int:
+def fixed_devices(requested: MeshSpec) -> int:
     """Return the product of the axes that do not shrink: the device step of an elastic job."""
-    return math.prod(asked[axis] for axis in axes.AXES if not axis.shrinks)
+    return math.prod(requested[axis] for axis in axes.AXES if not axis.shrinks)
 
 
-def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
+def _with_shrunk(requested: MeshSpec, count: int) -> Iterator[MeshSpec]:
     """Return meshes whose shrinking axes multiply to `count`, as `shrink` prefers them."""
     slowest, *others = (axis for axis in axes.AXES if axis.shrinks)
 
     def fill(sizes: Mapping[str, int], left: int, todo: Sequence[Axis]) -> Iterator[MeshSpec]:
         if not todo:
-            yield asked.replace(**sizes, **{slowest.name: left})
+            yield requested.replace(**sizes, **{slowest.name: left})
             return
         *rest, axis = todo
-        wanted = asked[axis]
-        preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
+        before = requested[axis]
+        preferred = lambda size: (size != before, size < before, abs(size - before))
         for size in sorted(divisors_of(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
@@ -274,13 +274,13 @@ def _rows_axis() -> Axis:
 
 
 def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
-    known = axes.by_name()
+    by_name = axes.by_name()
     sizes: dict[str, int] = {}
     problems: list[str] = []
     stripped = text.strip()
     if stripped in ("", "1"):
         return sizes, problems
-    if (count := stripped.count(",") + 1) > 2 * len(known):
+    if (count := stripped.count(",") + 1) > 2 * len(by_name):
         problems.append(
             f"mesh {text[:60]!r}... names {count} axes: there are {len(axes.names())}. Use "
             f"{notation()}; e.g. --mesh dp=2,tp=4."
@@ -288,12 +288,12 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         return sizes, problems
     for part in stripped.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in known:
+        if name not in by_name:
             problems.append(
                 f"mesh {text!r}: axis {name!r} is unknown. Use {notation()}; e.g. --mesh dp=2,tp=4."
             )
             continue
-        axis = known[name].name
+        axis = by_name[name].name
         if axis in sizes:
             problems.append(f"mesh {text!r} names {name} twice. Give each axis one size.")
             continue

@@ -101,14 +101,17 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 
 
 def legal_meshes(
-    asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
+    requested: MeshSpec,
+    num_devices: int,
+    problems_of: Callable[[MeshSpec], list[str]],
+    count: int = 3,
 ) -> Sequence[MeshSpec]:
-    """Return up to `count` meshes of `num_devices` without problems, nearest to `asked` first."""
+    """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`."""
     # Splitting rows is proposed to those who asked for it: it serves long rows alone.
-    without = () if asked[CONTEXT] > 1 else (CONTEXT,)
+    without = () if requested[CONTEXT] > 1 else (CONTEXT,)
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
-    return nearest(asked, legal, count)
+    return nearest(requested, legal, count)
 
 
 def default_mesh(

@@ -61,20 +61,20 @@ class MeshConfig:
 
     def problems(self) -> list[str]:
         """Return every violated rule of this section."""
-        found = []
+        problems = []
         if self.elastic and (self.shape == "auto" or "-1" in self.shape):
-            found.append(
+            problems.append(
                 f"mesh.elastic with mesh.shape={self.shape!r}: a mesh without sizes does not say "
                 "from what it shrinks. Give each axis its size with all devices there, e.g. "
                 "--mesh dp=8."
             )
         if self.shape == "auto":
-            return found
+            return problems
         try:
             _ = self.spec
         except ConfigError as error:
-            found += error.problems
-        return found
+            problems += error.problems
+        return problems
 
     @functools.cached_property
     def spec(self) -> MeshSpec | None:

@@ -57,8 +57,8 @@ def make_token_logps(
             )
         vocabulary = Vocabulary(head.vocab_size, axis, chunk, head.softcap, weight_gradient)
         x = head.x.reshape(-1, head.x.shape[-1])
-        found = _logps(x, head.kernel, targets.reshape(-1), vocabulary, drawn)
-        return TokenLogps(*(collectives.per_token(y.reshape(targets.shape)) for y in found))
+        outputs = _logps(x, head.kernel, targets.reshape(-1), vocabulary, drawn)
+        return TokenLogps(*(collectives.per_token(y.reshape(targets.shape)) for y in outputs))
 
     return token_logps
 
@@ -76,8 +76,8 @@ def _logps(
         """Return both of a chunk [chunk, ...] of tokens."""
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, sampling)[:2]
 
-    _, found = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
-    logps, entropy = (y.reshape(-1)[: x.shape[0]] for y in found)
+    _, outputs = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
+    logps, entropy = (y.reshape(-1)[: x.shape[0]] for y in outputs)
     return logps, entropy
 
 

@@ -58,17 +58,19 @@ def choose_options(
     """
     if not plan.avoids_zeroed_buffers:
         return ()
-    found = [CompilerOption(NO_ZEROS, True, "what layers keep for backward is not zeroed first")]
+    candidates = [
+        CompilerOption(NO_ZEROS, True, "what layers keep for backward is not zeroed first")
+    ]
     if plan.memory_bytes:
         limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))
-        found += [limit] if limit else []
-    given = xla_flag_names()
-    wanted = [option for option in found if option.name not in given]
+        candidates += [limit] if limit else []
+    in_flags = xla_flag_names()
+    options = [option for option in candidates if option.name not in in_flags]
     own = layout.mesh.local_devices or [layout.mesh.devices.flat[0]]
-    refused = _refused(own[0], tuple((option.name, option.value) for option in wanted))
+    refused = _refused(own[0], tuple((option.name, option.value) for option in options))
     for name, reason in refused.items():
         log.warning("compiler option %s is left out: %s", name, reason)
-    return tuple(option for option in wanted if option.name not in refused)
+    return tuple(option for option in options if option.name not in refused)
 
 
 def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> CompilerOption | None:
@@ -83,13 +85,13 @@ def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> Compiler
         arguments: bytes of the program's arguments on one GPU.
     """
     room = _OWN_SHARE * memory_bytes - arguments
-    wanted = (fraction - _SCRATCH) * memory_bytes - arguments
-    if room <= 0 or wanted <= 0:
+    usable = (fraction - _SCRATCH) * memory_bytes - arguments
+    if room <= 0 or usable <= 0:
         return None
     total = (fraction - _SCRATCH) * memory_bytes
     return CompilerOption(
         MEMORY_LIMIT,
-        min(math.floor(100 * wanted / room), _MOST_PERCENT),
+        min(math.floor(100 * usable / room), _MOST_PERCENT),
         f"the schedule may use {in_bytes(total)} of each GPU, as this run may",
     )
 

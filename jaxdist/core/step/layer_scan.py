@@ -182,8 +182,8 @@ def _run(
     """Return (x [batch, seq_shard, d_model], Sums) after the block of index `index`, int32 []."""
     key = context.dropout_key
     layer_key = None if key is None else jax.random.fold_in(key, index)
-    told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
-    out = block(weights, x, aux, told)
+    layer_context = dataclasses.replace(context, dropout_key=layer_key, layer=index)
+    out = block(weights, x, aux, layer_context)
     y, sums = _checked(out, x)
     owner = getattr(block, "__self__", None)
     block = owner.model.block if isinstance(owner, ForwardPass) else block
@@ -226,10 +226,10 @@ def remat_policy(remat: str) -> Callable[..., bool]:
     policies = jax.checkpoint_policies
     # Another look for the largest value would cost a pass over the array, and a collective.
     scales = policies.save_only_these_names(fp8.SCALE)
-    return policies.save_from_both_policies(_asked(remat), scales)
+    return policies.save_from_both_policies(_named_policy(remat), scales)
 
 
-def _asked(remat: str) -> Callable[..., bool]:
+def _named_policy(remat: str) -> Callable[..., bool]:
     policies = jax.checkpoint_policies
     if remat == "dots":
         return policies.save_from_both_policies(

@@ -60,7 +60,7 @@ def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
         if not re.search(r"Differentiation rule for '(pmax|pmin)'", str(error)):
             raise
         raise ConfigError(
-            f"omitted sum{_place(error.__cause__, model)}: the largest or smallest value of the "
+            f"omitted sum{_location(error.__cause__, model)}: the largest or smallest value of the "
             f"devices of an axis has no gradient. {_fix([TENSOR.name])} A value that needs no "
             "gradient goes through jax.lax.stop_gradient first."
         ) from error
@@ -69,14 +69,14 @@ def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
             raise
         kind = "omitted sum" if TENSOR.name in differing else "unequal values"
         raise ConfigError(
-            f"{kind} over {', '.join(differing)}{_place(error, model)}: a value is equal on all "
+            f"{kind} over {', '.join(differing)}{_location(error, model)}: a value is equal on all "
             "devices of the axis at the start of a loop, in one branch or in the forward pass. At "
             "its end, in another branch or in the backward pass it differs between them. "
             f"{_fix(differing)}"
         ) from error
 
 
-def _place(error: BaseException | None, model: Model) -> str:
+def _location(error: BaseException | None, model: Model) -> str:
     """Return ` at file:line` of the innermost line of a user's file, or of the model."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     users = [frame for frame in frames if _is_users(frame.filename)]
@@ -103,8 +103,8 @@ def _differing(message: str, axes: Sequence[str]) -> list[str]:
     types = re.findall(r"type \w+\[[^\]]*\](?:\{V:\(?([\w, ]*)\)?\})?", message)
     varying = [set(re.findall(r"\w+", axes)) for axes in types]
     pairs = zip(varying[::2], varying[1::2], strict=False)
-    found = set().union(*(left ^ right for left, right in pairs))
-    return [axis for axis in axes if axis in found]
+    differing = set().union(*(left ^ right for left, right in pairs))
+    return [axis for axis in axes if axis in differing]
 
 
 def _is_users(file: str) -> bool:

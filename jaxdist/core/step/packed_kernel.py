@@ -66,11 +66,11 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> Admission
     }[use]
     here = jax.local_devices()
     own = [device for device in layout.mesh.devices.flat if device in here]
-    found = compare(shapes, own[0]) if own else Admission(errors={}, obstacle="", use=use)
-    refusals = [text for text in agree(f"{use}_attention", found.obstacle) if text]
-    if refusals and not found.obstacle:
+    result = compare(shapes, own[0]) if own else Admission(errors={}, obstacle="", use=use)
+    refusals = [text for text in agree(f"{use}_attention", result.obstacle) if text]
+    if refusals and not result.obstacle:
         return Admission(errors={}, obstacle=f"in another process {refusals[0]}", use=use)
-    return found
+    return result
 
 
 def shapes_of(model: Model, layout: Layout, plan: StepPlan, config: TrainConfig) -> Shapes | None:

@@ -102,19 +102,19 @@ def make_step(
         in_turn=plan.updates_in_turn,
     )
     batch_sharding = layout.sharding(layout.batch_spec())
-    whole = layout.sharding(P())
+    replicated = layout.sharding(P())
     return Step(
         train=jax.jit(
             train,
             donate_argnums=0,
-            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
-            out_shardings=(shardings, whole),
+            in_shardings=(shardings, None, replicated),  # a batch's leaves say where they lie
+            out_shardings=(shardings, replicated),
             compiler_options={option.name: option.value for option in options} or None,
         ),
         evaluate=jax.jit(
             make_evaluate(model, layout, plan, context),
             in_shardings=(shardings.params, None),
-            out_shardings=whole,
+            out_shardings=replicated,
         ),
         context=context,
         options=options,
@@ -210,9 +210,13 @@ def make_update(
 
     averages = statistics.has_averages(model.axes)
 
-    def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+    def update(
+        state: TrainState, gradients_and_stats: Params, norm: Array, learning_rate: Array
+    ) -> Any:
         """Return (params, opt_state) from gradients like the parameters; others are float32 []."""
-        grads = statistics.hide(model.axes, shown) if averages else shown
+        grads = (
+            statistics.hide(model.axes, gradients_and_stats) if averages else gradients_and_stats
+        )
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -225,7 +229,7 @@ def make_update(
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
-            params = statistics.move(model.axes, params, state.params, shown, frozen)
+            params = statistics.move(model.axes, params, state.params, gradients_and_stats, frozen)
         return params, opt_state
 
     return update

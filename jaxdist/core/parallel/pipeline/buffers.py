@@ -47,7 +47,7 @@ class Lifetimes:
             # Evaluation has no backward: an input lives until its forward.
             backward = when.get(("backward", stage, microbatch, virtual), tick)
             if kind == "forward":
-                before = schedule.neighbour(stage, virtual, -1)
+                before = schedule.neighbor(stage, virtual, -1)
                 arrival = (
                     tick
                     if before is None
@@ -55,7 +55,7 @@ class Lifetimes:
                 )
                 lives.activations[stage][work] = (arrival, backward)
             elif kind == "backward":
-                after = schedule.neighbour(stage, virtual, +1)
+                after = schedule.neighbor(stage, virtual, +1)
                 if after is not None:
                     arrival = when["backward", after[0], microbatch, after[1]] + 1
                     lives.cotangents[stage][work] = (arrival, tick)
@@ -151,7 +151,7 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
             cotangent[t, s] = slots[1][s].get(work, counts[1])
             pending[t, s] = slots[2][s].get(work, 0)
             step = {"forward": 1, "backward": -1}.get(action.kind)
-            target = schedule.neighbour(s, action.virtual, step) if step else None
+            target = schedule.neighbor(s, action.virtual, step) if step else None
             if step and target:
                 way = 0 if step == 1 else 1
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]

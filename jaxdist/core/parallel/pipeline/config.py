@@ -58,7 +58,7 @@ class PipelineConfig:
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
-        """Return the fewest microbatches that reach four per stage, else one of each example.
+        """Return the fewest microbatches that reach four per stage, else one per example.
 
         Four per stage leave a bubble below a fifth; more would only make products smaller. With
         interleaving, multiples of the number of stages come first, because their groups are full.

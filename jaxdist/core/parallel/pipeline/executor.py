@@ -86,8 +86,8 @@ def run(
 
         def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
             """Run one round of a loop, whose ticks are int32 [ticks of a round]."""
-            for place, kinds in enumerate(loop.kinds):
-                now = jax.tree.map(lambda column: take(column, ticks[place]), instructions)  # noqa: B023
+            for position, kinds in enumerate(loop.kinds):
+                now = jax.tree.map(lambda column: take(column, ticks[position]), instructions)  # noqa: B023
                 outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)
                 state = _exchange(now, state, outputs)
             return state, None
@@ -127,7 +127,7 @@ def _filled(
     now: Instruction,
     state: State,
 ) -> dict[str, Any]:
-    """What an action returns, and zeros [...] in place of the other outputs."""
+    """Return the outputs of an action, with zeros [*dims] for the others."""
     return {**nothing, **do(now, state)}
 
 

@@ -85,11 +85,11 @@ class LayerwiseBackward:
         ) -> tuple[tuple[Array, Params], None]:
             """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
             dy, totals = carry
-            place, index, weights, own = layer
+            slot, index, weights, own = layer
             dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
-            return (dx, self._add(totals, grads, layers.virtual, place)), None
+            return (dx, self._add(totals, grads, layers.virtual, slot)), None
 
-        xs = (_places(layers), layers.indices, layers.weights, saved)
+        xs = (_layer_slots(layers), layers.indices, layers.weights, saved)
         return lax.scan(one, (dy, totals), xs, reverse=True)[0]
 
     def input_gradient(
@@ -118,23 +118,25 @@ class LayerwiseBackward:
             totals: Params, layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[Params, None]:
             """One layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
-            place, index, weights, own = layer
+            slot, index, weights, own = layer
             grads = self._layer.weight_gradient(weights, (index, layers.aux), own)
-            return self._add(totals, grads, layers.virtual, place), None
+            return self._add(totals, grads, layers.virtual, slot), None
 
-        return lax.scan(one, totals, (_places(layers), layers.indices, layers.weights, kept))[0]
+        return lax.scan(one, totals, (_layer_slots(layers), layers.indices, layers.weights, kept))[
+            0
+        ]
 
-    def _add(self, totals: Params, grads: Params, virtual: Array, place: Array) -> Params:
+    def _add(self, totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
         """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
 
         def leaf(total: Array, grad: Array) -> Array:
-            start: list[Any] = [virtual, place, *([0] * grad.ndim)]
+            start: list[Any] = [virtual, slot, *([0] * grad.ndim)]
             old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
             return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
 
         return jax.tree.map(leaf, totals, self._reduce(grads))
 
 
-def _places(layers: Layers) -> Array:
+def _layer_slots(layers: Layers) -> Array:
     """Return the index of each layer in its virtual stage, int32 [layers]."""
     return jnp.arange(layers.indices.shape[0])

@@ -34,7 +34,7 @@ def plan_loops(schedule: Schedule) -> list[Loop]:
        of their own would be one more to compile, and XLA:GPU copies all totals in it.
     """
     shapes = [kinds_of(tick) for tick in schedule.ticks]
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     start = 0
     while start < len(shapes):
         best = max(
@@ -42,15 +42,15 @@ def plan_loops(schedule: Schedule) -> list[Loop]:
             key=lambda stretch: (stretch.repeats > 1) * stretch.num_ticks - len(stretch.kinds),
         )
         irregular = best.repeats < _FEWEST_REPEATS
-        if irregular and found and found[-1].repeats < _FEWEST_REPEATS:
-            last = found.pop()
+        if irregular and stretches and stretches[-1].repeats < _FEWEST_REPEATS:
+            last = stretches.pop()
             mixed = {kind for shape in (*last.kinds, *best.kinds) for kind in shape}
             ticks = last.num_ticks + best.num_ticks
             best = _Stretch(last.start, 1, (ordered(mixed),) * ticks)
-        found.append(best)
+        stretches.append(best)
         start = best.start + best.num_ticks
     loops: list[Loop] = []
-    for stretch in found:
+    for stretch in stretches:
         loop = stretch.as_loop()
         if loops and len(loop.kinds) == 1 < len(loop.rounds) and loop.kinds[0] in _pair(loops):
             loops[-1] = _continued(loops[-1], loop, len(shapes))
@@ -103,9 +103,9 @@ def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
 
 def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
     """Continue a loop over pairs with ticks of one of its kinds; `idle` is the idle tick."""
-    place = loop.kinds.index(alone.kinds[0])
+    own_tick = loop.kinds.index(alone.kinds[0])
     more = tuple(
-        tuple(tick if i == place else idle for i in range(len(loop.kinds)))
+        tuple(tick if i == own_tick else idle for i in range(len(loop.kinds)))
         for (tick,) in alone.rounds
     )
     return Loop(loop.rounds + more, loop.kinds)

@@ -77,7 +77,7 @@ class Schedule:
         """Return the virtual stage of the model that is number `virtual` of a stage."""
         return virtual * self.num_stages + stage
 
-    def neighbour(self, stage: int, virtual: int, step: int) -> tuple[int, int] | None:
+    def neighbor(self, stage: int, virtual: int, step: int) -> tuple[int, int] | None:
         """Return (stage, virtual) `step` virtual stages further on; None past the ends."""
         target = self.virtual_stage(stage, virtual) + step
         if not 0 <= target < self.total_virtual_stages:
@@ -116,8 +116,8 @@ def check(schedule: Schedule) -> None:
     """
     problems = list(_problems(schedule))
     if problems:
-        shown = problems[:20] + ["..."] * (len(problems) > 20)
-        raise ScheduleError("\n".join([f"schedule {schedule.name}:", *shown]))
+        listed = problems[:20] + ["..."] * (len(problems) > 20)
+        raise ScheduleError("\n".join([f"schedule {schedule.name}:", *listed]))
 
 
 def _problems(schedule: Schedule) -> Iterable[str]:
@@ -153,13 +153,13 @@ def _sources(schedule: Schedule, key: Key) -> list[Key]:
     kind, stage, microbatch, virtual = key
     if kind == "weight":
         return [("backward", stage, microbatch, virtual)]
-    found: list[Key] = []
-    other = schedule.neighbour(stage, virtual, -1 if kind == "forward" else 1)
+    sources: list[Key] = []
+    other = schedule.neighbor(stage, virtual, -1 if kind == "forward" else 1)
     if other is not None:
-        found.append((kind, other[0], microbatch, other[1]))
+        sources.append((kind, other[0], microbatch, other[1]))
     if kind == "backward":
-        found.append(("forward", stage, microbatch, virtual))
-    return found
+        sources.append(("forward", stage, microbatch, virtual))
+    return sources
 
 
 def _name(key: Key) -> str:

@@ -78,10 +78,10 @@ def one_forward_one_backward_lockstep(
     cells = []
     for (stage, virtual, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
         cells.append((2 * tick, stage, Action("forward", microbatch, virtual)))
-        group, place = divmod(microbatch, p)
+        group, position = divmod(microbatch, p)
         # The last virtual stage turns around in the same pair of ticks; gradients then walk back as
         # activations came.
-        turn = v * p - 1 + group * v * p + place
+        turn = v * p - 1 + group * v * p + position
         backward = turn + (p - 1 - stage) + (v - 1 - virtual) * p
         cells.append((2 * backward + 1, stage, Action("backward", microbatch, virtual)))
     return _from_cells("1f1b_lockstep", p, num_microbatches, v, cells)
@@ -138,7 +138,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int 
     base = one_forward_one_backward_lockstep(num_stages, num_microbatches, num_virtual_stages)
     stages = range(num_stages)
     todo = [num_microbatches * num_virtual_stages] * num_stages
-    places = [sum(tick[s] is None for tick in base.ticks) for s in stages]
+    idle_ticks = [sum(tick[s] is None for tick in base.ticks) for s in stages]
     pending: list[deque[Action]] = [deque() for _ in stages]
     ticks: list[Tick] = []
 
@@ -150,16 +150,16 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int 
 
     for tick in base.ticks:
         for s in stages:
-            places[s] -= tick[s] is None
+            idle_ticks[s] -= tick[s] is None
         ticks.append(tuple(weight(s) if a is None else a for s, a in enumerate(tick)))
         for s, action in enumerate(tick):
             if action is not None and action.kind == "backward":
                 pending[s].append(action)
-        # One is kept back everywhere, so that the next idle place finds something to do.
-        short_of_places = any(todo[s] > places[s] for s in stages)
+        # One is kept back everywhere for the next idle tick.
+        lacks_ticks = any(todo[s] > idle_ticks[s] for s in stages)
         if (
             all(a is None or a.kind == "backward" for a in tick)
-            and short_of_places
+            and lacks_ticks
             and min(map(len, pending)) > 1
         ):
             ticks.append(tuple(weight(s) for s in stages))
@@ -205,10 +205,10 @@ def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
     """Return (stage, virtual, microbatch) -> tick; groups of p microbatches pass v times."""
     ticks = {}
     for microbatch in range(m):
-        group, place = divmod(microbatch, p)
+        group, position = divmod(microbatch, p)
         for virtual in range(v):
             for stage in range(p):
-                ticks[stage, virtual, microbatch] = stage + group * v * p + virtual * p + place
+                ticks[stage, virtual, microbatch] = stage + group * v * p + virtual * p + position
     return ticks
 
 

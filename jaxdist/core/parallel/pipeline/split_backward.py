@@ -180,7 +180,7 @@ def _cut(
 
 def _stored(
     equations: Sequence[Any],
-    wanted: Sequence[Any],
+    required: Sequence[Any],
     made: set[Any],
     fixed: set[Any],
     recompute_enlarged: bool,
@@ -192,8 +192,8 @@ def _stored(
     """
     enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
-    second = _needed(equations, wanted, stop=between)
-    read = [*(var for equation in second for var in equation.invars), *wanted]
+    second = _needed(equations, required, stop=between)
+    read = [*(var for equation in second for var in equation.invars), *required]
     return list(dict.fromkeys(v for v in read if isinstance(v, core.Var) and between(v))), second
 
 
@@ -202,7 +202,7 @@ def _enlarges(equation: Any, fixed: set[Any]) -> bool:
     if equation.primitive.name not in ("all_gather", "broadcast_in_dim", "convert_element_type"):
         return False
     size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
-    read = [var for var in equation.invars if not _is_known(var, fixed)]
+    read = [var for var in equation.invars if not _is_determined(var, fixed)]
     return size(read) < size(equation.outvars)
 
 
@@ -220,30 +220,30 @@ def _outputs(equations: Iterable[Any]) -> set[Any]:
 
 
 def _needed(
-    equations: Sequence[Any], wanted: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
+    equations: Sequence[Any], required: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
     """Return the equations that lead to the required variables, not beyond those that stop."""
-    open_vars = {var for var in wanted if isinstance(var, core.Var) and not stop(var)}
-    found = []
+    open_vars = {var for var in required if isinstance(var, core.Var) and not stop(var)}
+    equations_needed = []
     for equation in reversed(equations):
         if open_vars.isdisjoint(equation.outvars):
             continue
-        found.append(equation)
+        equations_needed.append(equation)
         open_vars |= {var for var in equation.invars if isinstance(var, core.Var) and not stop(var)}
-    return found[::-1]
+    return equations_needed[::-1]
 
 
-def _follows_from(program: Any, known: Iterable[Any]) -> set[Any]:
+def _follows_from(program: Any, determined: Iterable[Any]) -> set[Any]:
     """Return the variables that these and constants determine."""
-    found = {*known, *program.constvars}
+    variables = {*determined, *program.constvars}
     for equation in program.eqns:
-        if all(_is_known(var, found) for var in equation.invars):
-            found |= set(equation.outvars)
-    return found
+        if all(_is_determined(var, variables) for var in equation.invars):
+            variables |= set(equation.outvars)
+    return variables
 
 
-def _is_known(var: Any, known: set[Any]) -> bool:
-    return not isinstance(var, core.Var) or var in known
+def _is_determined(var: Any, determined: set[Any]) -> bool:
+    return not isinstance(var, core.Var) or var in determined
 
 
 def _function(
