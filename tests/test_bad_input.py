@@ -85,7 +85,7 @@ MESH = {
     "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
     "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
     "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),
-    "negative size": (["--mesh=tp=-2"], "tp=-2 is not a size", "-1 for the devices left over"),
+    "negative size": (["--mesh=tp=-2"], "tp=-2 is not a size", "-1 for the remaining devices"),
     "size not a number": (["--mesh=tp=two"], "tp=two is not a size", "Use a whole number"),
     "two rests": (["--mesh=dp=-1,tp=-1"], "dp", "only one axis can take"),
     "rest does not divide": (["--simulate=8", "--mesh=dp=-1,tp=3"], "multiply to 3", "Choose"),

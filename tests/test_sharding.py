@@ -184,7 +184,7 @@ def test_legal_meshes_are_legal_and_near():
     ("num_devices", "state", "memory", "mesh", "reason"),
     [
         (1, 2**40, 2**30, "dp=1", "one device"),
-        (8, 2**20, None, "dp=8", "fits one device is not known here"),
+        (8, 2**20, None, "dp=8", "memory of a device is unknown"),
         (8, 2**30, 2**32, "dp=8", "the state (1.0 GiB) fits one device"),
         (8, 2**33, 2**33, "fsdp=8", "(8.0 GiB) does not fit one device (8.0 GiB, of which 50 %"),
     ],

@@ -67,7 +67,7 @@ def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
     and its own end (`block`) is one boolean that the collectives after it wait for.
     """
     equations: list[core.JaxprEqn] = []
-    block: Any = None  # stands for the end of the last loop or branch
+    block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of the collectives since
     for equation in program.eqns:
         if _holds_collectives(equation, hidden):

@@ -1,4 +1,4 @@
-"""Data dependences that no pass of a compiler removes: what has to wait for what."""
+"""Data dependences that no compiler pass removes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 
 def all_made(marks: Iterable[jax.Array]) -> jax.Array:
-    """True, as bool [], once every mark, an array [...] that is not empty, is there."""
+    """Return True, bool [], once every mark, a non-empty array [*dims], is computed."""
     truth = jnp.asarray(True)
     for mark in marks:
         truth &= _element(mark)

@@ -178,7 +178,7 @@ class MeshSpec:
         if self.num_devices < num_devices:
             fix = f"{rows.short}=-1 to use them all, or CUDA_VISIBLE_DEVICES to hide the rest"
         elif num_devices % max(1, self.num_devices // self[rows]) == 0:
-            fix = f"{rows.short}=-1 to use what is there, or {fix}"
+            fix = f"{rows.short}=-1 to use the available devices, or {fix}"
         raise ConfigError(
             f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
             f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
@@ -300,7 +300,7 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         if not re.fullmatch(r"-1|0*[1-9][0-9]{0,6}", value):
             problems.append(
                 f"mesh {text!r}: {name}={value or '(nothing)'} is not a size. "
-                "Use a whole number from 1 to 9999999, or -1 for the devices left over."
+                "Use a whole number from 1 to 9999999, or -1 for the remaining devices."
             )
             continue
         sizes[axis] = int(value)

@@ -38,7 +38,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
         if name not in by_name:
             yield (
                 f"Model.rules splits dim {dim!r} over {name!r}, which is no mesh axis. "
-                f"Use {', '.join(axes.names())}, or None to keep it whole."
+                f"Use {', '.join(axes.names())}, or None to leave it unsplit."
             )
             continue
         axis = by_name[name]
@@ -141,8 +141,8 @@ def default_mesh(
     state = in_bytes(state_bytes)
     if memory_bytes is None:
         return replicas, (
-            f"data parallelism alone moves least; whether the state ({state}) fits one device is "
-            "not known here"
+            f"data parallelism alone moves least; the memory of a device is unknown, so it may not "
+            f"hold the state ({state})"
         )
     if state_bytes <= memory_bytes * _STATE_SHARE:
         return replicas, (

@@ -64,8 +64,8 @@ class MeshConfig:
         problems = []
         if self.elastic and (self.shape == "auto" or "-1" in self.shape):
             problems.append(
-                f"mesh.elastic with mesh.shape={self.shape!r}: a mesh without sizes does not say "
-                "from what it shrinks. Give each axis its size with all devices there, e.g. "
+                f"mesh.elastic with mesh.shape={self.shape!r}: a mesh without sizes cannot "
+                "shrink. Give each axis its size with all devices, e.g. "
                 "--mesh dp=8."
             )
         if self.shape == "auto":

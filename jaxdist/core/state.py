@@ -1,4 +1,4 @@
-"""What a run must remember between two steps, and how it comes to be on any mesh.
+"""The state of a run between two steps, and its initialization on any mesh.
 
 `init_state` runs under `jit` with output shardings: each device makes its own part, no host ever
 holds the whole model, and the values are the same bit for bit on every mesh (JAX's PRNG is
@@ -42,7 +42,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """What is evaluated: the average of the parameters, where one is kept."""
+        """Return the parameters to evaluate: their average, if there is one."""
         return self.ema_params or self.params
 
 

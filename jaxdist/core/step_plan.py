@@ -43,7 +43,7 @@ UNROLL_ON_GPUS_UP_TO = 32
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
-_ROW_CHUNKS = 4  # the first and the last have nothing beside their collectives
+_ROW_CHUNKS = 4  # the collectives of the first and the last overlap with nothing
 
 
 class StepSettings(NamedTuple):
@@ -352,7 +352,7 @@ def layers_of_a_body(
     if layout.size(PIPELINE) > 1:
         return 1, "stages hold their layers in several loops"
     if platform == "cpu":
-        # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
+        # XLA:CPU merges repeated computations of unrolled layers, even across a barrier.
         unrolls = model.num_layers <= UNROLL_UP_TO and remat == "none" and not gathers
     else:
         moves = gathers or TENSOR in layout.used or CONTEXT in layout.used or layout.zero == 2
@@ -374,7 +374,7 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:
         return 1, "no collective of `tensor` to hide behind another part's products"
-    return _ROW_CHUNKS, "collectives of `tensor` run beside another part's products"
+    return _ROW_CHUNKS, "collectives of `tensor` overlap with another part's products"
 
 
 def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:

@@ -39,24 +39,24 @@ bits depend on the sample and never on the mesh.
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
 
-The objective returns `loss` (nats) and `weight` (what counts), and may add others (`correct`). Head
-and blocks may return any, or none: {}. Each name is summed exactly once over layers, head,
-microbatches and devices, whatever the mesh and the schedule; then means are formed, sum / weight.
+The objective returns `loss` (nats) and `weight` (tokens or rows that count), and may add others
+(`correct`). Head and blocks may return any, or none: {}. Each name is summed exactly once over
+layers, head, microbatches and devices, on every mesh and schedule. Means are sum / weight.
 
-Training differentiates `loss` + `aux_loss`, whoever returns them (`trained_loss`). `aux_loss` is
-for terms that are no likelihood, such as the balance loss of a router: they train the model and
-stay out of the loss that is reported and compared. Every other name is a metric.
+Training differentiates `loss` + `aux_loss` of objective, head and blocks (`trained_loss`).
+`aux_loss` is for terms that are no likelihood, such as the balance loss of a router: they train the
+model and are not part of the reported loss. Every other name is a metric.
 
 Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
 (its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
-same on every tensor device and counts once. Over the `context` axis the type decides likewise: what
-comes from `Context.sum` over "seq" alone counts once. So take sums of the residual stream, of what
-precedes `Context.enter` or of a split product: what `enter` returns varies, though all devices hold
-the same, and would count once for each."""
+same on every tensor device and counts once. Over the `context` axis the type decides likewise: a
+sum that follows from `Context.sum` over "seq" alone counts once. So take sums of the residual
+stream, of inputs of `Context.enter` or of a split product: outputs of `enter` vary, though they are
+equal on all devices, and would count once for each."""
 
 
 BATCH_STATISTICS = "batch_statistics"
-"""Name among a head's sums of what a training batch showed of each running average: a tree of
+"""Name among a head's sums of the batch statistics of the running averages: a tree of
 float32 arrays, equal on all devices that split rows, in which trained leaves are absent."""
 
 TRAINED = ("loss", "aux_loss")
@@ -357,30 +357,30 @@ class Model:
         name: for logs and errors.
         init: key -> params, float32. Pure, so that it runs under `jit` with output shardings.
         axes: tree like params with a `Dims` at each leaf.
-        dims: size of each logical dim; what the mesh must divide.
+        dims: size of each logical dim; the mesh must divide it.
         head: (params, x, batch, context) -> (output, Sums): a `TokenHead`, logits, or any arrays
             that the objective reads; and sums of the head's own, or {}.
         objective: computes the loss from that output, unless the run has another objective.
         embed: (params, batch, context) -> x [batch, seq_shard, d_model].
-        prepare: (batch, context) -> aux, what every block needs in addition to x.
+        prepare: (batch, context) -> aux, the input of every block in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
         num_layers: size of the stacked dim; 0 when there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` (a token, an image) by convention: "causal" counts half of S² attention,
             "full" all of it.
-        unit: what `weight` counts, "tokens" or "images".
+        unit: unit of `weight`, "tokens" or "images".
         tensor: "manual" when the model calls the hooks; "auto" leaves the tensor axis to XLA's
             partitioner, guided by `axes`.
-        sequence: whether `enter`/`leave`/`split` act on a sequence in dim 1 that sequence
-            parallelism may split.
+        sequence: `enter`/`leave`/`split` act on a sequence in dim 1 that sequence parallelism
+            may split.
         context_parallel: the context axis may split rows. The model takes positions from the batch
             or from `Context.position_ids`, and reads other positions through `Context.attend` only.
         rules: extra logical dim -> mesh axis entries for dims of this model's own.
         decoding: how to generate text, or None.
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
         num_classes: classes that its labels may name; 0 = it has none, or any number.
-        attention_call: what its layers ask of `Context.attend`, for what is chosen before they run.
+        attention_call: arguments of its layers to `Context.attend`, for the plan of the step.
         row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
     """
 

@@ -128,7 +128,7 @@ def dropout_problem(size: int, rate: float) -> str:
     """Return why attention dropout is impossible if `size` devices share a row."""
     return (
         f"mesh cp={size} with model.attention_dropout={rate}: dropped probabilities would need the "
-        "whole row on one device. Use cp=1, or model.attention_dropout=0."
+        "complete row on one device. Use cp=1, or model.attention_dropout=0."
     )
 
 
@@ -151,7 +151,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
     if sizes.exchanged_heads > 1:
         # Queries, keys, values there and the output back; their gradients the other way.
         both = 2 * sizes.query_bytes + keys
-        # What attention's backward reads is exchanged again where its output alone was kept.
+        # Inputs of attention's backward are exchanged again if only its output was saved.
         again = sizes.recomputes and not sizes.repeats_attention
         group = sizes.exchanged_heads
         documents, of_documents = (

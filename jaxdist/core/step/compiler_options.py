@@ -26,7 +26,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 log = logging.getLogger("jaxdist")
 
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
-"""Percent of what XLA leaves a schedule: 0.8 of the GPU's memory less the program's arguments."""
+"""Percent of XLA's own limit of a schedule: 0.8 of the GPU's memory less the arguments."""
 
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 """Whether memory that a loop fills slice by slice is left as it is before, or zeroed."""
@@ -59,7 +59,7 @@ def choose_options(
     if not plan.avoids_zeroed_buffers:
         return ()
     candidates = [
-        CompilerOption(NO_ZEROS, True, "what layers keep for backward is not zeroed first")
+        CompilerOption(NO_ZEROS, True, "buffers for saved activations are not zeroed first")
     ]
     if plan.memory_bytes:
         limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))

@@ -148,13 +148,13 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
     """Add up sums, float32 [] each, over replicas and stages: then equal on every device."""
     axes = layout.loss_axes
     for name, value in sums.items():
-        where = f"the sum {name!r} leaves {definition_of(model)}"
-        check_equal(value, {*axes}, where)
+        source = f"the sum {name!r} leaves {definition_of(model)}"
+        check_equal(value, {*axes}, source)
     if not axes:
         return sums
 
     def total(value: Array) -> Array:
-        # Equal on the devices that share rows, it comes from sums of whole rows: it counts once.
+        # Equal on the devices that share rows: a function of sums of complete rows, counted once.
         equal = {CONTEXT.name} - collectives.varying_axes(value)
         over = tuple(axis for axis in axes if axis not in equal)
         return collectives.all_reduce(collectives.vary(value, over), over) if over else value

@@ -57,8 +57,8 @@ def make_run_layers(
                 return layer(block, shards, x, index, aux, context)
 
             count = jax.tree.leaves(layers)[0].shape[0]
-            # Forward and backward are two loops, over which the compiler cannot merge what is
-            # computed twice on purpose. Unrolled they are one straight line, in which it would.
+            # Forward and backward are two loops, so the compiler cannot merge values that are
+            # recomputed on purpose. Unrolled they are one sequence, in which it would.
             if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
                 # Elsewhere it would only pin every kept value with a reduce-precision.
                 body = jax.checkpoint(
@@ -72,7 +72,7 @@ def make_run_layers(
         if narrow is None:
             x, sums = run(layer, layers, x, first)
             return x, tensor.add_layers(sums)
-        # The ends are loops of their own: a choice inside of one would keep what either side needs.
+        # The ends are loops of their own: a branch inside of one would save values of both sides.
         last = model.num_layers - 1
         ends = [jax.tree.map(lambda w, i=i: w[i : i + 1], layers) for i in (0, last)]
         middle = jax.tree.map(lambda w: w[1:last], layers)
@@ -199,7 +199,7 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
-            f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` where the "
+            f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "
             "block has nothing to sum."
         )
     y, sums = out
@@ -209,7 +209,7 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
                 f"Model.block returned {name!r} in its Sums as {jnp.result_type(value)} of shape "
                 f"{jnp.shape(value)}. Sum it over rows and tokens to a float32 scalar."
             )
-    # A scan and a switch want one type of each sum, also of a constant.
+    # A scan and a switch need one type of each sum, also of a constant.
     first = jax.tree.leaves(x)[0]  # of several groups of rows all vary alike
     rows = tuple(axis for axis in collectives.varying_axes(first) if axis != TENSOR.name)
     return y, collectives.vary(sums, rows)
@@ -235,7 +235,7 @@ def _named_policy(remat: str) -> Callable[..., bool]:
         return policies.save_from_both_policies(
             policies.checkpoint_dots_with_no_batch_dims,
             policies.save_from_both_policies(
-                # Sums over `tensor`, where it splits a product: kept instead of its partial sums.
+                # Sums of split products over `tensor`: saved instead of the partial sums.
                 policies.save_only_these_names(block_scaled.PRODUCT, "attention_out", "mlp_out"),
                 keeps_attention,
             ),

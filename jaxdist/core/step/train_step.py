@@ -107,7 +107,11 @@ def make_step(
         train=jax.jit(
             train,
             donate_argnums=0,
-            in_shardings=(shardings, None, replicated),  # a batch's leaves say where they lie
+            in_shardings=(
+                shardings,
+                None,
+                replicated,
+            ),  # a batch's leaves have shardings of their own
             out_shardings=(shardings, replicated),
             compiler_options={option.name: option.value for option in options} or None,
         ),

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.core.parallel.pipeline.schedule import KINDS, Schedule
 
 Work: TypeAlias = tuple[int, int]
-"""(microbatch, virtual): what a slot of a stage's buffer holds a value for."""
+"""(microbatch, virtual) of the value in a slot of a stage's buffer."""
 Interval: TypeAlias = tuple[int, int]
 """First and last tick, both included."""
 
@@ -87,7 +87,7 @@ def peak(intervals: Iterable[Interval]) -> int:
     """Return the largest number of intervals alive at once."""
     spans = list(intervals)
     firsts, lasts = sorted(a for a, _ in spans), sorted(b for _, b in spans)
-    # Most are alive where one begins: those begun by then, less those that ended before.
+    # The maximum is at a beginning: intervals begun by then, less those ended before.
     alive = (begun - bisect.bisect_left(lasts, first) for begun, first in enumerate(firsts, 1))
     return max(alive, default=0)
 

@@ -111,7 +111,7 @@ def _act(
     names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
     branches = [lambda: nothing]
-    # From the number of a kind in the whole schedule to that of its branch in this tick.
+    # Number of a kind in the schedule -> number of its branch in this tick.
     branch_of = np.zeros(len(KINDS) + 1, np.int32)
     for number, kind in enumerate(KINDS, start=1):
         if kind in handlers:

@@ -29,7 +29,7 @@ Kind: TypeAlias = Literal["forward", "backward", "weight"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Key: TypeAlias = tuple[Kind, int, int, int]
-"""(kind, stage, microbatch, virtual): an action and where it is done."""
+"""(kind, stage, microbatch, virtual) of an action."""
 
 
 class Action(NamedTuple):

@@ -7,18 +7,16 @@ another stage. `jax.vjp` gives one function for both, so its traced program is c
     first half  saved, dy ──► dx, kept        the equations that dx needs
     second half kept ──► gradients of weights  the others, mostly one matrix product per weight
 
-`kept` is what the second half reads of what exists after the first: inputs of products and
-gradients of their outputs. It waits in a buffer for as long as the weight action is postponed, so
-its size decides how much memory the schedule takes. Three rules keep it small, and none computes a
-matrix product twice:
+`kept` are the values of the first half that the second half reads: inputs of products and
+gradients of their outputs. They stay in a buffer until the weight action, so their size determines
+the memory of the schedule. Three rules keep them small, and none computes a matrix product twice:
 
-1. What follows from weights and constants alone is computed again: casts, gathered weights, random
-   bits.
-2. Gradients of biases and norm scales are sums over rows, and are kept as sums, not as what they
-   sum up.
+1. Values that follow from weights and constants alone are recomputed: casts, gathered weights,
+   random bits.
+2. Gradients of biases and norm scales are sums over rows, and are kept as sums, not as terms.
 3. With `recompute_enlarged`, a value that is only a larger copy of another (gathered over the
    tensor axis, in a wider dtype, broadcast) is kept as the smaller one and enlarged when it is
-   read. The second half then gathers again, as recomputation of a whole layer would too.
+   read. The second half then gathers again, as recomputation of a complete layer would too.
 
 A layer may add a term to the loss. Its cotangent is the constant 1, which either half makes for
 itself, so a router's balance loss reaches both gradients.
@@ -91,8 +89,8 @@ def split_layer(
         traces.append((pull_tree, sum_tree, seed_axes))
         return y, sum_leaves, leaves
 
-    # 1. Trace the layer with what `jax.vjp` keeps for its backward. The leaves of `pull` are those
-    # residuals; which of them follow from the weights is read off the trace.
+    # 1. Trace the layer with the values that `jax.vjp` saves for its backward, the leaves of
+    # `pull`. The trace contains the dependence of each on the weights.
     traced = jax.make_jaxpr(differentiate)(weights, constants, x)
     pull_tree, sum_tree, seed_axes = traces[0]
     num_sums = sum_tree.num_leaves
@@ -124,7 +122,7 @@ def split_layer(
         weight_grads, dx = pull((dy, dloss))
         return dx, weight_grads
 
-    # Values rather than their shapes: those lose their mesh where XLA shards an axis by itself.
+    # Values rather than their shapes: those lose their mesh if XLA shards an axis by itself.
     y, _, saved = jax.tree.map(
         collectives.zeros_like, jax.eval_shape(forward, weights, x, constants)
     )
@@ -150,14 +148,14 @@ def _cut(
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
-    # 1. The first half computes what the input's gradient needs, and no more.
+    # 1. The first half computes only values that the input's gradient needs.
     first = _outputs(_needed(program.eqns, [dx_var]))
     # 2. It also computes the weight gradients that are mere sums, of biases and norm scales: kept
-    # as such they are small, kept as what they sum up they are activations.
+    # as such they are small; their terms are activations.
     leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
     sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
     made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
-    # 3. Of all that exists by then, keep what the second half reads.
+    # 3. Of all existing values, keep those that the second half reads.
     kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, recompute_enlarged)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(

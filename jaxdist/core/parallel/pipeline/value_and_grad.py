@@ -253,8 +253,8 @@ class _Training:
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         one = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         constants = (stage.layer_indices(self.example)[0], stage.aux(self.example))
-        # What a postponed weight gradient reads is held for long, so at its smallest; what a whole
-        # backward reads is read at once.
+        # Inputs of a postponed weight gradient are kept for long, so at their smallest. Inputs of a
+        # complete backward are read at once.
         split = split_layer(apply, one, self.zero_x, constants, recompute_enlarged=splits)
         return LayerwiseBackward(split, self.reduce_layer)
 
@@ -266,7 +266,7 @@ class _Training:
         kept_kinds: list[Any] = []
         if self.schedule.splits_backward:
             saved = jax.tree.map(collectives.zeros_like, saved_kinds)
-            # Values and not their shapes: those lose their mesh where XLA shards an axis by itself.
+            # Values and not their shapes: those lose their mesh if XLA shards an axis by itself.
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
         one_layer = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
