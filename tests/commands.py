@@ -1,10 +1,13 @@
 """Run commands as a user does: real processes, a tiny model, and what they left behind."""
 
+import contextlib
 import functools
 import importlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,14 @@ def tiny(*flags: object) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A port that no connection takes before a server does: theirs come from 32768 up."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 def command(name: str, *arguments: object) -> list[str]:

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from checkpoint_worker import make_run, start_jax
+from commands import free_port
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.checksum import checksums
@@ -119,9 +119,7 @@ def main(folder: Path, plan: list[dict]) -> None:
     for start in plan:
         for host in start.get("wipe", []):
             shutil.rmtree(folder / f"disk-{host}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            start["port"] = probe.getsockname()[1]
+        start["port"] = free_port()
         children = []
         for process in range(start["processes"]):
             if not (child := os.fork()):

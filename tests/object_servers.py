@@ -19,16 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from commands import free_port
 
 from jaxdist.runtime.storage import objects
 
 SECRET = "not-to-be-seen-anywhere"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

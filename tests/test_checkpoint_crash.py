@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_worker import DEFAULTS
-from commands import environment
+from commands import environment, free_port
 from refusals import missing
 from store_kills import losses
 
@@ -35,9 +35,7 @@ class Run:
 
     def start(self, **changes) -> list[subprocess.Popen]:
         settings = {**self.settings, **changes}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            settings["port"] = probe.getsockname()[1]
+        settings["port"] = free_port()
         return [
             subprocess.Popen(
                 [sys.executable, WORKER, json.dumps({**settings, "process": process})],

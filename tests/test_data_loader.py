@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import free_port
 from data_cases import (
     CASES,
     MESHES,
@@ -435,12 +436,8 @@ def rows(*, seq_len, seed, shard_index, num_shards):
 
 
 def run_two_processes(folder, sources):
-    import socket
-
     (folder / "two_streams.py").write_text(STREAMS)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = dict(os.environ, PYTHONPATH=f"{Path(__file__).parent.parent}:{folder}")
     processes = [
         subprocess.Popen(

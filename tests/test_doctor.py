@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment, run
+from commands import ROOT, environment, free_port, run
 from refusals import missing
 
 from jaxdist.models.weights import num_params
@@ -277,9 +277,7 @@ def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):
     """Two doctors with the environment of a local launch, on one directory or on two."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     started = []
     for i in range(2):
         folder = tmp_path / ("runs" if shared else f"runs{i}")

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import environment
+from commands import environment, free_port
 from decoders import FAMILIES, VARIANTS
 from hf_models import write_model
 from refusals import missing, refused
@@ -322,9 +321,7 @@ os._exit(0)
 
 
 def two_processes(folders, config, mesh: str) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sizes = dataclasses.asdict(config)
     tests = str(Path(__file__).parent)
     env = environment()

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import free_port
 from monitored import Clock, header, of_kind, scalars, start, train
 from refusals import refused
 
@@ -338,11 +339,7 @@ print("path", new_run_path("demo"), len(environment()["hosts"]), flush=True)
 
 @pytest.mark.slow
 def test_processes_agree_on_the_run_directory():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), str(port)], stdout=subprocess.PIPE, text=True

@@ -12,9 +12,8 @@ import urllib.request
 
 import jax.numpy as jnp
 import pytest
-from commands import ROOT, command, environment, tiny
+from commands import ROOT, command, environment, free_port, tiny
 from prometheus_client.parser import text_string_to_metric_families
-from test_runtime_job import free_port
 
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring import monitor as monitor_module

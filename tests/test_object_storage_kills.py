@@ -5,7 +5,7 @@ import subprocess
 
 import object_servers
 import pytest
-from commands import TINY, command, environment
+from commands import TINY, command, environment, free_port
 from store_kills import kill_at
 
 from jaxdist.checkpoint import manifest
@@ -58,7 +58,7 @@ def train_in_two(run_dir, **process_0) -> tuple[list[int], list[str]]:
     """Exit codes and errors of two processes that train; process 0 has more variables."""
     flags = [*TINY, "--simulate=1", "--mesh=dp=2", "--steps=6", f"--run-dir={run_dir}"]
     flags += ["--checkpoint.save_interval_steps=2", "--eval.interval_steps=0"]
-    flags += [f"--runtime.coordinator_address=127.0.0.1:{object_servers.free_port()}"]
+    flags += [f"--runtime.coordinator_address=127.0.0.1:{free_port()}"]
     flags += ["--runtime.num_processes=2", "--runtime.heartbeat_timeout_s=10"]
     processes = [
         subprocess.Popen(

@@ -64,12 +64,12 @@ def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limi
         over.set()
     assert away.value.errno == errno.EHOSTUNREACH
     tries = 1 if name == "delete" else 2  # the library does not repeat a silent POST
-    assert 0.95 * tries < took_s < 6, took_s
+    assert 0.95 * tries < took_s < 25, took_s  # of the 30 s that it hangs
 
 
 def test_an_upload_is_given_time_for_its_size(server, limits):
     """A server that answers when it has all of it is silent until then."""
-    content, place = bytes(4 << 20), locate("s3://bucket/uploads")
+    content, place = bytes(4 << 20), locate("s3://bucket/uploads")  # 9 s for it, for a part 1.5 s
     with object_servers.slow(server, seconds=3.0) as address:
         limits(address, _TIMEOUT_S=1, _RETRY_S=1, MIN_BYTES_PER_S=1 << 20)
         with pytest.raises(OSError):

@@ -62,7 +62,7 @@ CASES = [
     )
 ]
 """Every pair of model, mesh, ZeRO stage, sequence parallelism, accumulation and remat policy."""
-NUM_SMOKE, NUM_FAST = 4, 10
+NUM_SMOKE, NUM_FAST = 3, 10
 
 
 def marks(number: int) -> list:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from commands import free_port
 from refusals import missing
 
 from jaxdist.runtime import NOTICES
@@ -37,12 +38,6 @@ def main():
     stop = runtime.Preemption()
     runtime.simulate(2)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Processes:

@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from commands import free_port
 from refusals import missing
 
 from jaxdist import runtime
@@ -19,12 +20,6 @@ from jaxdist.runtime import entry_point, rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 from jaxdist.settings import ConfigError
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Job:

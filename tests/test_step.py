@@ -200,7 +200,6 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("case", [Case("rotary", "fsdp=2"), Case("learned", "tp=2")], ids=str)
 def test_bfloat16_stays_near_float32(case):
@@ -296,7 +295,6 @@ def test_every_optimizer_updates_as_on_one_device(optimizer):
     assert np.mean(flat > bound) <= allowed
 
 
-@pytest.mark.smoke
 def test_dropout_is_the_same_on_every_mesh(monkeypatch):
     """Random bits belong to a row and a position, not to a device or a microbatch."""
     dropping = dataclasses.replace(tiny.CONFIGS["learned"], dropout=0.2, attention_dropout=0.2)
