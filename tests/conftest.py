@@ -52,6 +52,7 @@ from jaxdist.core import step_plan  # noqa: E402
 step_plan.UNROLL_UP_TO = 0  # scanned layers: what a large model has, and quick to compile
 
 # Fixtures of more than one file; after the devices, since this imports what uses them.
+import object_servers  # noqa: E402
 from damaged import pristine, run  # noqa: E402, F401
 
 
@@ -63,6 +64,13 @@ def test_data() -> Path:
     if not path.is_dir():
         pytest.skip("no real data: set JAXDIST_TEST_DATA to a folder with tinyshakespeare.txt")
     return path
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of an S3 server with an empty bucket, which the environment names."""
+    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
+        yield address
 
 
 @pytest.fixture

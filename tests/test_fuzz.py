@@ -312,6 +312,10 @@ HEADERS = [
         b"[]", b"{", b"[" * 90_000, b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [2]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [20], "data_offsets": [0, 80]}}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},'
+        b' "b": {"dtype": "F32", "shape": [14], "data_offsets": [8, 64]}}',
         b'{"a": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 8]}}',
     )),
 ]  # fmt: skip

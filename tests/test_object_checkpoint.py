@@ -22,12 +22,6 @@ from jaxdist.checkpoint.object_io import ObjectWriter, open_array
 from jaxdist.runtime.storage import locate, objects
 
 
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
-        yield address
-
-
 def test_nothing_is_uploaded_before_all_is_copied(server, monkeypatch):
     happened = []
     chunks_of = object_io._chunks_of

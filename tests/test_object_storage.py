@@ -41,12 +41,6 @@ from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, par
 from jaxdist.tools.sweep.grid import read_sweep
 
 
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
-        yield address
-
-
 @pytest.fixture
 def folder(server, request):
     return locate(f"s3://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")

@@ -31,13 +31,6 @@ from jaxdist.run.metrics_log import read_outline
 from jaxdist.runtime.storage import flush_appended, locate, location, objects, parts
 from jaxdist.settings import ConfigError
 
-
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
-        yield address
-
-
 # -- images --------------------------------------------------------------------------------------
 
 

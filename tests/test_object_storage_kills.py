@@ -3,7 +3,6 @@
 import signal
 import subprocess
 
-import object_servers
 import pytest
 from commands import TINY, command, environment, free_port
 from store_kills import kill_at
@@ -16,12 +15,6 @@ POINTS = ["during_upload", "before_manifest", "during_retention", "during_restor
 """`scripts/bench/checkpoint_kills.py --store` kills at all of them."""
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
-        yield address
 
 
 def test_kills_at_named_points_lose_no_whole_checkpoint_and_load_nothing_else(server, tmp_path):

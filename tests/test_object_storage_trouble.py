@@ -22,12 +22,6 @@ from jaxdist.settings import ConfigError
 EXPIRED = ["expired", "AWS_SESSION_TOKEN"]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
-        yield address
-
-
 @pytest.fixture
 def limits(server, monkeypatch):
     """Time limits of clients that are made from now on."""
