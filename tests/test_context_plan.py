@@ -24,7 +24,7 @@ from jaxdist.models import DecoderConfig
 from jaxdist.plan import advice
 from jaxdist.plan.compiled import check
 from jaxdist.plan.compiled.collectives import read_collectives
-from jaxdist.plan.estimate.flops import imbalance
+from jaxdist.plan.estimate.attention import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.search import Choice, exchanges, search

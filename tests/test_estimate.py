@@ -26,9 +26,10 @@ from jaxdist.data.config import DataConfig
 from jaxdist.hardware import GPUS, Cluster, parse_gpus
 from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig, build
 from jaxdist.optim import OptimConfig
-from jaxdist.plan.estimate import activations, flops
+from jaxdist.plan.estimate import attention, flops
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.model_costs import DecoderCosts, costs_of
 from jaxdist.plan.estimate.model_trace import attention_of
 from jaxdist.plan.estimate.search import Choice, search, why_not
 from jaxdist.plan.estimate.time import LIKELY, estimate_time
@@ -172,7 +173,7 @@ def test_a_traced_decoder_counts_what_the_formulas_count(remat):
         # Traced attention is no fused kernel, which keeps a float32 a head and token besides.
         fused = 4 * 16 * 256 * (remat == "dots")
         expected = one.micro_rows * (traced.layer.kept_bytes + fused)
-        assert activations.kept_per_layer(one) == expected
+        assert costs_of(one).kept_per_layer() == expected
 
 
 # -- memory against the compiler ------------------------------------------------------------------
@@ -197,8 +198,8 @@ def test_a_fault_in_the_arithmetic_would_show(monkeypatch):
     numbers = json.loads(plan_memory.NUMBERS.read_text())
     case = next(c for c in plan_memory.cases() if c.name == "8b_fsdp8_dots")
     right = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
-    kept = activations.kept_per_layer
-    monkeypatch.setattr(activations, "kept_per_layer", lambda job: kept(job) // 2)
+    kept = DecoderCosts.kept_per_layer
+    monkeypatch.setattr(DecoderCosts, "kept_per_layer", lambda costs: kept(costs) // 2)
     wrong = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
     assert abs(right) < 0.05 and wrong < -0.15
 
@@ -235,8 +236,8 @@ def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
 
 def test_products_are_six_flops_for_each_weight_and_token():
     one = job(train={"remat": "none"})
-    layers = (flops.layer_forward(one) + flops.layer_backward(one)) * one.model.num_layers
-    step = layers + flops.head(one)
+    layers = (costs_of(one).forward() + flops.layer_backward(one)) * one.model.num_layers
+    step = layers + costs_of(one).head()
     expected = one.model.flops_per_token
     matrices = expected["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention
     assert step.products == pytest.approx(matrices * one.tokens, rel=1e-12)
@@ -257,9 +258,9 @@ def test_the_bubble_is_that_of_the_schedule(stages):
     microbatches = 16
     one = job(f"pp={stages}", train={"num_microbatches": microbatches})
     time = estimate_time(one)
-    layers = (flops.layer_forward(one) * 2 + flops.layer_backward(one)) * one.layers_per_stage
+    layers = (costs_of(one).forward() * 2 + flops.layer_backward(one)) * one.layers_per_stage
     reach = time.parts["products"] / (
-        layers.products * microbatches + flops.head(one).products * microbatches
+        layers.products * microbatches + costs_of(one).head().products * microbatches
     )
     rounds = layers.products * reach * (stages - 1)
     # The waiting covers attention and memory-bound work too, so it is more than its products.
@@ -471,7 +472,7 @@ def test_rows_with_document_boundaries_are_planned_with_the_kernel_that_honours_
     packs = config.data.packs_documents
     found = dataclasses.replace(base, config=config)
     assert found.attention == kernel
-    scratch = activations.attention_workspace(found) / activations.attention_workspace(base)
+    scratch = attention.workspace(found) / attention.workspace(base)
     assert scratch == pytest.approx(DOCUMENTS if packs else 1, rel=1e-3)
     older = Cluster.of(GPUS["a100-80"], 8)
     expected = "blockwise" if packs else "cudnn"

@@ -11,9 +11,9 @@ from test_estimate_budget import gpus, run, stats
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.models import CnnConfig, DecoderConfig
-from jaxdist.plan.estimate.activations import kept_per_layer
 from jaxdist.plan.estimate.flops import layer_backward
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.remat import POLICIES, RematChoice, choose_remat, policies_of
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.settings import ConfigError
@@ -91,9 +91,9 @@ def test_unrolled_layers_copy_nothing_into_stacks():
     )
     assert flat.unrolls and not loop.unrolls
     assert not job("fsdp=8", model=SMALL).unrolls and not job("pp=2", model=SMALL).unrolls
-    assert kept_per_layer(flat) < 0.5 * kept_per_layer(loop)
+    assert costs_of(flat).kept_per_layer() < 0.5 * costs_of(loop).kept_per_layer()
     per_layer = [layer_backward(one).memory_bytes for one in (flat, loop)]
-    assert per_layer[1] - per_layer[0] == pytest.approx(3 * kept_per_layer(loop))
+    assert per_layer[1] - per_layer[0] == pytest.approx(3 * costs_of(loop).kept_per_layer())
 
 
 def test_zero_2_runs_its_layers_in_a_loop():
@@ -112,7 +112,7 @@ def test_a_model_without_the_names_is_not_offered_them():
 def test_what_is_kept_of_a_split_layer_is_a_devices_share(name):
     """With sequence parallelism also the sum of a product's parts: it is named behind it."""
     one, four = (job(mesh, train={"remat": f"names:{name}"}) for mesh in ("dp=1", "tp=4"))
-    assert kept_per_layer(four) == kept_per_layer(one) / 4
+    assert costs_of(four).kept_per_layer() == costs_of(one).kept_per_layer() / 4
 
 
 def test_a_policy_that_the_settings_name_stays():

@@ -27,7 +27,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.plan.compiled import check, gpu_target
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import HloInstruction
-from jaxdist.plan.estimate.activations import cudnn_scratch
+from jaxdist.plan.estimate.attention import cudnn_scratch
 from jaxdist.run.setup import assemble
 from jaxdist.tools import compiler
 

@@ -211,7 +211,8 @@ def plan_step(
     )
     kernel = ""
     if model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
-        request = request_of(model, model.attention_call, train.seq_len, dtype, packed=packed)
+        call, head_dim = model.attention_call, model.dims["head_dim"]
+        request = request_of(call, head_dim, train.seq_len, dtype, packed=packed)
         try:
             kernel, reasons["kernel"] = choose_kernel(request, attention)
         except ConfigError as error:  # the step raises it
@@ -268,12 +269,12 @@ def plan_step(
 
 
 def request_of(
-    model: Model, call: AttentionCall, seq_len: int, dtype: Any, *, packed: bool
+    call: AttentionCall, head_dim: int, seq_len: int, dtype: Any, *, packed: bool
 ) -> AttentionRequest:
     """Describe the attention of training's rows to `choose_kernel`."""
     return AttentionRequest(
         dtype,
-        model.dims["head_dim"],
+        head_dim,
         seq_len,
         kernel=call.kernel,
         packed=packed,

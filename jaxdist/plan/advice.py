@@ -15,8 +15,8 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.hardware import Gpu
 from jaxdist.plan.compiled.check import CompiledStep
+from jaxdist.plan.estimate.attention import imbalance
 from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
-from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes

@@ -32,7 +32,7 @@ from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, parse, shapes_of
-from jaxdist.plan.estimate.activations import cudnn_scratch
+from jaxdist.plan.estimate.attention import cudnn_scratch
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError
 

@@ -41,7 +41,9 @@ def check_kernel(
     is_ring = exchange is not None and exchange.exchange in ("ring", "hybrid")
     if shapes is None or plan.device.is_described or not (plan.packed or is_ring):
         return None
-    request = request_of(model, call, config.seq_len, plan.compute_dtype, packed=plan.packed)
+    request = request_of(
+        call, model.dims["head_dim"], config.seq_len, plan.compute_dtype, packed=plan.packed
+    )
     # One kind of layer without a window is enough to need the kernel.
     request = request._replace(window=min(shapes.windows))
     untested = plan.attention._replace(packed_rejection="", ring_rejection="")

@@ -21,6 +21,7 @@ from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.forward import row_chunks
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
@@ -30,7 +31,7 @@ from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, re
 from jaxdist.core.types import AttentionCall, Dims, Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
+from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of, decoder_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.estimate.software import OURS, Software
 
@@ -40,10 +41,6 @@ gradient's, or gathered over every axis that shards it (only `tensor` and stages
 
 WIDE = 4
 """Bytes of a float32: parameters, accumulated gradients, losses."""
-
-
-_DECODER_DIMS = {"d_model", "heads", "kv_heads", "head_dim", "mlp", "vocab"}
-"""Logical dims of a block that is one attention and one MLP on a residual stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,10 +120,10 @@ class Job:
 
     # -- rows and tokens ---------------------------------------------------------------------------
 
-    @property
-    def is_decoder(self) -> bool:
-        """Whether the formulas for decoders hold; other models are traced, which is rough."""
-        return self.attention_call is not None and self.model.dims.keys() >= _DECODER_DIMS
+    @functools.cached_property
+    def decoder(self) -> DecoderShape | None:
+        """The sizes of the model if it is a decoder, built-in or not; else None."""
+        return decoder_of(self.model, self.seq_len)
 
     @functools.cached_property
     def attention_call(self) -> AttentionCall | None:
@@ -218,8 +215,8 @@ class Job:
     @property
     def stream_width(self) -> int:
         """Elements of the residual stream per token; 0 where the model has no blocks."""
-        if self.is_decoder:
-            return self.model.dims["d_model"]
+        if self.decoder is not None:
+            return self.decoder.d_model
         return self.trace.stream // self.seq_len
 
     # -- layers and stages -------------------------------------------------------------------------
@@ -280,19 +277,12 @@ class Job:
         counts = zip(call.windows, (layers - full, full), strict=False)
         return {window: number for window, number in counts if number}
 
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether the output of attention is kept for the backward pass."""
-        return self._keeps("attention")
-
-    @property
-    def keeps_attention_out(self) -> bool:
-        """Whether its product with the output matrix, summed over `tensor`, is kept too."""
-        return self._keeps("attention_out")
-
-    def _keeps(self, name: str) -> bool:
-        """Whether what models mark with that name, and `dots` keeps, is kept."""
-        return self.remat in ("none", "dots") or name in self.remat.split(":")[-1].split(",")
+    def keeps(self, name: str) -> bool:
+        """Return whether remat saves the values that a decoder marks with a name."""
+        if self.remat in ("none", "dots"):
+            return True
+        marks = self.decoder.marks if self.decoder is not None else ()
+        return name in marks and name in self.remat.split(":")[-1].split(",")
 
     @functools.cached_property
     def attention(self) -> str:
@@ -302,16 +292,16 @@ class Job:
             ConfigError: cuDNN was asked for by name, and this mesh's exchange does not allow it.
         """
         call = self.attention_call
-        if call is None or not self.is_decoder:
+        if call is None or self.decoder is None:
             return ""
         packed = self.plan.packed
-        request = request_of(self.model, call, self.seq_len, self.dtype, packed=packed)
+        request = request_of(call, self.decoder.head_dim, self.seq_len, self.dtype, packed=packed)
         return choose_kernel(request, self.plan.attention)[0]
 
     @property
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at once."""
-        if not self.is_decoder:
+        if self.decoder is None:
             return 0
         return min(self.tokens, self.plan.loss_chunk)
 
@@ -343,6 +333,15 @@ class Job:
     def is_gathered(self, weight: Weight) -> bool:
         """Whether a weight is sharded over data or fsdp, and gathered before use."""
         return self.size(weight, "param") < self.size(weight, "whole")
+
+    def gathered_dim(self, weight: Weight) -> int:
+        """Return the dim of a weight that fsdp and ZeRO shard; -1 if there is none."""
+        return next((i for i, dim in enumerate(weight.dims) if dim in self._gathered_dims), -1)
+
+    @functools.cached_property
+    def _gathered_dims(self) -> set[str]:
+        rules, by_name = {**mesh_axes.rules(), **self.layout.rules}, mesh_axes.by_name()
+        return {dim for dim, axis in rules.items() if axis and by_name[axis].weights == "gathered"}
 
     def axes(self, weight: Weight, place: Place) -> tuple[str, ...]:
         """Mesh axes that split a weight-shaped array, in mesh order."""

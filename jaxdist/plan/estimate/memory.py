@@ -14,14 +14,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.types import Dims
 from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
-from jaxdist.plan.estimate import activations
+from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job, Place
+from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.model_trace import row_of
 from jaxdist.plan.estimate.muon import matrix_bytes
 from jaxdist.runtime.backend import memory_fraction
@@ -106,9 +108,9 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     return MemoryEstimate(
         state=state,
         phases=phases,
-        workspace_bytes=activations.attention_workspace(job),
+        workspace_bytes=attention.workspace(job),
         host_bytes=moments if offload else 0.0,
-        is_rough=not job.is_decoder,
+        is_rough=job.decoder is None,
     )
 
 
@@ -159,13 +161,13 @@ def _phases(job: Job) -> dict[str, Parts]:
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
-    waiting = cleared if activations.turns_heads(job) else {}
+    waiting = cleared if costs_of(job).reorders_heads() else {}
     # In a straight line, by the totals of compiled programs: weights are cast ahead, also turned
     # around for backward, and two layers' work is alive at once.
     ahead, beside = {}, {}
     if job.unrolls:
         ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "whole")}
-        beside = {"the next layer's activations": activations.working(job)}
+        beside = {"the next layer's activations": costs_of(job).working()}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head, **ahead},
         "layout change": {**before, **waiting, "transposed activations": _transposed(job)},
@@ -175,21 +177,22 @@ def _phases(job: Job) -> dict[str, Parts]:
             **layer_grads,
             **relaid,
             "head gradient": WIDE * job.total(job.outer, "param"),
-            "embedding gradient": WIDE * job.total(_embedding(job), "whole"),
+            "embedding gradient": WIDE * job.total(costs_of(job).embedding_tables(), "whole"),
         },
         **_updates(job),
     }
 
 
 def _kept(job: Job) -> Parts:
-    in_layers = job.layers_per_virtual_stage * activations.kept_per_layer(job)
+    costs = costs_of(job)
+    in_layers = job.layers_per_virtual_stage * costs.kept_per_layer()
     if job.schedule is None:  # a stage keeps what it rounds as it was
-        in_layers -= job.num_fp8_layers * activations.saved_by_fp8(job)
-    return {"kept activations": in_layers + activations.kept_outside(job)}
+        in_layers -= job.num_fp8_layers * costs.saved_by_fp8()
+    return {"kept activations": in_layers + costs.kept_outside()}
 
 
 def _transposed(job: Job) -> float:
-    return job.layers_per_virtual_stage * activations.transposed_per_layer(job)
+    return job.layers_per_virtual_stage * costs_of(job).transposed_per_layer()
 
 
 def _accumulated(job: Job) -> Parts:
@@ -197,31 +200,24 @@ def _accumulated(job: Job) -> Parts:
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.weights, "gradient")
-    table = 0 if _is_tied(job) else WIDE * job.total(_embedding(job), "param")
-    return {"accumulated gradients": total + table}
+    costs = costs_of(job)
+    tables = () if costs.is_tied() else costs.embedding_tables()
+    return {"accumulated gradients": total + WIDE * job.total(tables, "param")}
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Float32 copies of shards whose gathered dim is not the first: made once, for every gather."""
-    turned = [
-        w for w in job.layers if job.is_gathered(w) and w.is_matrix and w.dims.index("d_model") > 1
-    ]
+    """Float32 copies, made once, of shards whose gathered dim is not the first."""
+    matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
+    turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": WIDE * job.total(turned, "param")}
 
 
 def _head(job: Job) -> Parts:
     """The loss, chunk by chunk, and the gradient of its kernel."""
-    if not job.is_decoder:
-        return {"head gradient": WIDE * job.total(job.outer, "param")}
-    d_model, vocab = job.model.dims["d_model"], job.model.dims["vocab"]
-    kernel = d_model * vocab // job.spec[TENSOR]
-    logits = job.loss_chunk * vocab // job.spec[TENSOR]
-    return {
-        "head gradient": WIDE * kernel,
-        "gathered weights": job.compute_bytes * kernel + _transposed_table(job),
-        "logits": (WIDE + job.compute_bytes) * logits,
-        "head activations": 3 * job.compute_bytes * job.tokens * d_model,
-    }
+    parts = dict(costs_of(job).head_parts())
+    if table := _transposed_table(job):
+        parts["gathered weights"] += table
+    return parts
 
 
 def _layer(job: Job) -> Parts:
@@ -234,25 +230,15 @@ def _layer(job: Job) -> Parts:
     return {
         "gathered weights": job.compute_bytes * whole + _transposed_table(job),
         "whole gradients": WIDE * job.total(gathered, "whole") / depth,
-        "activations": activations.working(job),
+        "activations": costs_of(job).working(),
     }
 
 
 def _transposed_table(job: Job) -> float:
     """A tied table as the head reads it, turned around before it is cast; gathered ones after."""
-    if not _is_tied(job):
-        return 0.0
-    return sum(WIDE * job.size(w, "whole") for w in _embedding(job) if not job.is_gathered(w))
-
-
-def _embedding(job: Job) -> tuple[Weight, ...]:
-    """A decoder's table of tokens."""
-    return tuple(w for w in job.outer if w.dims[:1] == ("vocab",))
-
-
-def _is_tied(job: Job) -> bool:
-    """Whether a decoder's head is its embedding table."""
-    return job.is_decoder and sum("vocab" in w.dims for w in job.outer) == 1
+    costs = costs_of(job)
+    tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
+    return WIDE * job.total(tables, "whole") * costs.is_tied()
 
 
 def _updates(job: Job) -> dict[str, Parts]:
@@ -329,13 +315,17 @@ def _stage(job: Job) -> dict[str, float]:
         sets = 1 + 3 / schedule.num_virtual_stages
         found["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
-        # A switch between forward and backward cannot add in place to the largest of them.
-        found["accumulated gradients"] += WIDE * max(job.size(w, "gradient") for w in job.layers)
+        # A switch between forward and backward cannot add in place to the largest gradient. Weights
+        # with equal dims count as one, as if the model had fused them (gate and up).
+        by_dims = Counter[Dims]()
+        for weight in job.layers:
+            by_dims[weight.dims] += job.size(weight, "gradient")
+        found["accumulated gradients"] += WIDE * max(by_dims.values())
     if schedule.splits_backward:
         # The spare slot, the idle value, the one just made, and what the one at work keeps.
         held = report.pending_slots + 4
         found["deferred weight gradients"] = (
-            held * job.layers_per_virtual_stage * activations.deferred_per_layer(job)
+            held * job.layers_per_virtual_stage * costs_of(job).deferred_per_layer()
         )
     return found
 

@@ -1,9 +1,10 @@
-"""What a model computes and keeps, read off its own functions: for models without formulas here.
+"""Costs and structure of a model, read from the trace of its own functions.
 
-The block and the loss are traced with shapes alone; nothing is computed and no device is started.
-FLOPs are those of matrix products and convolutions. What backward needs is what `jax.vjp` would
-keep, in bytes that grow with the number of rows, so weights and constants do not count. A compiler
-fuses some of it away: the figure is an upper bound and rough.
+The block, the head and the loss are traced with shapes only; nothing is computed and no device
+starts. FLOPs are those of matrix products and convolutions. Saved bytes are the residuals of
+`jax.vjp` that grow with the number of rows, so weights and constants do not count. A compiler fuses
+some of them away: they are an upper bound. `decoder_of` recognizes a decoder, for which
+`model_costs` has closer formulas.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import attention, losses
 from jaxdist.core.forward import ForwardPass
@@ -30,6 +33,7 @@ from jaxdist.core.types import (
     Model,
     Params,
     Sums,
+    TokenHead,
 )
 
 
@@ -79,26 +83,43 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
     return _difference(lambda rows: _loss(model, seq_len, dtype, rows))
 
 
+class _Block(NamedTuple):
+    """Trace of one block on one row, without the products of attention.
+
+    Attributes:
+        calls: one for each call of `Context.attend`, with the shapes of its queries and keys.
+        jaxpr: the program; each call of `attend` is a `name` equation called `_ATTEND`.
+        x: the block's input.
+    """
+
+    calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]]
+    jaxpr: Any
+    x: Any
+
+
+_ATTEND = "attend"
+
+
 @functools.lru_cache(maxsize=64)
-def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
-    """How a model's block attends; None where it does not, or more than once."""
+def _trace_block(model: Model, seq_len: int) -> _Block | None:
     if model.block is None:
         return None
-    calls: list[AttentionCall] = []
+    calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]] = []
 
-    def attend(query: Array, key: Array, value: Array, mask: AttentionMask, **asked: Any) -> Array:
-        """Note what is asked. The result, like the query [...], only has the right shape."""
-        dropout = asked.get("dropout")
-        calls.append(
-            AttentionCall(
-                sliding_window=mask.sliding_window,
-                full_every=mask.full_every,
-                kernel=asked.get("kernel", "auto"),
-                dropout=0.0 if dropout is None else dropout.rate,
-                softcap=asked.get("softcap", 0.0),
-            )
+    def attend(
+        query: Array, key: Array, value: Array, mask: AttentionMask, **options: Any
+    ) -> Array:
+        """Record the call; return the query [batch, seq, heads, head_dim] in its place."""
+        dropout = options.get("dropout")
+        call = AttentionCall(
+            sliding_window=mask.sliding_window,
+            full_every=mask.full_every,
+            kernel=options.get("kernel", "auto"),
+            dropout=0.0 if dropout is None else dropout.rate,
+            softcap=options.get("softcap", 0.0),
         )
-        return query
+        calls.append((call, query.shape, key.shape))
+        return checkpoint_name(query, _ATTEND)
 
     def run(weights: Params, x: Array, aux: Any, key: Array) -> Any:
         assert model.block is not None
@@ -106,8 +127,102 @@ def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
 
     context = dataclasses.replace(_context("float32", []), attend=attend)
     x, aux = _stream(model, seq_len, "float32", rows=1)
-    jax.eval_shape(run, _one_layer(model, "float32"), x, aux, _key())
-    return calls[0] if len(calls) == 1 else None
+    jaxpr = jax.make_jaxpr(run)(_one_layer(model, "float32"), x, aux, _key())
+    return _Block(calls, jaxpr, x)
+
+
+def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
+    """Return how a model's block attends; None if it does not, or does more than once."""
+    block = _trace_block(model, seq_len)
+    return block.calls[0][0] if block is not None and len(block.calls) == 1 else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a block that is one attention and one MLP on a residual stream, and of the head.
+
+    Attributes:
+        up: outputs of the MLP's first product, the gate's included.
+        hidden: inputs of the MLP's last product.
+        vocab: columns of the head's kernel, padding included.
+        vocab_dim: logical dim of the vocabulary.
+        num_norms: norms of the residual stream in one block.
+        num_layer_norms: those of them that subtract a mean.
+        norms_mlp_output: a norm follows the MLP's last product.
+        marks: names that the block gives to values by `checkpoint_name`.
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    up: int
+    hidden: int
+    vocab: int
+    vocab_dim: str
+    num_norms: int
+    num_layer_norms: int
+    norms_mlp_output: bool
+    marks: frozenset[str]
+
+
+@functools.lru_cache(maxsize=64)
+def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
+    """Recognize a decoder by its trace; None for a model of another structure.
+
+    The block attends once, and its products have as many outputs and FLOPs as query, key, value,
+    output and MLP of one width: how they are split into arrays, and what their dims are called,
+    does not matter. The head is a `TokenHead`.
+    """
+    block = _trace_block(model, seq_len)
+    if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
+        return None
+    _, query, key = block.calls[0]
+    d_model, num_heads, head_dim, num_kv_heads = block.x.shape[-1], query[2], query[3], key[2]
+    products, outputs = 0.0, 0.0
+    sums, marks = 0, set()
+    stage, norms = "before", Counter[str]()
+    for equation, times in _equations(block.jaxpr):
+        name, out = equation.primitive.name, equation.outvars[0].aval
+        if flops := times * _flops_of(equation):
+            if flops > 2 * times * out.size:  # an outer product multiplies no weight
+                products, outputs = products + flops, outputs + times * out.size
+                stage, norms["last"] = ("heads" if stage == "before" else stage), 0
+        elif name == "name":
+            marks.add(equation.params["name"])
+            stage = "after" if equation.params["name"] == _ATTEND else stage
+        elif out.size == seq_len and stage != "heads":  # one number for each token
+            sums += name == "reduce_sum"
+            norms.update(dict.fromkeys(("all", "last"), name in ("rsqrt", "sqrt")))
+    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    up = outputs / seq_len - queries - 2 * keys - 2 * d_model
+    hidden = products / (2 * seq_len * d_model) - 2 * queries - 2 * keys - up
+    head = _head(model, seq_len)
+    if up <= 0 or hidden not in (up, up / 2) or not isinstance(head, TokenHead):
+        return None
+    vocab = head.kernel.shape[1]
+    dims = {dim for leaf in jax.tree.leaves(model.axes) for dim in leaf if dim}
+    return DecoderShape(
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        up=int(up),
+        hidden=int(hidden),
+        vocab=vocab,
+        vocab_dim=max(dims, key=lambda dim: (model.dims.get(dim) == vocab, dim == "vocab", dim)),
+        num_norms=norms["all"],
+        num_layer_norms=norms["all"] if sums > norms["all"] else 0,
+        norms_mlp_output=norms["last"] > 0,
+        marks=frozenset(marks - {_ATTEND} | {"attention"}),
+    )
+
+
+def _head(model: Model, seq_len: int) -> Any:
+    """Shapes of the output of a model's head for one row."""
+    x, _ = _stream(model, seq_len, "float32", rows=1)
+    run = lambda params, x, batch: model.head(params, x, batch, _context("float32", []))[0]
+    return jax.eval_shape(run, _params(model, "float32"), x, _batch(model, seq_len, 1))
 
 
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -233,27 +348,37 @@ def _context(dtype: str, reduced: list[int]) -> Context:
 
 
 def _flops(jaxpr: Any) -> float:
-    total = 0.0
+    return sum(times * _flops_of(equation) for equation, times in _equations(jaxpr))
+
+
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    """Yield each equation without programs inside, in order, and how often it runs."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            total += 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
-        elif equation.primitive.name == "conv_general_dilated":
-            kernel, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
-            features = equation.params["dimension_numbers"].rhs_spec[0]
-            total += 2.0 * math.prod(out) * math.prod(kernel) / kernel[features]
-        else:
-            inner = [_flops(one) for one in _inner(equation.params)]
-            if equation.primitive.name == "cond":
-                total += max(inner, default=0.0)
-            else:
-                total += sum(inner) * equation.params.get("length", 1)
-    return total
+        inner = list(_inner(equation.params))
+        if equation.primitive.name == "cond":  # the branch that costs most
+            inner = [max(inner, key=_flops)]
+        for one in inner:
+            length = equation.params.get("length", 1)
+            yield from ((each, times * length) for each, times in _equations(one))
+        if not inner:
+            yield equation, 1
+
+
+def _flops_of(equation: Any) -> float:
+    """FLOPs of one matrix product or convolution; 0 for any other equation."""
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+    if equation.primitive.name == "conv_general_dilated":
+        kernel, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+        features = equation.params["dimension_numbers"].rhs_spec[0]
+        return 2.0 * math.prod(out) * math.prod(kernel) / kernel[features]
+    return 0.0
 
 
 def _inner(params: Any) -> Iterator[Any]:
-    """Programs inside an equation: of a loop, a branch, a function."""
+    """Yield the programs inside an equation: of a loop, a branch, a function."""
     for value in params.values():
         for one in value if isinstance(value, list | tuple) else [value]:
             if hasattr(one, "eqns"):

@@ -19,13 +19,9 @@ from __future__ import annotations
 import functools
 import math
 
-from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.hardware import Gpu
-from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import Job
-
-Shape = tuple[int, int, int]
-"""(m, n, k): rows and columns of the result, and the inner dimension."""
+from jaxdist.plan.estimate.model_costs import Shape, costs_of
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Tiles of the result that cuBLAS chooses from; the smallest for products that fill no wave."""
@@ -122,33 +118,10 @@ def rate(job: Job, peak: float, dtype: str) -> float:
     gpu, reach = job.cluster.gpu, job.engine.software.products
     spent = flops = 0.0
     half = half_inner(gpu)
-    for shape, times in _shapes(job):
-        busy = reach * busy_share(shape, gpu.num_sms, half)
-        work = 2.0 * math.prod(shape) * times
-        spent += work / (peak * busy * clock(gpu, peak, dtype, busy))
-        flops += work
+    for (m, n, k), times in costs_of(job).product_shapes():
+        for shape in ((m, n, k), (m, k, n), (k, n, m)):  # forward, and two of backward
+            busy = reach * busy_share(shape, gpu.num_sms, half)
+            work = 2.0 * math.prod(shape) * times
+            spent += work / (peak * busy * clock(gpu, peak, dtype, busy))
+            flops += work
     return flops / spent * (_CASTS if dtype in ("float8", "float4") else 1.0)
-
-
-def _shapes(job: Job) -> list[tuple[Shape, int]]:
-    """A microbatch's products on one device, each with its two of backward, and how many of each.
-
-    Of a model that is traced: one product as wide as its stream.
-    """
-    if not job.is_decoder:
-        wide = 8192
-        return [((wide, wide, job.stream_width or wide), 1)]
-    widths, tokens = Widths.of(job), max(1, job.tokens)
-    stream, layers = widths.stream, max(1, job.layers_per_stage)
-    forward: list[tuple[Shape, int]] = [
-        ((tokens, widths.queries + 2 * widths.keys, stream), layers),
-        ((tokens, stream, widths.queries), layers),
-        ((tokens, widths.up, stream), layers),
-        ((tokens, stream, widths.hidden), layers),
-    ]
-    chunk = max(1, job.loss_chunk)
-    vocab = job.model.dims["vocab"] // job.spec[TENSOR]
-    forward.append(((chunk, vocab, stream), max(1, tokens // chunk)))
-    return [
-        (each, times) for (m, n, k), times in forward for each in ((m, n, k), (m, k, n), (k, n, m))
-    ]

@@ -87,8 +87,10 @@ class RematChoice:
 
 
 def policies_of(job: Job) -> list[str]:
-    """Those of `POLICIES` that the run's model knows: the names are a decoder's."""
-    return [name for name in POLICIES if job.is_decoder or not name.startswith("names:")]
+    """Return the policies whose names the run's model marks."""
+    marks = job.decoder.marks if job.decoder is not None else frozenset()
+    names = lambda policy: policy.partition("names:")[2].split(",")
+    return [p for p in POLICIES if not p.startswith("names:") or marks.issuperset(names(p))]
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:

@@ -17,10 +17,10 @@ from collections import defaultdict
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.hardware.gpu import HOST_BYTES_PER_S
-from jaxdist.plan.estimate import flops, products, traffic
-from jaxdist.plan.estimate.flops import Work
+from jaxdist.plan.estimate import attention, flops, products, traffic
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import moment_bytes
+from jaxdist.plan.estimate.model_costs import Work, costs_of
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
@@ -77,19 +77,19 @@ def estimate_time(job: Job) -> StepTime:
     rates = _Rates.of(job)
     flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)
-    products_s, attention, memory = rates.parts(compute)
+    products_s, attention_s, memory = rates.parts(compute)
     if job.spec.num_devices > 1:
-        launches += rates.software.idle * (products_s + attention + memory)
-    busy = products_s + attention + memory + launches
+        launches += rates.software.idle * (products_s + attention_s + memory)
+    busy = products_s + attention_s + memory + launches
     parts = {
         "products": products_s,
-        "attention": attention,
+        "attention": attention_s,
         "memory-bound kernels": memory,
         "launch gaps": launches,
         "optimizer": rates.seconds(flops.optimizer(job)) + _orthogonalisation_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
-        **_exposed(flows, busy, _beside_ring(job, attention), _beside_rows(job), rates.software),
+        **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
     }
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -155,12 +155,10 @@ class _Rates:
 
 
 def _attention_share(job: Job) -> float:
-    if job.attention_call is None or not job.is_decoder:
+    if job.decoder is None:
         return 1.0  # attention of a traced model is among its products
-    gpu, dims = job.cluster.gpu, job.model.dims
-    share = attention_share(
-        job.engine.software, gpu.compute_capability, flops.keys_seen(job), dims["head_dim"]
-    )
+    gpu, keys = job.cluster.gpu, attention.keys_seen(job)
+    share = attention_share(job.engine.software, gpu.compute_capability, keys, job.decoder.head_dim)
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
 
 
@@ -186,9 +184,10 @@ def _peak(job: Job) -> float:
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
-    forward = rates.of_mean_layer(job, flops.layer_forward(job), rates.forward)
+    costs = costs_of(job)
+    forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, flops.layer_backward(job), rates.backward)
-    ends = flops.head(job) + flops.embedding(job)
+    ends = costs.head() + costs.embedding()
     extra, launch = flops.microbatch_extra(job), rates.software.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches
     if job.stages is None:
@@ -206,7 +205,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     }
     if job.stages.schedule.splits_backward:
         # Taken apart, nothing is recomputed a second time: all is kept.
-        kept = flops.recomputed(job, forward)
+        kept = costs.recomputed(forward)
         actions["weight"] = rates.seconds(
             Work(products=forward.products) * job.layers_per_virtual_stage
         )
@@ -259,8 +258,8 @@ def _beside_rows(job: Job) -> float:
     return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
 
 
-def _beside_ring(job: Job, attention: float) -> float:
+def _beside_ring(job: Job, attention_s: float) -> float:
     """Seconds of attention during which keys and values travel: all parts of the row but one."""
     if job.exchange is None:
         return 0.0
-    return attention * (1 - job.exchange.inner / job.spec[CONTEXT])
+    return attention_s * (1 - job.exchange.inner / job.spec[CONTEXT])

@@ -18,8 +18,8 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
-from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.model_trace import DecoderShape
 from jaxdist.plan.estimate.muon import orthogonalised
 
 
@@ -141,11 +141,8 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
-    """Whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
-    rules, by_name = {**mesh_axes.rules(), **job.layout.rules}, mesh_axes.by_name()
-    dims = [dim for dim in weight.dims if dim != "layers"]
-    axes = [by_name[axis] for dim in dims if dim and (axis := rules.get(dim)) is not None]
-    return len(dims) > 1 and any(axis.weights == "gathered" for axis in axes)
+    """Return whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
+    return job.gathered_dim(weight) >= 0 and len(weight.dims) - weight.is_stacked > 1
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -153,7 +150,7 @@ def _is_sharded_kind(job: Job, weight: Weight) -> bool:
 
 def _activations(job: Job) -> Iterator[Moved]:
     """What the axes move of a decoder's activations, stages left out."""
-    if not job.is_decoder:
+    if job.decoder is None:
         yield from _traced_sums(job)
         return
     sizes = ActivationSizes(
@@ -163,9 +160,9 @@ def _activations(job: Job) -> Iterator[Moved]:
         num_microbatches=job.num_microbatches,
         num_forwards=_passes(job) - 1,
         recomputes=job.remat != "none",
-        reduces_again=not job.keeps_attention_out,
+        reduces_again=not job.keeps("attention_out"),
         sequence_parallel=job.sequence_parallel,
-        **_attention(job),
+        **_attention(job, job.decoder),
     )
     for axis in job.spec.used:
         for moved in axis.traffic(sizes):
@@ -173,20 +170,20 @@ def _activations(job: Job) -> Iterator[Moved]:
             yield (*what, moved.num_bytes, moved.times, moved.neighbours)
 
 
-def _attention(job: Job) -> dict[str, Any]:
+def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
     """What attention moves between devices that share rows."""
-    plan, widths = job.exchange, Widths.of(job)
+    plan, tensor = job.exchange, job.spec[TENSOR]
     if plan is None or job.attention_call is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
     # Fewer key/value heads than neighbours are repeated before they are exchanged.
-    repeats = max(1, plan.inner * job.spec[TENSOR] // job.model.dims["kv_heads"])
+    repeats = max(1, plan.inner * tensor // shape.num_kv_heads)
     return {
-        "query_bytes": each * widths.queries,
-        "key_value_bytes": each * 2 * widths.keys * repeats,
+        "query_bytes": each * (shape.num_heads * shape.head_dim // tensor),
+        "key_value_bytes": each * 2 * (shape.num_kv_heads * shape.head_dim // tensor) * repeats,
         "segment_bytes": 4.0 * job.tokens if job.config.data.packs_documents else 0.0,
         "widening": WIDE / job.compute_bytes,
-        "repeats_attention": not job.keeps_attention,
+        "repeats_attention": not job.keeps("attention"),
         "exchange": plan.exchange,
         "context_size": job.spec[CONTEXT],
         "exchanged_heads": plan.inner,

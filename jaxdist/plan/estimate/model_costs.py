@@ -1,0 +1,389 @@
+"""Costs of a model on one device: work of its layers and head, and bytes of their activations.
+
+`costs_of` is the one place that distinguishes models. `ModelCosts` holds for any model: its figures
+are the FLOPs and residuals of the trace, an upper bound. `DecoderCosts` refines them for the
+structure that `model_trace.decoder_of` recognizes: each figure names the arrays that it counts,
+which were read from the GPU compiler's buffer assignments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.models.weights import Weight
+from jaxdist.plan.estimate import attention
+from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.model_trace import Cost, DecoderShape
+
+Shape = tuple[int, int, int]
+"""(m, n, k) of a product: rows and columns of the result, and the inner dimension."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Work of one device.
+
+    Attributes:
+        products: FLOPs of matrix products.
+        attention: FLOPs of attention, without the masked half.
+        memory_bytes: read and written by everything else.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory_bytes + other.memory_bytes,
+        )
+
+    def __mul__(self, times: float) -> Work:
+        """Return the work of several repetitions."""
+        return Work(self.products * times, self.attention * times, self.memory_bytes * times)
+
+
+def costs_of(job: Job) -> ModelCosts:
+    """Return the costs of a job's model: a decoder's formulas if it is one, else its trace."""
+    return ModelCosts(job) if job.decoder is None else DecoderCosts(job, job.decoder)
+
+
+class ModelCosts:
+    """Costs of any model, of one microbatch on one device, from its trace."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def flops_per_token(self, convention: str) -> float:
+        """Return the FLOPs of one token or image, forward and backward.
+
+        `convention` is "causal" or "full" if the attention of a decoder counts by the keys that a
+        query sees; attention of other models counts in full.
+        """
+        cost = self.job.everything_kept
+        total = self.job.model.num_layers * cost.layer.flops + cost.rest.flops
+        return 3 * total / self.job.seq_len
+
+    def forward(self) -> Work:
+        """Return the forward work of one layer: products; saved values written and read once."""
+        return self._work(self.job.everything_kept.layer)
+
+    def recomputed(self, forward: Work) -> Work:
+        """Return the forward work that one layer's backward repeats: all, unless remat is off."""
+        return Work() if self.job.remat == "none" else forward
+
+    def head(self) -> Work:
+        """Return the work, forward and backward, of everything outside the layers."""
+        forward = self._work(self.job.everything_kept.rest)
+        return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
+
+    def embedding(self) -> Work:
+        """Return the work of the embedding, unless `head` includes it."""
+        return Work()
+
+    def product_shapes(self) -> list[tuple[Shape, int]]:
+        """Return a microbatch's forward products, and the number of each."""
+        wide = 8192
+        return [((wide, wide, self.job.stream_width or wide), 1)]
+
+    def _work(self, cost: Cost) -> Work:
+        rows, tensor = self.job.micro_rows, self.job.spec[TENSOR]
+        return Work(products=rows * cost.flops / tensor, memory_bytes=2 * rows * cost.kept_bytes)
+
+    # -- bytes of activations ----------------------------------------------------------------------
+
+    def kept_per_layer(self) -> float:
+        """Return the bytes that one layer saves for its backward, by the remat policy."""
+        return self.job.micro_rows * self.job.trace.layer.kept_bytes
+
+    def kept_outside(self) -> float:
+        """Return the bytes saved outside the layers, unless `head_parts` includes them."""
+        return self.job.micro_rows * self.job.trace.rest.kept_bytes
+
+    def saved_by_fp8(self) -> float:
+        """Return by how many bytes one layer's saved values shrink with products in fp8."""
+        return 0.0
+
+    def reorders_heads(self) -> bool:
+        """Return whether queries, keys and values are saved before heads and positions swap."""
+        return False
+
+    def transposed_per_layer(self) -> int:
+        """Return the bytes of saved values that are copied into another order before backward."""
+        return 0
+
+    def working(self) -> float:
+        """Return the bytes alive while one layer's backward runs, recomputation included."""
+        return self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
+
+    def deferred_per_layer(self) -> float:
+        """Return the bytes that a layer's deferred weight gradients read (zero bubble).
+
+        All saved values, and as many bytes of gradients.
+        """
+        return 2 * self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
+
+    def head_parts(self) -> Mapping[str, float]:
+        """Return the bytes alive in the loss, by class."""
+        return {"head gradient": WIDE * self.job.total(self.job.outer, "param")}
+
+    def embedding_tables(self) -> tuple[Weight, ...]:
+        """Return the tables of token embeddings."""
+        return ()
+
+    def is_tied(self) -> bool:
+        """Return whether the head's kernel is the embedding table."""
+        return False
+
+
+_RECOMPUTED_UNROLLED = 0.75
+"""Share of forward's memory-bound bytes that recomputation moves in unrolled layers: the compiled
+1.7B takes 12 ms more with dots than with none, which recomputes nothing."""
+
+
+class DecoderCosts(ModelCosts):
+    """Costs of a decoder; widths are elements per token on one device."""
+
+    def __init__(self, job: Job, shape: DecoderShape):
+        super().__init__(job)
+        tensor = job.spec[TENSOR]
+        self.shape = shape
+        self.d_model = shape.d_model
+        self.queries = shape.num_heads * shape.head_dim // tensor
+        self.keys = shape.num_kv_heads * shape.head_dim // tensor
+        self.up = shape.up // tensor
+        self.hidden = shape.hidden // tensor
+        self.vocab = shape.vocab // tensor
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def flops_per_token(self, convention: str) -> float:
+        """Return the FLOPs of one token, forward and backward; padding of the head is left out."""
+        job, shape = self.job, self.shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        layer = shape.d_model * (2 * queries + 2 * keys + shape.up + shape.hidden)
+        products = job.model.num_layers * layer + job.model.vocab_size * shape.d_model
+        full = {w: min(job.seq_len, w or job.seq_len) * n for w, n in job.layers_by_window.items()}
+        causal = job.model.num_layers * sum(attention.keys_by_window(job).values())
+        seen = causal if convention == "causal" else sum(full.values())
+        return 6.0 * products + 12.0 * queries * seen
+
+    def forward(self) -> Work:
+        """Return the forward work of one layer."""
+        job, passes = self.job, self.job.engine.software
+        weights = self.d_model * (2 * self.queries + 2 * self.keys + self.up + self.hidden)
+        elements = passes.query_passes * (self.queries + self.keys)
+        elements += passes.hidden_passes * (self.up + self.hidden) / 2
+        stream = passes.stream_passes * self.d_model * job.stream_tokens
+        scores = attention.keys_seen(job) * self.queries
+        return Work(
+            products=2.0 * job.tokens * weights,
+            attention=4.0 * job.tokens * scores,
+            memory_bytes=job.compute_bytes * (job.tokens * elements + stream)
+            + 4 * attention.score_bytes(job)
+            + attention.block_bytes(job),
+        )
+
+    def recomputed(self, forward: Work) -> Work:
+        """Return the work that one layer's backward repeats: products that are not saved.
+
+        A product that only feeds the residual stream is never repeated: the compiler drops it.
+        """
+        job = self.job
+        if job.remat == "none":
+            return Work()
+        per_token = {
+            "qkv": self.d_model * (self.queries + 2 * self.keys),
+            "attention_out": self.d_model * self.queries,
+            "mlp_hidden": self.d_model * self.up,
+        }
+        again = sum(size for name, size in per_token.items() if not job.keeps(name))
+        # In a loop, recomputation is fused into the kernels of backward that read it: it passes
+        # through memory no more often than saved values pass through stacks.
+        share = 0.0 if job.engine.fuses_recomputation else 1.0
+        return Work(
+            products=2.0 * job.tokens * again,
+            attention=0.0 if job.keeps("attention") else forward.attention,
+            memory_bytes=(_RECOMPUTED_UNROLLED if job.unrolls else share) * forward.memory_bytes,
+        )
+
+    def head(self) -> Work:
+        """Return the work of the loss: three products, and passes over float32 logits."""
+        job = self.job
+        logit_passes = 5 * WIDE + 2 * job.compute_bytes
+        columns = self.shape.vocab / job.spec[TENSOR]
+        kernel_passes = 2 * WIDE * self.d_model * columns * job.tokens / max(1, job.loss_chunk)
+        return Work(
+            products=6.0 * job.tokens * self.d_model * columns,
+            memory_bytes=logit_passes * job.tokens * columns + kernel_passes,
+        )
+
+    def embedding(self) -> Work:
+        """Return the work of the lookup and of its gradient's scatter into a cleared table."""
+        job = self.job
+        table = WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
+        return Work(memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model)
+
+    def product_shapes(self) -> list[tuple[Shape, int]]:
+        """Return a microbatch's forward products, and the number of each."""
+        job = self.job
+        tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage)
+        chunk = max(1, job.loss_chunk)
+        return [
+            ((tokens, self.queries + 2 * self.keys, self.d_model), layers),
+            ((tokens, self.d_model, self.queries), layers),
+            ((tokens, self.up, self.d_model), layers),
+            ((tokens, self.d_model, self.hidden), layers),
+            ((chunk, self.vocab, self.d_model), max(1, tokens // chunk)),
+        ]
+
+    # -- bytes of activations ----------------------------------------------------------------------
+
+    def kept_per_layer(self) -> float:
+        """Return the bytes that one layer saves for its backward, by the remat policy."""
+        job, tokens = self.job, self.job.tokens
+        stream = job.stream_tokens * self.d_model
+        names = {
+            "qkv": tokens * (self.queries + 2 * self.keys),
+            "attention": tokens * self.queries * self._attention_outputs(),
+            "attention_out": stream,
+            "mlp_hidden": tokens * self.hidden,
+            "mlp_out": stream,
+        }
+        elements = stream  # every layer's input
+        if job.remat.startswith("names:"):
+            listed = job.remat.removeprefix("names:").split(",")
+            elements += sum(names[name] for name in listed if name in self.shape.marks)
+        elif job.remat == "dots" or (job.remat == "none" and job.unrolls):
+            elements += names["qkv"] + names["attention"] + names["attention_out"]
+            # Without a norm after it the MLP's output only feeds the residual, and is not read.
+            elements += names["mlp_out"] * self.shape.norms_mlp_output
+            elements += tokens * self.up
+            if job.remat == "none":
+                # In unrolled layers the compiler itself recomputes rotations, RMS norms and the
+                # gate's nonlinearity; of GPT-2 it saves layer norms and GELU's tanh.
+                elements += names["mlp_hidden"] * (2 if self.up == self.hidden else 1)
+                elements += self.shape.num_layer_norms * stream
+        elif job.remat == "none":
+            return self._kept_without_recomputation()
+        # A fused kernel saves the log-sum-exp of its scores with its output.
+        fused = job.keeps("attention") and job.attention != "xla"
+        scores = self._kept_scores() if job.remat == "none" else 0
+        lse = fused * WIDE * attention.heads(job) * tokens
+        return job.compute_bytes * elements + lse + scores
+
+    def _kept_without_recomputation(self) -> int:
+        """Everything that backward reads: float32 norms, inputs of products, the nonlinearity."""
+        job = self.job
+        queries = (2 + self._attention_outputs()) * self.queries
+        products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
+        norms = 3 * self.shape.num_norms * job.stream_tokens * self.d_model
+        return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
+
+    def _kept_scores(self) -> int:
+        """Probabilities, in float32 and in the compute dtype, if no fused kernel avoids them."""
+        return attention.score_bytes(self.job) * (WIDE + self.job.compute_bytes) // WIDE
+
+    def _attention_outputs(self) -> int:
+        """Copies saved of attention's output: before and after exchanged heads return."""
+        exchange = self.job.exchange
+        return 1 if exchange is None or exchange.inner == 1 else 2
+
+    def kept_outside(self) -> float:
+        """Return 0: `head_parts` includes what the head saves."""
+        return 0.0
+
+    def saved_by_fp8(self) -> float:
+        """Return by how many bytes one layer's saved values shrink with products in fp8.
+
+        Without recomputation the inputs of products are saved rounded, for the weights' gradients:
+        the outputs of both norms and the MLP's hidden values. Attention's output is saved unrounded
+        in addition. Recomputed values are not saved at all.
+        """
+        if self.job.remat != "none":
+            return 0.0
+        rounded = 2 * self.d_model + self.hidden
+        return self.job.tokens * ((self.job.compute_bytes - 1) * rounded - self.queries)
+
+    def reorders_heads(self) -> bool:
+        """Return whether queries, keys and values are saved before heads and positions swap."""
+        exchange, remat = self.job.exchange, self.job.remat
+        if exchange is None or exchange.inner == 1 or remat == "none":
+            return False
+        return self.job.keeps("qkv")
+
+    def transposed_per_layer(self) -> int:
+        """Return the bytes of saved values that are copied into another order before backward.
+
+        The compiler transposes the complete stack of saved queries, keys and values at once.
+        """
+        elements = self.job.tokens * (self.queries + 2 * self.keys)
+        return self.job.compute_bytes * elements * self.reorders_heads()
+
+    def working(self) -> float:
+        """Return the bytes alive while one layer's backward runs, recomputation included."""
+        job = self.job
+        mlp = 2 * self.up + 2 * self.hidden  # the products' outputs and their gradients
+        stream = 5 * self.d_model  # norms, residual and gradients between the branches
+        # Without a fused kernel also scores, probabilities and their gradients.
+        scores = 3 * attention.score_bytes(job)
+        return job.compute_bytes * job.tokens * (mlp + stream) + scores + self._context_extra()
+
+    def _context_extra(self) -> int:
+        """Bytes that context-parallel attention needs beyond a layer on complete rows.
+
+        Read from the buffer assignments of long rows. Block-wise attention holds, in float32,
+        partial results before and after they are combined, outputs and gradients of queries, and
+        gradients of the local keys and values: of the complete row after an all-gather. cuDNN's
+        chunks need no more than the MLP, except with stages, round a ring: float32 sums of
+        gradients. Heads that are exchanged for positions are copied before and after.
+        """
+        job, exchange = self.job, self.job.exchange
+        if exchange is None:
+            return 0
+        if job.attention == "cudnn":
+            copied = 2 * job.compute_bytes * self.queries * (exchange.inner > 1)
+            # Without stages the MLP's arrays are freed before the ring's backward.
+            in_ring = exchange.exchange != "all_to_all" and job.spec[PIPELINE] > 1
+            return job.tokens * (copied + in_ring * WIDE * (self.queries + 2 * self.keys))
+        if exchange.exchange == "all_gather":
+            return 3 * WIDE * job.micro_rows * job.seq_len * self.keys
+        return WIDE * job.tokens * (4 * self.queries + 4 * self.keys)
+
+    def deferred_per_layer(self) -> float:
+        """Return the bytes that a layer's deferred weight gradients read (zero bubble).
+
+        Inputs and gradients of the products with split weights; of the residual stream this
+        device's shards: the outputs of both norms, and the gradients of both branches.
+        """
+        split = self.up + self.hidden + 2 * self.queries + 2 * self.keys
+        stream = 4 * self.job.stream_tokens * self.d_model
+        return self.job.compute_bytes * (self.job.tokens * split + stream)
+
+    def head_parts(self) -> Mapping[str, float]:
+        """Return the bytes alive in the loss, by class: chunks of logits, the kernel's gradient."""
+        job = self.job
+        kernel = self.d_model * self.shape.vocab // job.spec[TENSOR]
+        logits = job.loss_chunk * self.shape.vocab // job.spec[TENSOR]
+        return {
+            "head gradient": WIDE * kernel,
+            "gathered weights": job.compute_bytes * kernel,
+            "logits": (WIDE + job.compute_bytes) * logits,
+            "head activations": 3 * job.compute_bytes * job.tokens * self.d_model,
+        }
+
+    def embedding_tables(self) -> tuple[Weight, ...]:
+        """Return the tables of token embeddings."""
+        return tuple(w for w in self.job.outer if w.dims[:1] == (self.shape.vocab_dim,))
+
+    def is_tied(self) -> bool:
+        """Return whether the head's kernel is the embedding table."""
+        return sum(self.shape.vocab_dim in w.dims for w in self.job.outer) == 1
