@@ -26,13 +26,13 @@ from jaxdist.data.config import DataConfig
 from jaxdist.hardware import GPUS, Cluster, parse_gpus
 from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig, build
 from jaxdist.optim import OptimConfig
-from jaxdist.plan.estimate import attention, flops
+from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.model_costs import DecoderCosts, costs_of
 from jaxdist.plan.estimate.model_trace import attention_of
 from jaxdist.plan.estimate.search import Choice, search, why_not
-from jaxdist.plan.estimate.time import LIKELY, estimate_time
+from jaxdist.plan.estimate.time import LIKELY, estimate_time, layer_backward, model_flops_per_token
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
 from jaxdist.plan.scaling import smaller_batch
 from jaxdist.run.setup import assemble
@@ -142,7 +142,7 @@ def test_a_custom_models_parameters_and_flops_are_those_of_its_arithmetic(custom
     assert memory.state["optimizer moments"] == 2 * memory.state["parameters"]
     # Forward FLOPs of a token: products, scores and mixing over all keys, and the tied head.
     forward = 2 * (2 * 12 * d * d + 2 * 2 * seq * d + vocab * d)
-    assert flops.model_flops_per_token(one) == 3 * forward
+    assert model_flops_per_token(one) == 3 * forward
     assert estimate_time(one).model_flops == 3 * forward * 64 * seq
     assert memory.is_rough and memory.phases["loss"]["kept activations"] > 0
 
@@ -236,7 +236,7 @@ def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
 
 def test_products_are_six_flops_for_each_weight_and_token():
     one = job(train={"remat": "none"})
-    layers = (costs_of(one).forward() + flops.layer_backward(one)) * one.model.num_layers
+    layers = (costs_of(one).forward() + layer_backward(one)) * one.model.num_layers
     step = layers + costs_of(one).head()
     expected = one.model.flops_per_token
     matrices = expected["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention
@@ -258,7 +258,7 @@ def test_the_bubble_is_that_of_the_schedule(stages):
     microbatches = 16
     one = job(f"pp={stages}", train={"num_microbatches": microbatches})
     time = estimate_time(one)
-    layers = (costs_of(one).forward() * 2 + flops.layer_backward(one)) * one.layers_per_stage
+    layers = (costs_of(one).forward() * 2 + layer_backward(one)) * one.layers_per_stage
     reach = time.parts["products"] / (
         layers.products * microbatches + costs_of(one).head().products * microbatches
     )

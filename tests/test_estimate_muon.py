@@ -9,24 +9,23 @@ from test_traffic import traffic
 from tiny import Case, initial_state, layout_of, make_update, model_of
 
 from jaxdist.optim import OptimConfig, make_optimizer
-from jaxdist.plan.estimate import flops
 from jaxdist.plan.estimate.job import with_section
-from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.estimate.time import estimate_time, orthogonalization_flops
 
 
 def test_muons_matrices_are_divided_over_shards_and_multiplied_in_float32():
     """16 layers: as many matrices of each stack as 8 devices divide; replicas repeat them."""
     muon = {"optim": {"optimizer": "muon"}}
     alone, divided = job("dp=8", **muon), job("fsdp=8", **muon)
-    work = flops.orthogonalisation(alone)
-    assert flops.orthogonalisation(divided) == work / 8
+    work = orthogonalization_flops(alone)
+    assert orthogonalization_flops(divided) == work / 8
     wide, narrow = (
         estimate_time(dataclasses.replace(alone, config=with_section(
             alone.config, "precision", compute_dtype=dtype))).parts["optimizer"]
         for dtype in ("float32", "bfloat16")
     )  # fmt: skip
     assert wide == narrow > work / alone.cluster.gpu.peak_flops["float32"]
-    assert flops.orthogonalisation(job("fsdp=8")) == 0
+    assert orthogonalization_flops(job("fsdp=8")) == 0
 
 
 def test_muon_exchanges_its_matrices_and_no_device_gets_all():

@@ -11,11 +11,10 @@ from test_estimate_budget import gpus, run, stats
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.models import CnnConfig, DecoderConfig
-from jaxdist.plan.estimate.flops import layer_backward
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.remat import POLICIES, RematChoice, choose_remat, policies_of
-from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.estimate.time import estimate_time, layer_backward
 from jaxdist.settings import ConfigError
 
 LLAMA = dict(vocab_size=128256)

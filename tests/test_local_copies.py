@@ -16,7 +16,7 @@ from jaxdist.checkpoint.local.copies import (
 from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.store import Save
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.plan.local_saves import survivable_on
+from jaxdist.plan.planner import survivable_on
 
 
 def jobs(num_hosts: int):

@@ -18,7 +18,7 @@ from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompile
 from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.scaling import Sizes, nearest
-from jaxdist.plan.schedule_view import drawings
+from jaxdist.plan.text import drawings
 from jaxdist.settings import ConfigError
 from jaxdist.settings.schema import fields_of
 

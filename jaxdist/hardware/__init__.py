@@ -3,12 +3,16 @@
 Only facts of data sheets and price lists (`known.toml`). `plan.estimate` says what share of them a
 program reaches.
 
-    gpu         what a GPU and a cluster are
-    toml_files  GPUs described in TOML
-    catalog     those of `known.toml`, and a user's own
-    request     `--gpus h100:8x8`
+    gpu         records of a GPU and of a cluster
+    catalog     GPUs of `known.toml` and of a user's TOML file, found by name or by `--gpus`
 """
 
-from jaxdist.hardware.catalog import GPUS, find_gpu, gpu_of, peak_flops, read_hardware
+from jaxdist.hardware.catalog import (
+    GPUS,
+    find_gpu,
+    gpu_of,
+    parse_gpus,
+    peak_flops,
+    read_hardware,
+)
 from jaxdist.hardware.gpu import GIB, Cluster, Gpu
-from jaxdist.hardware.request import parse_gpus

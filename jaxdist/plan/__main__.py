@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     if config.show_schedule:
-        from jaxdist.plan.schedule_view import drawings
+        from jaxdist.plan.text import drawings
 
         print(drawings(config.stages, config.microbatches, config.virtual_stages))
         return 0

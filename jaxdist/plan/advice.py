@@ -21,9 +21,8 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.plan.local_saves import survivable_on
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, narrow_problems
+from jaxdist.plan.planner import Plan, narrow_problems, survivable_on
 from jaxdist.plan.scaling import (
     USUAL_DAYS,
     Size,

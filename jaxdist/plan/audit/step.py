@@ -22,6 +22,8 @@ from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, na
 from jaxdist.plan.audit.source import is_own, line_of, model_line
 from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
 from jaxdist.plan.audit.transfers import Transfer, transfers_of
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import columns, wrap
 
 log = logging.getLogger("jaxdist")
 
@@ -88,6 +90,34 @@ class Audit:
             f"mesh audit: {count} collectives over {over}, gradients of {self.num_parameters} "
             f"parameters followed, no sum missing or taken twice ({self.seconds:.1f} s)"
         )
+
+
+def text_of(audit: Audit) -> str:
+    """The table of transfers, then the violations, then the verdict."""
+    lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
+    if any(transfer.at_most for transfer in audit.transfers):
+        lines += ["", "≤: some stand in branches that a pipeline stage takes only in some ticks."]
+    for violation in audit.violations:
+        lines += ["", *wrap(str(violation), head="  ✗ ")]
+    return "\n".join([*lines, "", audit.line()]).lstrip("\n")
+
+
+def _rows(transfers: Iterable[Transfer]) -> list[tuple[str, ...]]:
+    head = ("what asks for it", "collective", "over", "dtype", "times a step", "bytes a step")
+    rows: list[tuple[str, ...]] = [head]
+    for one in transfers:
+        most = "≤ " if one.at_most else ""
+        rows.append(
+            (
+                one.purpose,
+                one.kind,
+                "+".join(one.axes),
+                one.dtype,
+                f"{most}{one.times}",
+                most + in_bytes(one.num_bytes),
+            )
+        )
+    return rows
 
 
 def audit_program(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh
@@ -24,7 +25,10 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.schedule import Schedule
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
@@ -32,7 +36,6 @@ from jaxdist.core.types import AttentionCall, Dims, Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of, decoder_of, trace
-from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.estimate.software import OURS, Software
 
 Place = Literal["param", "moment", "gradient", "whole"]
@@ -62,6 +65,50 @@ class Engine:
     virtual_stages_travel: bool = True
     stacks_layers: bool = True
     fuses_recomputation: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Stages:
+    """A schedule and what follows from it.
+
+    Attributes:
+        report: what it costs, a backward counted with its recomputation.
+        longest: ticks by the kind of their longest action.
+        num_loops: loops of the compiled program.
+        mixes: whether in some tick some stages go forward and others backward.
+    """
+
+    schedule: Schedule
+    report: Report
+    longest: Mapping[Kind, int]
+    num_loops: int
+    mixes: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def stages_of(
+    config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int, rows_per_example: int
+) -> Stages:
+    """The schedule that training would run; arguments as of `PipelineConfig.make_schedule`."""
+    schedule = config.make_schedule(
+        num_stages=num_stages,
+        rows=rows,
+        num_microbatches=num_microbatches,
+        rows_per_example=rows_per_example,
+    )
+    kinds = [{action.kind for action in tick if action} for tick in schedule.ticks]
+    longest = Counter(max(found, key=_LENGTH.__getitem__) for found in kinds if found)
+    return Stages(
+        schedule=schedule,
+        report=simulate(schedule, RECOMPUTE),
+        longest=longest,
+        num_loops=len(plan_loops(schedule)),
+        mixes=any({"forward", "backward"} <= found for found in kinds),
+    )
+
+
+_LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
+"""Kinds by how long they last: a backward repeats its forward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ from collections import defaultdict
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.hardware.gpu import HOST_BYTES_PER_S
-from jaxdist.plan.estimate import attention, flops, products, traffic
-from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate import attention, products, traffic
+from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import moment_bytes
-from jaxdist.plan.estimate.model_costs import Work, costs_of
+from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
+from jaxdist.plan.estimate.muon import orthogonalised
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
@@ -86,7 +87,7 @@ def estimate_time(job: Job) -> StepTime:
         "attention": attention_s,
         "memory-bound kernels": memory,
         "launch gaps": launches,
-        "optimizer": rates.seconds(flops.optimizer(job)) + _orthogonalisation_s(job),
+        "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalisation_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
@@ -96,7 +97,7 @@ def estimate_time(job: Job) -> StepTime:
         communication=sum(flow.seconds for flow in flows) / rates.software.links,
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
-        model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
+        model_flops=model_flops_per_token(job) * job.tokens_per_step,
         peak_flops=_peak(job),
     )
 
@@ -164,7 +165,7 @@ def _attention_share(job: Job) -> float:
 
 def _orthogonalisation_s(job: Job) -> float:
     """Seconds of Muon's products, which are in float32 whatever the compute dtype."""
-    work = flops.orthogonalisation(job)
+    work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
     return work / products.rate(job, peak, "float32") if work else 0.0
 
@@ -182,13 +183,78 @@ def _peak(job: Job) -> float:
 # --- compute --------------------------------------------------------------------------------------
 
 
+_ATTENTION_BACKWARD = 2.5
+"""FLOPs of a fused attention backward in forwards: five products instead of two."""
+
+
+def model_flops_per_token(job: Job, convention: str = "causal") -> float:
+    """Useful FLOPs of one token or image, forward and backward, as the MFU counts them.
+
+    A model that does not say is traced; backward counts as twice the forward, attention as whole.
+    """
+    if job.model.flops_per_token:
+        return float(job.model.flops_per_token.get(convention, 0.0))
+    return costs_of(job).flops_per_token(convention)
+
+
+def layer_backward(job: Job) -> Work:
+    """One layer's backward, with what the remat policy recomputes."""
+    costs = costs_of(job)
+    forward = costs.forward()
+    backward = Work(
+        products=2.0 * forward.products,
+        attention=_ATTENTION_BACKWARD * forward.attention,
+        memory_bytes=job.engine.software.backward_passes * forward.memory_bytes,
+    )
+    return backward + costs.recomputed(forward) + _stacked(job, costs)
+
+
+_STACK_PASSES = 3
+"""How often what a layer keeps passes through memory besides its kernels: a copy into the layers'
+stack reads and writes it, and a copy out of it does again for about half, what products and
+attention read; other kernels read a slice where it lies. Between remat policies the compiled
+programs of GPT-2, 1.7B and 8B differ by 2.5 to 4.1 passes over what one keeps and the other not."""
+
+
+def _stacked(job: Job, costs: ModelCosts) -> Work:
+    """What one layer keeps, written into the stack of all layers and read back."""
+    if job.unrolls or not job.engine.stacks_layers:
+        return Work()
+    return Work(memory_bytes=float(_STACK_PASSES * costs.kept_per_layer()))
+
+
+def microbatch_extra(job: Job) -> Work:
+    """Per microbatch: weights cast, and gradients added to those before."""
+    casts = (WIDE + job.compute_bytes) * job.total(job.layers, "param") * 2
+    added = 3 * WIDE * job.total(job.weights, "gradient") * (job.num_microbatches > 1)
+    return Work(memory_bytes=casts + added)
+
+
+def optimizer_work(job: Job) -> Work:
+    """Once a step: the gradients' norm; moments, parameters, their average read and written."""
+    elements = job.total(job.weights, "moment")
+    moments = job.config.optim.moment_bytes
+    per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
+    average = 2 * job.config.optim.ema_bytes * job.total(job.weights, "param")
+    return Work(memory_bytes=float(per_element * elements + average))
+
+
+def orthogonalization_flops(job: Job) -> float:
+    """FLOPs, in float32, of five Newton-Schulz steps on a device's share of Muon's matrices."""
+    total = 0.0
+    for share in orthogonalised(job):
+        low, high = sorted((share.rows, share.columns))
+        total += share.matrices * 5 * (4 * low * low * high + 2 * low**3)
+    return total
+
+
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
-    backward = rates.of_mean_layer(job, flops.layer_backward(job), rates.backward)
+    backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)
     ends = costs.head() + costs.embedding()
-    extra, launch = flops.microbatch_extra(job), rates.software.launch_s
+    extra, launch = microbatch_extra(job), rates.software.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxdist.core.axis import ActivationSizes, Kind
+from jaxdist.core.axis import ActivationSizes, Kind, Traffic
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -49,16 +49,17 @@ class Flow:
 
 
 def flows_of(job: Job) -> list[Flow]:
-    """What one device takes part in during one step; on the busiest stage, where there are any."""
+    """Return the collectives of one device in one step; of the busiest stage, if there are any."""
     moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
-    return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
+    return [
+        _flow(job, axes, traffic)
+        for axes, traffic in moved
+        if traffic.num_bytes and math.prod(job.spec[axis] for axis in axes) > 1
+    ]
 
 
-Moved = (
-    tuple[Kind, tuple[str, ...], str, float, int]
-    | tuple[Kind, tuple[str, ...], str, float, int, int]
-)
-"""(kind, axes, purpose, bytes of whole arrays each time, times), and neighbours as in `Traffic`."""
+Moved = tuple[tuple[str, ...], Traffic]
+"""Mesh axes of a group, and the collectives over them."""
 
 
 # --- weights and their gradients ------------------------------------------------------------------
@@ -77,12 +78,12 @@ def _weights(job: Job) -> Iterator[Moved]:
     c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
     # Stages gather what they round afterwards; vectors are not gathered at all.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
-    yield ("all-gather", shard, "weights", c * in_layer, (depth - fp8) * passes)
-    yield ("all-gather", shard, "weights", in_layer, fp8 * passes)
-    yield ("all-gather", shard, "weights", c * outside, 1)
-    yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
+    yield shard, Traffic("all-gather", "weights", c * in_layer, (depth - fp8) * passes)
+    yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
+    yield shard, Traffic("all-gather", "weights", c * outside, 1)
+    yield shard, Traffic("reduce-scatter", "gradients", r * in_layer, scatters)
     times = 1 if job.schedule else job.num_microbatches
-    yield ("reduce-scatter", shard, "gradients", r * outside, times)
+    yield shard, Traffic("reduce-scatter", "gradients", r * outside, times)
     yield from _replicas(job)
 
 
@@ -99,25 +100,26 @@ def _replicas(job: Job) -> Iterator[Moved]:
     for weights, extra in _groups(job, sharded=True):
         local = WIDE * job.total(weights, "param")
         if zero in (0, 3):
-            yield ("all-reduce", (*extra, *(replicas if zero == 0 else ())), "gradients", local, 1)
+            summed = (*extra, *(replicas if zero == 0 else ()))
+            yield summed, Traffic("all-reduce", "gradients", local, 1)
             continue
         times = job.num_microbatches if zero == 2 and PIPELINE.name not in extra else 1
-        yield ("reduce-scatter", replicas, "gradients", local, times)
-        yield ("all-gather", replicas, "new parameters", local, 1)
-        yield ("all-reduce", extra, "gradients", WIDE * job.total(weights, "moment"), 1)
+        yield replicas, Traffic("reduce-scatter", "gradients", local, times)
+        yield replicas, Traffic("all-gather", "new parameters", local, 1)
+        yield extra, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "moment"), 1)
 
 
 def _vectors(job: Job) -> Iterator[Moved]:
     """Norm scales and biases: whole on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
-        yield ("all-reduce", axes, "gradients", WIDE * job.total(weights, "param"), 1)
+        yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _matrices(job: Job) -> Iterator[Moved]:
     """Muon's matrices: made whole on one of the devices that shard them, and back."""
     for share in orthogonalised(job):
-        yield ("all-to-all", share.axes, "matrices", float(WIDE * share.size), 2)
+        yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
@@ -165,9 +167,7 @@ def _activations(job: Job) -> Iterator[Moved]:
         **_attention(job, job.decoder),
     )
     for axis in job.spec.used:
-        for moved in axis.traffic(sizes):
-            what = (moved.kind, (axis.name,), moved.purpose)
-            yield (*what, moved.num_bytes, moved.times, moved.neighbours)
+        yield from (((axis.name,), traffic) for traffic in axis.traffic(sizes))
 
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
     times, axes = job.num_microbatches, (TENSOR.name,)
     layers = job.layers_per_stage * times
-    yield ("all-reduce", axes, "activations", rows * cost.layer.reduced, layers)
-    yield ("all-reduce", axes, "activations", rows * cost.rest.reduced, times)
+    yield axes, Traffic("all-reduce", "activations", rows * cost.layer.reduced, layers)
+    yield axes, Traffic("all-reduce", "activations", rows * cost.rest.reduced, times)
 
 
 def _stages(job: Job) -> Iterator[Moved]:
@@ -208,27 +208,20 @@ def _stages(job: Job) -> Iterator[Moved]:
     schedule, report = job.stages.schedule, job.stages.report
     each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
-    yield ("collective-permute", (PIPELINE.name,), "stages", each, permutes)
+    yield (PIPELINE.name,), Traffic("collective-permute", "stages", each, permutes)
     count = schedule.num_virtual_stages
     if count > 1 and job.engine.virtual_stages_travel:
         weights = WIDE * job.total(job.layers, "param") / count
-        yield ("collective-permute", (PIPELINE.name,), "virtual stages", weights, 2 * count)
+        yield (PIPELINE.name,), Traffic("collective-permute", "virtual stages", weights, 2 * count)
 
 
 # --- links ----------------------------------------------------------------------------------------
 
 
-def _flow(
-    job: Job,
-    kind: Kind,
-    axes: tuple[str, ...],
-    purpose: str,
-    each: float,
-    times: int,
-    neighbours: int = 0,
-) -> Flow:
+def _flow(job: Job, axes: tuple[str, ...], traffic: Traffic) -> Flow:
     axes = tuple(a.name for a in job.spec.used if a.name in axes)
-    group = neighbours or math.prod(_sizes(job, axes))
+    kind, each, times = traffic.kind, traffic.num_bytes, traffic.times
+    group = traffic.neighbours or math.prod(job.spec[axis] for axis in axes)
     inside = min(group, members_per_fabric(job, axes))
     nodes = group // inside
     fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth
@@ -237,12 +230,12 @@ def _flow(
     if kind == "collective-permute":
         seconds = each / (slow if nodes > 1 else fast)
     else:
-        # Every node must receive what it lacks once, over the adapters of its members.
+        # Each node receives the data that it lacks once, over the adapters of its members.
         seconds = max(wire / fast, wire_bytes(kind, each, nodes) / (inside * slow))
     return Flow(
         kind=kind,
         axes=axes,
-        purpose=purpose,
+        purpose=traffic.purpose,
         bytes=each * times,
         times=times,
         wire_bytes=wire * times,
@@ -289,7 +282,3 @@ def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
             members *= min(size, max(1, job.cluster.gpus_per_fabric // stride))
         stride *= size
     return members
-
-
-def _sizes(job: Job, axes: tuple[str, ...]) -> list[int]:
-    return [job.spec[axis] for axis in axes]

@@ -25,7 +25,7 @@ from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
 from jaxdist.plan.audit import Audit
-from jaxdist.plan.audit.table import text_of
+from jaxdist.plan.audit.step import text_of
 from jaxdist.run.audit import MeshDifference, audit_parts, differences
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.runtime.storage import read_url
