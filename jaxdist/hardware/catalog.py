@@ -1,4 +1,4 @@
-"""The known GPUs, and a user's own."""
+"""GPUs of the catalog `known.toml` and of a user's TOML file, by name or by `--gpus`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIASES = {
 
 
 class _Key(NamedTuple):
-    """A number of the file: its field of `Gpu`, the unit, and what it may be."""
+    """A number of the file: field of `Gpu`, unit, allowed values."""
 
     field: str
     unit: float = 1
@@ -55,10 +55,10 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 def read_tables(
     tables: Mapping[str, Any], known: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Gpu], list[str]]:
-    """GPUs of a TOML file, a table each, and every problem found in it.
+    """Return the GPUs of a TOML file, one table each, and every problem in it.
 
-    `aliases` are other names of the `known` ones. `peak_tflops` is a table by dtype. A table that
-    starts from no other (`like`) may leave out `gpus_per_fabric`, `power_w` and `max_clock`.
+    `aliases` are other names of the `known` ones. `peak_tflops` is a table by dtype. A table
+    without `like` may omit `gpus_per_fabric`, `power_w` and `max_clock`.
     """
     found: dict[str, Gpu] = {}
     problems: list[str] = []
@@ -152,11 +152,10 @@ GPUS: dict[str, Gpu] = _read_known()
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
-    """The GPU that a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3" names.
+    """Return the GPU of a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3", or None.
 
-    Devices that a program is only compiled for have the name in `GPUS` for their kind.
-    The whole name must match, so that an L40S is no L4 and a MIG slice ("... MIG 1g.10gb") is no
-    whole GPU; None when it is not known.
+    For described devices, which a program is only compiled for, the kind is the name in `GPUS`. The
+    complete name must match, so that an L40S is no L4 and a MIG slice ("... MIG 1g.10gb") no GPU.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     found = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
@@ -164,16 +163,16 @@ def gpu_of(device_kind: str) -> Gpu | None:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device for dense products in `dtype`, or None when not known."""
+    """Return the peak FLOP/s of one device for dense products in `dtype`, or None if unknown."""
     gpu = gpu_of(device_kind)
     return None if gpu is None else gpu.peak_flops.get(dtype)
 
 
 def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """The GPU of a name as users write it.
+    """Return the GPU of a name as users write it.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no GPU has this name.
     """
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
@@ -188,14 +187,13 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """A user's own GPUs from a TOML file, added to the known ones.
+    """Return the catalog's GPUs and those of a user's TOML file, one table each.
 
-    A table per GPU; with `like` it starts from a known one and says what differs. Without it says
-    all, as those of `known.toml` next to this file do; `device_kind`, the pattern of JAX's name for
-    a device, stands only there.
+    With `like` a table starts from a known GPU and holds only the differences. Without it, it holds
+    every key of `known.toml` except `device_kind`.
 
     Raises:
-        ConfigError: the file cannot be read, or with every problem found in it.
+        ConfigError: the file cannot be read, or with every problem in it.
     """
     try:
         tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())
@@ -211,9 +209,9 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
 
 
 def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
-    """Read `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or several after commas.
+    """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or several after commas.
 
-    `h100` alone is one GPU. A number above a node's GPUs takes full nodes.
+    `h100` alone is one GPU. More GPUs than a node has must fill complete nodes.
 
     Raises:
         ConfigError: with every problem of the text.

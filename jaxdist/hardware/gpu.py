@@ -1,4 +1,4 @@
-"""A kind of GPU, and machines full of them."""
+"""Records of a kind of GPU and of a cluster of nodes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Gpu:
     """One kind of GPU, as JAX counts devices.
 
     Attributes:
-        name: what `--gpus` calls it.
-        device_kind: pattern of the whole `jax.Device.device_kind` after the vendor's name.
+        name: its name in `--gpus`.
+        device_kind: pattern of the complete `jax.Device.device_kind` after the vendor's name.
         compute_capability: e.g. "9.0".
         num_sms: streaming multiprocessors.
-        memory_bytes: what CUDA reports as total, a little below the data sheet's figure.
+        memory_bytes: total that CUDA reports, a little below the data sheet's figure.
         peak_flops: dtype ("bfloat16", "float16", "float32", "float8", "float4") -> dense FLOP/s.
         memory_bandwidth: of the device memory, bytes/s.
         link_bandwidth: to GPUs of the same fast fabric, bytes/s per GPU and direction.
-        network_bandwidth: to GPUs beyond it, bytes/s per GPU and direction.
-        gpus_per_node: GPUs of one machine, where `--gpus` does not say.
-        gpus_per_fabric: GPUs that fast links join; 0 = those of one machine.
-        power_w: power limit, watts; 0 = not known.
-        max_clock: highest clock, as a share of the boost clock at which peaks are given.
+        network_bandwidth: to other GPUs, bytes/s per GPU and direction.
+        gpus_per_node: GPUs of one machine, unless `--gpus` names another number.
+        gpus_per_fabric: GPUs joined by fast links; 0 = those of one machine.
+        power_w: power limit, watts; 0 = unknown.
+        max_clock: highest clock, as a share of the boost clock that peaks are given for.
         price_per_hour: of one GPU, on demand, USD.
-        spot_price_per_hour: of one GPU that may be taken away at any time, USD.
+        spot_price_per_hour: of one preemptible GPU, USD.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Some machines with GPUs of one kind."""
+    """Nodes with GPUs of one kind."""
 
     gpu: Gpu
     num_nodes: int
@@ -61,14 +61,14 @@ class Cluster:
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
-        """A number of GPUs on as few nodes as hold them, equally many on each."""
+        """Return the cluster of the fewest nodes that hold the GPUs equally."""
         nodes = math.ceil(num_gpus / gpu.gpus_per_node)
         while num_gpus % nodes:
             nodes += 1
         return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
 
     def resized(self, num_gpus: int) -> Cluster:
-        """Another number of these GPUs, on nodes like these where there are several."""
+        """Return a cluster with another number of these GPUs, on nodes of the same size."""
         per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
         return Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
 
@@ -79,7 +79,7 @@ class Cluster:
 
     @property
     def gpus_per_fabric(self) -> int:
-        """GPUs that fast links join."""
+        """GPUs joined by fast links."""
         return max(self.gpus_per_node, self.gpu.gpus_per_fabric)
 
     def __str__(self) -> str:

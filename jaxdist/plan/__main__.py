@@ -20,7 +20,7 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan and print; returns the exit code, 0 whatever the verdict is."""
+    """Plan and print; return the exit code, 0 whatever the verdict is."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic must never start a GPU
     from jaxdist.plan.options import clusters_of, known_gpus, read_plan
 

@@ -42,14 +42,14 @@ _WORTH_NARROW = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to know or to do: a word or two, and sentences."""
+    """One recommendation: its topic in a word or two, and sentences."""
 
     topic: str
     text: str
 
 
 def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Advice]:
-    """All advice on a plan, most urgent first."""
+    """Return all advice on a plan, most urgent first."""
     return [
         *_fit(plan, config),
         *_dtype(plan),
@@ -137,7 +137,7 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
 
 
 def _step_s(plan: Plan, matmul_dtype: Any) -> float:
-    """Seconds of the chosen step with products in a format, without end where it is refused."""
+    """Return the seconds of a step with products in a format; infinite if it is not supported."""
     job = plan.choice.job
     if narrow_problems(matmul_dtype, job.model.num_layers, job.cluster.gpu):
         return math.inf
@@ -187,7 +187,7 @@ def _on_data(plan: Plan) -> str:
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Why an axis is used, or what it would cost."""
+    """Return why an axis is used, or what it would cost."""
     used = plan.choice.job.spec[axis]
     others = [c for c in plan.found.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
@@ -216,7 +216,7 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
 
 
 def _compared(other: Choice, choice: Choice) -> str:
-    """How fast another choice is beside this one."""
+    """Return the speed of another choice relative to this one."""
     theirs, ours = other.time.seconds, choice.time.seconds
     if abs(theirs / ours - 1) < 0.02:
         return "as fast, within the accuracy of the estimate"
@@ -224,7 +224,7 @@ def _compared(other: Choice, choice: Choice) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
-    """How devices that share rows exchange keys and values, and what other ways would cost."""
+    """Compare the exchanges of keys and values between devices that share rows."""
     choice = plan.choice
     job, used = choice.job, choice.job.exchange
     if used is None:
@@ -299,7 +299,6 @@ def _within(plan: Plan, sizes: Sizes) -> str:
 
 
 def _offer(size: Size) -> str:
-    """A number of GPUs with its mesh, days and money."""
     return (
         f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
         f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
@@ -307,7 +306,7 @@ def _offer(size: Size) -> str:
 
 
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """That the limits cannot be kept, and what would do."""
+    """Return that the limits cannot be met, and limits that could be."""
     in_time, affordable = nearest(sizes, plan.limits)
     found = [
         "Impossible: no number of any kind is in time and within budget for a batch of "
@@ -323,7 +322,7 @@ def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
 
 
 def _scaling(plan: Plan, config: PlanConfig) -> str:
-    """What more of the same GPUs would bring, by doubling, in days and money."""
+    """Return the effect of more of the same GPUs, by doubling, in days and money."""
     best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
     cluster, model = plan.cluster.resized(number), plan.choice.job.model
     double = size_of(config, cluster, model)
@@ -376,7 +375,6 @@ def _batch(plan: Plan) -> Iterator[Advice]:
 
 
 def _lr_scaling(plan: Plan) -> str:
-    """The setting that makes the learning rate follow the batch."""
     optim = plan.base.optim
     if optim.lr_scaling != "none":
         return f"optim.lr_scaling={optim.lr_scaling}"
@@ -440,7 +438,7 @@ def _restart(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
 
 
 def _save_flag(plan: Plan, saving: Saving) -> str:
-    """How to save at such an interval, or once where the run is shorter."""
+    """Return the flag for such an interval, or for one save if the run is shorter."""
     steps = plan.on_demand.tokens / plan.choice.job.tokens_per_step
     interval = min(saving.interval_s / plan.choice.time.seconds, steps)
     return f"--checkpoint.save-interval-steps {max(1, round(interval))}"

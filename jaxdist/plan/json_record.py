@@ -1,4 +1,4 @@
-"""A plan as one JSON object: what the text says, in bytes, seconds and exact numbers."""
+"""A plan as one JSON object: the facts of the text, in bytes, seconds and exact numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.plan.planner import Plan, Proof
 
 
 def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
-    """The plan; infinite numbers become null."""
+    """Return the plan as plain data; infinite numbers become None."""
     best = plan.found.choices[0] if plan.found.choices else None
     gpu = plan.cluster.gpu
     return _finite(
@@ -115,7 +115,6 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What `jaxdist plan` is asked: a run's settings, as training takes them, and the question."""
+"""Settings of `jaxdist plan`: a run's settings, as training takes them, and its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_CELLS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(RunConfig):
-    """A run's settings and what to plan for."""
+    """A run's settings, and the GPUs and limits to plan for."""
 
     gpus: str = setting(
         "",
@@ -80,11 +80,11 @@ class PlanConfig(RunConfig):
 
     @property
     def limits(self) -> Limits:
-        """What the run may take."""
+        """Days and money that the run may take."""
         return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
-        """Rules of the question beyond bounds; the run's own rules are asked apart."""
+        """Return the violated rules of the plan's own settings; the run's are separate."""
         found = [
             f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
             for name in ("price", "spot_price", "failures_per_day")
@@ -112,7 +112,7 @@ _DAYS = {"w": 7.0, "d": 1.0, "h": 1 / 24}
 
 
 def _days(text: str) -> float | None:
-    """Days that a text such as 14d names; 0 where it is empty, None where it is no time."""
+    """Return the days of a text such as 14d: 0 if it is empty, None if it is not a time."""
     if not text:
         return 0.0
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([wdh]?)", text.strip().lower())
@@ -122,10 +122,10 @@ def _days(text: str) -> float | None:
 def read_plan(
     argv: Sequence[str], summary: str = "", values: Mapping[str, Any] | None = None
 ) -> tuple[PlanConfig, str]:
-    """The question, and the mesh that flags ask for ("" = find one).
+    """Return the settings, and the mesh that flags name ("" = find one).
 
-    A mesh in a config file belongs to the machine of that file: here it is one of many. Data need
-    not exist. `values` are what a Python program asks for.
+    The mesh of a config file belongs to its machine and is ignored, and data need not exist.
+    `values` are the keywords of a Python call.
 
     Raises:
         ConfigError: every problem of the settings.
@@ -162,10 +162,10 @@ def read_plan(
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:
-    """The clusters asked for, with the prices asked for.
+    """Return the clusters to plan for, with the prices of the settings.
 
     Raises:
-        ConfigError: GPUs that are not known, or a file that cannot be read.
+        ConfigError: GPUs that are unknown, or a file that cannot be read.
     """
     try:
         clusters = parse_gpus(config.gpus, known_gpus(config))
@@ -175,7 +175,7 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
 
 
 def known_gpus(config: PlanConfig) -> dict[str, Gpu]:
-    """GPUs of the table, and one's own."""
+    """Return the GPUs of the catalog and the user's own."""
     return read_hardware(config.hardware) if config.hardware else dict(GPUS)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run on one cluster: the settings, the compiler's check, the cost."""
+"""The plan of a run on one cluster: settings, compiler check, cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ _MOST_COMPILATIONS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What the compiler says of a choice; `refuted`: faster ones that it found not to fit."""
+    """Result of compiling a choice.
+
+    Attributes:
+        refuted: faster choices that were estimated to fit, but do not once compiled.
+    """
 
     outcome: CompiledStep | NotCompiled
     refuted: tuple[tuple[Choice, CompiledStep], ...] = ()
@@ -54,13 +58,13 @@ class Plan:
     """A run on a cluster.
 
     Attributes:
-        base: the run's settings as they were given.
-        choice: the settings that the plan is for; those asked for, or the best found.
-        asked: whether the mesh was asked for.
+        base: the user's settings.
+        choice: the planned settings: the user's mesh, or the best one.
+        asked: the user named the mesh.
         flows: traffic of one device in one step.
-        proof: what the compiler said; None where it was not asked.
+        proof: result of the compiler; None if it was disabled.
         restart: from the end of a process to the next trained step.
-        saving: checkpoints, with failures of the hardware alone; `spot_saving`: preemptions too.
+        saving: checkpoints, with hardware failures only; `spot_saving`: preemptions too.
         on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
         limits: days and money that the run may take.
     """
@@ -81,18 +85,18 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        """Of one device: compiled where it was compiled, else estimated."""
+        """Bytes of one device: compiled if possible, else estimated."""
         compiled = self.proof.compiled if self.proof else None
         return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
 
     @property
     def fits(self) -> bool:
-        """The verdict: compiled where possible, else estimated."""
+        """The verdict."""
         return self.total_bytes <= self.choice.usable_bytes
 
 
 def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
-    """Why GPUs cannot multiply in the format asked for, or nothing is known of its rate."""
+    """Return why GPUs cannot multiply in a format, or why its rate is unknown."""
     problems = matmul.problems(matmul_dtype, num_layers, "gpu", gpu.compute_capability)
     unknown = [dtype for dtype in NARROW_PEAKS.get(matmul_dtype, ()) if dtype not in gpu.peak_flops]
     if unknown and not problems:
@@ -104,10 +108,10 @@ def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on one cluster, on the mesh asked for; "" = on the best.
+    """Plan a run on one cluster, on a mesh; "" = on the best.
 
     Raises:
-        ConfigError: the mesh asked for is not legal there, or the GPUs lack the dtype asked for.
+        ConfigError: the mesh is not legal there, or the GPUs do not support the dtype.
     """
     run, model = config.run, config.run.build_model()
     problems = narrow_problems(run.precision.matmul_dtype, model.num_layers, cluster.gpu)
@@ -132,7 +136,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
 def _prove(
     candidates: list[Choice], config: PlanConfig, *, asked: bool
 ) -> tuple[Choice, Proof | None]:
-    """The first candidate that fits once compiled, or the first of all."""
+    """Return the first candidate that fits once compiled, or the first of all."""
     if not config.compile:
         return candidates[0], None
     refuted: list[tuple[Choice, CompiledStep]] = []
@@ -185,9 +189,9 @@ def _priced(
 
 
 def costs_of(config: PlanConfig, choice: Choice, *, spot: bool = False) -> tuple[Saving, Bill]:
-    """When to save a choice's run, and its time and money to the end, what is lost included.
+    """Return checkpoints, time and money of a complete run, lost time included.
 
-    At the price on demand with failures of the hardware, or at that of `spot` with preemptions too.
+    At the price on demand with hardware failures, or at that of `spot` with preemptions too.
     """
     job, cluster = choice.job, choice.job.cluster
     failures = config.failures_per_day
@@ -217,11 +221,11 @@ def survivable_on(
     *,
     zero: int = 0,
 ) -> Survivable:
-    """The losses survived on nodes that take the mesh's devices in order, with racks unknown.
+    """Return the node losses that local saves survive, with racks unknown.
 
-    Nodes hold the same shards where their devices have the same places along every axis that
-    shards parameters or moments. An array that such an axis does not divide stays whole, so a run
-    may survive more.
+    Nodes take the mesh's devices in order. Two nodes hold the same shards if their devices have the
+    same indices along every axis that shards parameters or moments. An array that such an axis does
+    not divide is replicated, so a run may survive more.
     """
     sharding = {axis.name for axis in axes.AXES if axis.weights != "replicated"}
     sharding |= set(axes.joining_fsdp(zero))

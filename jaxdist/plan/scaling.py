@@ -1,4 +1,4 @@
-"""The same run on other GPUs and other numbers of them: what fits, how fast, at what price."""
+"""The same run on other GPUs and other numbers of them: fit, speed, price."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_GPUS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The fastest that fits of one number of GPUs of one kind, and its cost to the run's tokens."""
+    """The fastest choice that fits a number of GPUs of one kind, with the cost of the run."""
 
     cluster: Cluster
     choice: Choice
@@ -30,13 +30,13 @@ class Size:
 
 
 def compared(known: Mapping[str, Gpu], asked: Gpu) -> dict[str, Gpu]:
-    """GPUs worth comparing, by name: usual ones, one's own, and those asked for at their price."""
+    """Return GPUs to compare, by name: usual ones, the user's own, and the requested kind."""
     names = [*_KINDS, *(name for name in known if name not in GPUS)]
     return {name: known[name] for name in names if name in known} | {asked.name: asked}
 
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
-    """The best of a cluster, or None where nothing is legal or fits."""
+    """Return the best of a cluster; None if nothing is legal or fits."""
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None
@@ -72,12 +72,12 @@ USUAL_DAYS = 90.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What was found of several kinds of GPU.
+    """Sizes of several kinds of GPU.
 
     Attributes:
-        best: of each kind the first by doubling that is in time and within budget, cheapest first;
-            where none is and there is no limit, the fastest of each kind.
-        tried: all that hold the run.
+        best: of each kind the first by doubling that meets deadline and budget, cheapest first. If
+            none does and there is no limit, the fastest of each kind.
+        tried: all that fit the run.
     """
 
     best: tuple[Size, ...]
@@ -87,9 +87,9 @@ class Sizes:
 def right_sizes(
     config: PlanConfig, known: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> Sizes:
-    """The first GPUs of each kind, by doubling, that hold the run and end it in time.
+    """Return the fewest GPUs of each kind, by doubling, that fit the run and end it in time.
 
-    In time is within the deadline, or `USUAL_DAYS` where there is none.
+    In time is within the deadline, or `USUAL_DAYS` without one.
     """
     limits = config.limits
     within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
@@ -112,7 +112,7 @@ def right_sizes(
 
 
 def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
-    """Where nothing keeps to both limits: the cheapest in time, and the fastest within budget."""
+    """Return, if no size meets both limits, the cheapest in time and the fastest in budget."""
     in_time = [size for size in sizes.tried if not limits.late(size.cost)]
     affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
     return (

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""A plan as text for a terminal, and drawings of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.runtime.formatting.tables import columns, wrap
 
 
 def text_of(plan: Plan, advice: Sequence[Advice], *, top: int) -> str:
-    """The whole plan."""
+    """Return the complete plan."""
     parts = [
         _head(plan),
         _verdict(plan),
@@ -88,7 +88,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _limits(plan: Plan) -> Iterable[str]:
-    """Whether the run keeps to the days and the money that it may take, where it was asked."""
+    """Whether the run meets its deadline and budget, if it has any."""
     limits, cost = plan.limits, plan.on_demand
     if limits.days:
         does = "TOO LATE" if limits.late(cost) else "IN TIME"
@@ -165,7 +165,7 @@ def _money(plan: Plan) -> Iterable[str]:
 
 
 def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Label, amount, remark: amounts under each other, the same columns in every section."""
+    """Return lines of label, amount and remark, with the same columns in every section."""
     return [f"{label:<30}{amount:>12}  {remark}".rstrip() for label, amount, remark in rows]
 
 
@@ -249,7 +249,7 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
-    """Every schedule for these sizes, one below the other, and a table that compares them.
+    """Draw every schedule for these sizes, and a table that compares them.
 
     Costs are those of the step: a backward first repeats its forward.
     """
@@ -263,7 +263,7 @@ def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) ->
 
 
 def comparison(tables: list[Schedule]) -> str:
-    """One line for each: waiting, stash, messages."""
+    """Return a table of the bubble, time, stash and messages of schedules."""
     rows = [("schedule", "bubble", "time", "peak stash", "messages")]
     for table in tables:
         report = simulate(table, RECOMPUTE)

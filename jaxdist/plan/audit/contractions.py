@@ -1,4 +1,4 @@
-"""What products, convolutions, lookups and their transposes make of states."""
+"""Rules of products, convolutions, lookups and their transposes on states."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _GONE = 1000
 
 
 class MissingGather(Exception):
-    """Both factors are split along dims that do not meet; wrong where one of them is a weight."""
+    """Both factors are split along different dims; an error if one of them is a weight."""
 
 
 def dot_general(equation: Any, states: Sequence[int]) -> int:
-    """Matrix products: parts of both that are summed over give a term of a sum."""
+    """Return the state of a matrix product; split dims that are summed give a term of a sum."""
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     shapes = [v.aval.shape for v in equation.invars]
     free_l = [d for d in range(len(shapes[0])) if d not in (*contract_l, *batch_l)]
@@ -49,7 +49,7 @@ def dot_general(equation: Any, states: Sequence[int]) -> int:
 
 
 def convolution(equation: Any, states: Sequence[int]) -> int:
-    """Convolutions over whole images: batch and features as the dims of a product."""
+    """Return the state of a convolution over unsplit images: a product of batch and features."""
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return _whole(states)
@@ -63,7 +63,7 @@ def _product(
     states: Sequence[int],
     places: tuple[dict[int, int], dict[int, int]],
 ) -> int:
-    """A product linear in both; `places[i][dim]` is a dim of the result, or ≤ SUMMED."""
+    """Return the state of a bilinear product; `places[i][dim]`: dim of the result, or ≤ SUMMED."""
     if ZERO in states:
         return ZERO
     if PARTIAL in states:
@@ -101,7 +101,7 @@ def _whole(states: Sequence[int]) -> int:
 
 
 def gather(equation: Any, states: Sequence[int]) -> int:
-    """Lookups: rows of an equal table by indices that are split, parts of a row that is split."""
+    """Return the state of a lookup: split indices into an equal table, or parts of split rows."""
     table, index = states[:2]
     if table == ZERO:
         return ZERO
@@ -133,13 +133,13 @@ def gather(equation: Any, states: Sequence[int]) -> int:
 
 
 def _window_places(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
-    """Dims of an operand that a window spans -> their place among the window's dims."""
+    """Return operand dim -> index among the dims of a window, without `left_out`."""
     kept = [dim for dim in range(ndim) if dim not in left_out]
     return {dim: place for place, dim in enumerate(kept)}
 
 
 def scatter_add(equation: Any, states: Sequence[int]) -> int:
-    """Sums into rows of a table: rows from all parts of a batch make it a term of a sum."""
+    """Return the state of sums into rows; rows from all parts of a batch give a term of a sum."""
     into, index, update = states[:3]
     found = _scattered(equation, index, update)
     if into == ZERO:

@@ -1,4 +1,4 @@
-"""What operations on single elements make of states: sums, products, choices, other functions."""
+"""Rules of elementwise operations on states: sums, products, selections, other functions."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ Rule = Callable[[Any, Sequence[int]], "int | list[int]"]
 
 
 class OmittedSum(Exception):
-    """A partial value, the operand at a place of an equation, was used as if it were the sum."""
+    """A partial value, operand number `operand`, was used as if it were the sum."""
 
     def __init__(self, operand: int, text: str) -> None:
-        """What happens to that operand."""
+        """Store the index of the operand; `text` describes its use."""
         super().__init__(text)
         self.operand = operand
 
 
 def omitted(states: Sequence[int], text: str) -> OmittedSum:
-    """The error of the first operand that is partial."""
+    """Return the error for the first partial operand."""
     return OmittedSum(list(states).index(PARTIAL), text)
 
 
 def same(equation: Any, states: Sequence[int]) -> int:
-    """The result is the first operand, whatever the others are."""
+    """Return the state of the first operand."""
     del equation
     return states[0]
 
 
 def name(equation: Any, states: Sequence[int]) -> int:
-    """A value with a name; `collectives.own` names what is no term of a sum."""
+    """Return the state of a named value; those named by `collectives.own` are no terms."""
     is_own = equation.params["name"] == OWN_VALUE and states[0] not in FIXED
     return VARYING if is_own else states[0]
 
 
 def convert(equation: Any, states: Sequence[int]) -> int:
-    """Number formats: a rounded term of a sum is a term still, an integer of it is not."""
+    """Return the state of a cast: a rounded term of a sum is still a term, an integer is not."""
     floats = all(
         jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (equation.invars[0], equation.outvars[0])
     )
@@ -62,7 +62,7 @@ def convert(equation: Any, states: Sequence[int]) -> int:
 
 
 def add(equation: Any, states: Sequence[int]) -> int:
-    """Sums and differences: terms of sums may only meet terms of sums."""
+    """Return the state of a sum or difference: terms of sums may only be added to terms of sums."""
     del equation
     left, right = states
     if PARTIAL not in states:
@@ -76,7 +76,7 @@ def add(equation: Any, states: Sequence[int]) -> int:
 
 
 def multiply(equation: Any, states: Sequence[int]) -> int:
-    """Products: linear in each factor."""
+    """Return the state of a product, which is linear in each factor."""
     del equation
     left, right = states
     if ZERO in states:
@@ -89,7 +89,7 @@ def multiply(equation: Any, states: Sequence[int]) -> int:
 
 
 def divide(equation: Any, states: Sequence[int]) -> int:
-    """Quotients: linear in the numerator alone."""
+    """Return the state of a quotient, which is linear in the numerator only."""
     del equation
     above, below = states
     if below == PARTIAL:
@@ -102,26 +102,26 @@ def divide(equation: Any, states: Sequence[int]) -> int:
 
 
 def power(equation: Any, states: Sequence[int]) -> int:
-    """`integer_pow`: linear where the exponent is 1."""
+    """Return the state of `integer_pow`, which is linear if the exponent is 1."""
     return states[0] if equation.params["y"] == 1 else nonlinear(equation, states)
 
 
 def nonlinear(equation: Any, states: Sequence[int]) -> int:
-    """Functions of which the sum over devices cannot be taken afterwards."""
+    """Return the state of a nonlinear function; a sum over devices must precede it."""
     if PARTIAL in states:
         raise omitted(states, f"goes through {equation.primitive.name}")
     return other(equation, states)
 
 
 def other(equation: Any, states: Sequence[int]) -> int:
-    """Any function of elements: it keeps parts apart, and makes no claim of terms of sums."""
+    """Return the state of any elementwise function: splits remain, terms of sums are lost."""
     del equation
     total = join_all(VARYING if state == PARTIAL else state for state in states)
     return CONSTANT if total == ZERO else total
 
 
 def select(equation: Any, states: Sequence[int]) -> int:
-    """`where`: what devices mask by their own index, with zeros elsewhere, are terms of a sum."""
+    """Return the state of `where`: values masked by device index, else zero, are terms of a sum."""
     del equation
     which, *cases = states
     found = join_all(cases)
@@ -137,7 +137,7 @@ def select(equation: Any, states: Sequence[int]) -> int:
 
 
 def random_bits(equation: Any, states: Sequence[int]) -> int:
-    """Random numbers: those drawn by a device's own index are no mask of its part."""
+    """Return the state of random numbers; those drawn by device index are no mask."""
     found = other(equation, states)
     return VARYING if found == INDEX else found
 

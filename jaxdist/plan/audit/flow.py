@@ -1,4 +1,4 @@
-"""Where a value of a traced program comes from and where it goes, through nested programs."""
+"""Sources and uses of a value of a traced program, through nested programs."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ HOLDERS = operations(
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """A program, and the equations that hold it, outermost first.
+    """A program inside others.
 
     Attributes:
         program: the jaxpr.
-        around: (program, its equation that holds the next one).
+        around: (outer program, its equation that holds the next one), outermost first.
     """
 
     program: Any
     around: tuple[tuple[Any, Any], ...] = ()
 
     def into(self, equation: Any, inner: Any) -> Path:
-        """The path of a program that an equation of this one holds."""
+        """Return the path of a program that an equation of this one holds."""
         return Path(inner, (*self.around, (self.program, equation)))
 
 
 def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
-    """Places among the outermost program's results that carry the variables' values."""
+    """Return indices of the outermost program's results that carry the variables' values."""
     reached = _forward(path.program, _variables(variables))
     for program, equation in reversed(path.around):
         outvars = equation.outvars
@@ -56,7 +56,7 @@ def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
 def inputs_reached(
     path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
 ) -> set[int]:
-    """Places among the outermost program's arguments that the variables are made from."""
+    """Return indices of the outermost program's arguments that the variables derive from."""
     reached = _backward(path.program, _variables(variables), through)
     for program, equation in reversed(path.around):
         # A choice has its index before the operands of its branches, a loop those of its test.
@@ -69,7 +69,7 @@ def inputs_reached(
 
 
 def is_mean(program: Any, equation: Any) -> bool:
-    """Whether the sum is only divided by a constant afterwards, which makes it a mean."""
+    """Return whether a sum is only divided by a constant afterwards, which makes it a mean."""
     outs = set(equation.outvars)
     users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
     divided = [
@@ -79,7 +79,7 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
-    """Equations that a value was made by, the last first, those of loops inside."""
+    """Yield the equations that produced a value, last first, including those inside loops."""
     wanted = _variables([variable])
     for equation in reversed(program.eqns):
         places = [i for i, v in enumerate(equation.outvars) if _is(v, wanted)]
@@ -123,7 +123,7 @@ def _follow(
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
-    """Return the atoms that are variables. Literals have no origin and cannot be hashed."""
+    """Return the atoms that are variables; literals have no origin and cannot be hashed."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 

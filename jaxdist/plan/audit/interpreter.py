@@ -1,7 +1,7 @@
-"""Walks a traced step and finds, over each mesh axis, sums that are missing or taken twice.
+"""Interpreter of a traced step: finds, per mesh axis, sums that are missing or taken twice.
 
-The program is what jax traced inside `shard_map`, with its collectives written out. Each value has
-a state for each axis (`states.py`), which operations pass on by rules. What no rule knows makes no
+The program is the trace inside `shard_map`, with explicit collectives. Each value has a state per
+axis (`states.py`), which rules propagate through operations. An operation without a rule makes no
 claim and raises no alarm.
 """
 
@@ -55,13 +55,13 @@ States = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """Something that is wrong over one axis.
+    """An error over one axis.
 
     Attributes:
         kind: "summed twice", "omitted sum", "parts added", "missing gather", "different order" or
             "dtype".
         axis: the mesh axis.
-        equation: where.
+        equation: the operation.
         operand: the variable that is wrong.
         text: what happens to it.
         path: the program that holds the equation, and those around it.
@@ -76,7 +76,7 @@ class Alarm:
 
 
 class Interpreter:
-    """States of the values of one program; `alarms` are what it found."""
+    """Propagates states through one program and collects `alarms`."""
 
     def __init__(
         self,
@@ -84,9 +84,12 @@ class Interpreter:
         sum_dtypes: Iterable[Any] = (),
         token_states: dict[str, int] | None = None,
     ) -> None:
-        """Sizes of the axes to look at; dtypes narrower than float32 that sums may have.
+        """Create an interpreter without alarms.
 
-        `token_states` are those of `collectives.per_token`, for the axes that split a batch.
+        Args:
+            sizes: mesh axis -> size, those to check.
+            sum_dtypes: dtypes narrower than float32 that sums may have.
+            token_states: states of `collectives.per_token`, for the axes that split a batch.
         """
         self.axes, self.sizes = tuple(sizes), sizes
         self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
@@ -97,13 +100,13 @@ class Interpreter:
         self._known: dict[Any, tuple[Any, list[States]]] = {}
 
     def run(self, program: Any, inputs: Sequence[States], path: Path, live: bool) -> list[States]:
-        """States of a program's outputs.
+        """Return the states of a program's outputs.
 
         Args:
             program: a jaxpr, open.
             inputs: states of its arguments.
-            path: where it stands.
-            live: whether to raise alarms; not while a loop looks for its fixed point.
+            path: the programs around it.
+            live: raise alarms; False while a loop searches its fixed point.
         """
         key = (id(program), tuple(inputs), live, self._first_round)
         if key in self._known:
@@ -214,7 +217,7 @@ class Interpreter:
         return results[: len(equation.outvars)]
 
     def _beside(self, equation: Any, state: int) -> int:
-        """State over an axis that a collective does not move along."""
+        """Return the state over an axis that a collective does not use."""
         params = equation.params
         if equation.primitive.name in GATHERS and not params.get("tiled", False):
             ndim = len(equation.outvars[0].aval.shape)
@@ -225,7 +228,7 @@ class Interpreter:
         return state
 
     def _after(self, equation: Any, state: int, axis: str) -> int:
-        """State over an axis that a collective moves along."""
+        """Return the state over an axis that a collective uses."""
         name, params = equation.primitive.name, equation.params
         if state in (ZERO, CONSTANT) and name != "ppermute":
             return state
@@ -269,10 +272,10 @@ class Interpreter:
 
     @contextlib.contextmanager
     def _as_first_round(self) -> Iterator[None]:
-        """Raise alarms of omitted sums and gathers alone, as is right for a loop's first round.
+        """Raise only alarms of omitted sums and gathers, for a loop's first round.
 
-        What is equal then, such as the zeros that a total starts from, need not stay so. What is
-        split or partial then is so, and later rounds may know nothing of it any more.
+        Values that are equal then, such as the zeros that a total starts from, need not stay equal.
+        Values that are split or partial then are so, although later rounds may lose track of it.
         """
         before, self._first_round = self._first_round, True
         yield
@@ -349,7 +352,7 @@ class Interpreter:
     def _check_branches(
         self, equation: Any, which: States, branches: Sequence[Any], path: Path, live: bool
     ) -> None:
-        """Devices that go different ways must meet in the same collectives."""
+        """Check that devices in different branches run the same collectives."""
         if not live:
             return
         for axis, choice in zip(self.axes, which, strict=True):
@@ -364,13 +367,13 @@ class Interpreter:
 
 
 def names_of(equation: Any) -> tuple[str, ...]:
-    """The mesh axes that a collective, or `axis_index`, names."""
+    """Return the mesh axes that a collective, or `axis_index`, names."""
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     return (named,) if isinstance(named, str) else tuple(a for a in named if isinstance(a, str))
 
 
 def _unknown(equation: Any, states: Sequence[int]) -> int:
-    """A function of what all devices have alike gives all the same; else there is no claim."""
+    """Return EQUAL or CONSTANT if all operands are equal on all devices; else no claim."""
     del equation
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
@@ -378,7 +381,7 @@ def _unknown(equation: Any, states: Sequence[int]) -> int:
 
 
 def _weight(equation: Any, path: Path) -> Any:
-    """The factor of a product that is a parameter, cut or cast at most; None unless it is one."""
+    """Return the factor of a product that is a parameter, at most cut or cast; else None."""
     factors = [
         v
         for v in equation.invars
@@ -389,10 +392,10 @@ def _weight(equation: Any, path: Path) -> Any:
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants of its body, and how many it carries.
+    """Return the numbers of constants and of carried values of a scan.
 
-    What is scanned or stacked has one dim more outside than inside; releases of jax name the counts
-    in different ways.
+    Scanned and stacked values have one more dim outside than inside; releases of jax name the
+    counts differently.
     """
     body = equation.params["jaxpr"].jaxpr
     pairs = zip(equation.invars, body.invars, strict=True)
@@ -403,14 +406,14 @@ def _scan_counts(equation: Any) -> tuple[int, int]:
 
 
 def _row(state: int) -> int:
-    """State of one row of an array whose first dim is scanned."""
+    """Return the state of one row of an array whose first dim is scanned."""
     if not is_split(state):
         return state
     return like(split(*[dim - 1 for dim in dims_of(state) if dim]), state)
 
 
 def _order(program: Any, axis: str) -> list[tuple[str, int]]:
-    """Collectives over an axis, in order, with their sizes; those of loops and branches inside."""
+    """Return the collectives over an axis in order, with sizes, including nested ones."""
     found = []
     for equation in program.eqns:
         if equation.primitive.name in COLLECTIVES and axis in names_of(equation):

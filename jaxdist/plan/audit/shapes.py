@@ -1,4 +1,4 @@
-"""What operations that move, cut, join or reduce dims make of states."""
+"""Rules of operations that move, cut, join or reduce dims on states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.plan.audit.states import (
 
 
 def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
-    """A split state after a sum over the dims `gone`: PARTIAL, VARYING, or still split."""
+    """Return a state after a sum over the dims `gone`: PARTIAL, VARYING, or still split."""
     dims = dims_of(state)
     if not set(dims) & set(gone):
         return state
@@ -43,14 +43,14 @@ def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
-    """A sum over what the axis splits is a term of the whole sum."""
+    """Return the state of a sum: over split dims it is a term of the complete sum."""
     [state] = states
     axes, shape = equation.params["axes"], equation.invars[0].aval.shape
     return _after_reduction(without(state, axes, shape), axes, len(shape))
 
 
 def reduce_other(equation: Any, states: Sequence[int]) -> int:
-    """The largest, the product, ... of parts: no claim."""
+    """Return the state of a maximum, product, ... of parts: no claim."""
     state, axes = states[0], equation.params["axes"]
     if state == PARTIAL and equation.primitive.name in ("reduce_max", "reduce_min", "reduce_prod"):
         raise omitted(states, f"goes through {equation.primitive.name}")
@@ -61,7 +61,7 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
 
 
 def along(equation: Any, states: Sequence[int]) -> int | list[int]:
-    """Operations along one dim that keep the shape (running sums, sorts): parts stay apart."""
+    """Return the states of running sums, sorts, ... along one dim: other splits remain."""
     params = equation.params
     dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
     linear = equation.primitive.name in ("cumsum", "rev")
@@ -74,7 +74,7 @@ def along(equation: Any, states: Sequence[int]) -> int | list[int]:
 
 
 def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
-    """A dim of size 1 that is repeated is no longer split."""
+    """Return the state of a broadcast; a repeated dim of size 1 is no longer split."""
     places, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
     target = equation.outvars[0].aval.shape
     grown = {dim for dim, place in enumerate(places) if source[dim] != target[place]}
@@ -84,26 +84,26 @@ def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
 
 
 def transpose(equation: Any, states: Sequence[int]) -> int:
-    """Dims change places."""
+    """Return the state of permuted dims."""
     order = equation.params["permutation"]
     return moved(states[0], {dim: place for place, dim in enumerate(order)})
 
 
 def squeeze(equation: Any, states: Sequence[int]) -> int:
-    """Dims of size 1 go; one that was split leaves a value of the device's own."""
+    """Return the state without dims of size 1; a split one leaves a value of the device's own."""
     gone = equation.params["dimensions"]
     return _after_reduction(states[0], gone, len(equation.invars[0].aval.shape))
 
 
 def expand_dims(equation: Any, states: Sequence[int]) -> int:
-    """Dims of size 1 come."""
+    """Return the state with new dims of size 1."""
     new = equation.params["dimensions"]
     ndim = len(equation.outvars[0].aval.shape)
     return moved(states[0], [dim for dim in range(ndim) if dim not in new])
 
 
 def reshape(equation: Any, states: Sequence[int]) -> int:
-    """A dim that is cut leaves open which part is split; dims that are joined are split as one."""
+    """Return the state of a reshape: split dims that are cut or joined are split as one."""
     state = states[0]
     if not is_split(state):
         return state
@@ -120,7 +120,7 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of one shape and of the other that hold the same elements."""
+    """Return runs of dims of one shape and of the other that hold the same elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):
@@ -138,7 +138,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 def cut(equation: Any, states: Sequence[int]) -> int:
-    """A slice: a dim of which a part is taken is no longer what the axis splits."""
+    """Return the state of a slice: a dim that is cut is no longer split by the axis."""
     source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     state = states[0]
     if not is_split(state):
@@ -147,7 +147,7 @@ def cut(equation: Any, states: Sequence[int]) -> int:
 
 
 def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
-    """A slice from a place that is the device's own takes its part of what is equal."""
+    """Return the state of a slice; at a start by device index it splits an equal value."""
     state, where = cut(equation, states[:1]), join_all(states[1:])
     if where in FIXED or state in (ZERO, PARTIAL):
         return state
@@ -159,7 +159,7 @@ def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
 
 
 def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
-    """A buffer and what is written into it."""
+    """Return the state of a buffer after a write."""
     into, update, *place = states
     if join_all(place) not in FIXED:
         return VARYING if (into, update) != (ZERO, ZERO) else ZERO
@@ -170,20 +170,20 @@ def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
 
 
 def concatenate(equation: Any, states: Sequence[int]) -> int:
-    """Arrays one after the other."""
+    """Return the state of joined arrays."""
     del equation
     return join_all(states)
 
 
 def stack(equation: Any, states: Sequence[int]) -> int:
-    """Arrays along a new dim."""
+    """Return the state of arrays joined along a new dim."""
     axis, ndim = equation.params.get("axis", 0), len(equation.outvars[0].aval.shape)
     kept = [dim for dim in range(ndim) if dim != axis % ndim]
     return join_all(moved(state, kept) for state in states)
 
 
 def split_array(equation: Any, states: Sequence[int]) -> list[int]:
-    """One array cut into several."""
+    """Return the states of the pieces of an array."""
     axis, state = equation.params["axis"], states[0]
     if axis in dims_of(state):
         state = like(split(*[dim for dim in dims_of(state) if dim != axis]), state)
@@ -191,19 +191,19 @@ def split_array(equation: Any, states: Sequence[int]) -> list[int]:
 
 
 def unstack(equation: Any, states: Sequence[int]) -> list[int]:
-    """One array cut into its slices along a dim, which goes."""
+    """Return the states of the slices along a dim that is removed."""
     axis, ndim = equation.params.get("axis", 0), len(equation.invars[0].aval.shape)
     return [_after_reduction(states[0], [axis % ndim], ndim)] * len(equation.outvars)
 
 
 def pad(equation: Any, states: Sequence[int]) -> int:
-    """Padding with zeros leaves a term of a sum a term."""
+    """Return the state of a padded array; padding a term of a sum with zeros keeps it a term."""
     del equation
     return join(states[0], ZERO if states[1] == CONSTANT and states[0] != PARTIAL else states[1])
 
 
 def window(equation: Any, states: Sequence[int]) -> int:
-    """Pooling: dims over which no window reaches stay split."""
+    """Return the state of pooling; dims that no window crosses stay split."""
     total = join_all(states)
     sizes = equation.params.get("window_dimensions", ())
     if total == PARTIAL:
@@ -214,7 +214,7 @@ def window(equation: Any, states: Sequence[int]) -> int:
 
 
 def iota(equation: Any, states: Sequence[int]) -> int:
-    """Numbers 0, 1, ...: the same on all devices."""
+    """Return the state of numbers 0, 1, ..., equal on all devices."""
     del equation, states
     return CONSTANT
 

@@ -1,4 +1,4 @@
-"""Where in the code an equation of a traced program comes from."""
+"""Source lines of the equations of a traced program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ _MACHINERY = tuple(str(Path(OWN, name)) for name in ("core", "plan", "run", "too
 
 @dataclasses.dataclass(frozen=True)
 class SourceLine:
-    """A line of code.
-
-    Attributes:
-        file: its path.
-        number: counted from 1.
-        function: the function it stands in.
-    """
+    """A line of code; `number` counts from 1."""
 
     file: str
     number: int
@@ -33,12 +27,12 @@ class SourceLine:
 
     @property
     def text(self) -> str:
-        """The line itself, without the blanks around it."""
+        """The line without surrounding blanks."""
         return linecache.getline(self.file, self.number).strip()
 
 
 def lines_of(equation: Any) -> list[SourceLine]:
-    """Lines outside of jax and flax that led to an equation, innermost first."""
+    """Return the lines outside jax and flax that led to an equation, innermost first."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     return [
@@ -49,13 +43,13 @@ def lines_of(equation: Any) -> list[SourceLine]:
 
 
 def line_of(equation: Any) -> SourceLine | None:
-    """The innermost line of the model, else of the package; None where nothing is known."""
+    """Return the innermost line of the model, else of the package; None if unknown."""
     inner = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
     return model_line(equation) or next(iter(inner), None)
 
 
 def model_line(equation: Any) -> SourceLine | None:
-    """The innermost line of the model, the package's or a user's; None without one."""
+    """Return the innermost line of a model, the package's or a user's; None if there is none."""
     lines = lines_of(equation)
     inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
     # What traces the step stands outside of it, and is no model.
@@ -64,5 +58,5 @@ def model_line(equation: Any) -> SourceLine | None:
 
 
 def is_own(line: SourceLine) -> bool:
-    """Whether a line is the package's."""
+    """Return whether a line belongs to the package."""
     return line.file.startswith(OWN)

@@ -1,20 +1,20 @@
-"""What the devices of one mesh axis hold of one value, and how states combine.
+"""States of one value over one mesh axis, and how they combine.
 
 A state is an int, one for each mesh axis in use:
 
-    ZERO       zeros; fits every other state
-    CONSTANT   made from constants of the program alone
-    EQUAL      the same on all devices
-    PARTIAL    a term each: the value that is meant is the sum over the devices
-    INDEX      made from the device's index and what is equal, e.g. a mask of its own rows
-    LOOKUP     rows of a table that the axis splits, looked up by an INDEX; right only where masked
-    VARYING    anything else; no claim, and never an alarm
+    ZERO       zeros; joins with every other state
+    CONSTANT   derived from constants of the program only
+    EQUAL      equal on all devices
+    PARTIAL    a term on each device: the value is the sum over the devices
+    INDEX      derived from the device's index and equal values, e.g. a mask of its own rows
+    LOOKUP     rows of a table that the axis splits, looked up by an INDEX; valid only once masked
+    VARYING    anything else: no claim, and never an alarm
     mask > 0   split: each device holds its part of the dims whose bits are set
 
-A mask of several dims means that the axis splits them as one: which of them, a reshape has left
-open. A sum over some of them, and not all, loses the claim. Where each device holds one row only, a
-reshape that drops that dim may mean the next dim with the rows laid after each other, or this row's
-term of a sum over rows: `ROW` marks such a split, of which both are allowed.
+A mask of several dims means that the axis splits them as one; after a reshape it is unknown which.
+A sum over only some of them loses the claim. If each device holds a single row, a reshape that
+drops that dim may mean rows laid one after the other along the next dim, or terms of a sum over
+rows: `ROW` marks such a split, for which both are allowed.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ FIXED = (ZERO, CONSTANT, EQUAL)
 
 
 def split(*dims: int) -> int:
-    """The state of a value whose `dims` an axis splits; VARYING without one."""
+    """Return the state of a value whose `dims` an axis splits; VARYING without dims."""
     return sum(1 << dim for dim in set(map(int, dims))) or VARYING
 
 
 def is_split(state: int) -> bool:
-    """Whether the state names the dims that the axis splits."""
+    """Return whether the state names the dims that the axis splits."""
     return state > 0
 
 
 def dims_of(state: int) -> list[int]:
-    """The dims that a split state names."""
+    """Return the dims that a split state names."""
     dims = state & ~ROW
     return [dim for dim in range(dims.bit_length()) if dims >> dim & 1] if state > 0 else []
 
 
 def like(state: int, *sources: int) -> int:
-    """A split state, marked with `ROW` where one of those that it comes from is."""
+    """Return a split state, marked with `ROW` if one of its sources is."""
     marked = any(is_split(source) and source & ROW for source in sources)
     return state | ROW if marked and is_split(state) else state
 
 
 def name_of(state: int) -> str:
-    """The state as a person reads it."""
+    """Return the state in words."""
     if is_split(state):
         return f"split along dim {' and '.join(map(str, dims_of(state)))}"
     names = ("zeros", "a constant", "equal", "partial", "varying", "varying", "varying")
@@ -61,7 +61,7 @@ def name_of(state: int) -> str:
 
 
 def join(left: int, right: int) -> int:
-    """The state of a value that is one or the other, or a function of both."""
+    """Return the state of a value that is one or the other, or a function of both."""
     if left == right:
         return left
     low, high = sorted((left, right), key=_rank)
@@ -75,7 +75,7 @@ def join(left: int, right: int) -> int:
 
 
 def join_all(states: Iterable[int]) -> int:
-    """`join` of all; ZERO of none."""
+    """Return the `join` of all; ZERO of none."""
     total = ZERO
     for state in states:
         total = join(total, state)
@@ -83,10 +83,7 @@ def join_all(states: Iterable[int]) -> int:
 
 
 def moved(state: int, places: Sequence[int | None] | dict[int, int]) -> int:
-    """A state after its dims moved: `places[dim]` is the new dim.
-
-    It is missing, or None, where the dim is gone.
-    """
+    """Return a state after its dims moved to `places[dim]`; None or missing = removed."""
     if not is_split(state):
         return state
     found = places if isinstance(places, dict) else dict(enumerate(places))
@@ -95,7 +92,7 @@ def moved(state: int, places: Sequence[int | None] | dict[int, int]) -> int:
 
 
 def operations(names: str) -> frozenset[str]:
-    """Operations by name, from one text."""
+    """Return the names in a text as a set."""
     return frozenset(names.split())
 
 

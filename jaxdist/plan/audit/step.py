@@ -1,4 +1,4 @@
-"""Audits the train step of a run: its inputs and outputs by name, and what is wrong in words."""
+"""Audit of the train step of a run: names of inputs and outputs, violations in words, report."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Violation:
-    """Something that a mesh makes wrong.
+    """An error that a mesh exposes.
 
     Attributes:
         kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
             gather", "different order" or "dtype".
         axis: the mesh axis.
         value: the parameter whose gradient it is, or the value's type.
-        line: `file:line` of the model, or of the package; "" where it is not known.
+        line: `file:line` of the model, or of the package; "" if unknown.
         code: that line.
         text: what happens to the value.
-        fix: what to do.
+        fix: how to correct it.
     """
 
     kind: str
@@ -59,14 +59,14 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the audit of one step found.
+    """Result of the audit of one step.
 
     Attributes:
-        axes: mesh axis -> size, those that were looked at.
-        violations: what is wrong, none where all is well.
-        transfers: every collective of the step, grouped by what asks for it.
+        axes: mesh axis -> size, those that were checked.
+        violations: empty if the step is correct.
+        transfers: every collective of the step, grouped by purpose.
         num_parameters: parameters whose gradients were followed.
-        seconds: that the audit took, without tracing.
+        seconds: duration without tracing.
     """
 
     axes: dict[str, int]
@@ -77,11 +77,11 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no violation."""
         return not self.violations
 
     def line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         over = ", ".join(self.axes) or "one device"
         count = sum(transfer.num_sites for transfer in self.transfers)
         if not self.is_clean:
@@ -93,7 +93,7 @@ class Audit:
 
 
 def text_of(audit: Audit) -> str:
-    """The table of transfers, then the violations, then the verdict."""
+    """Return a table of transfers, then the violations, then the verdict."""
     lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
     if any(transfer.at_most for transfer in audit.transfers):
         lines += ["", "≤: some stand in branches that a pipeline stage takes only in some ticks."]
@@ -169,7 +169,7 @@ def audit_program(
 
 
 def find_manual(program: Any) -> Any:
-    """The equation of the step's `shard_map`, or None."""
+    """Return the equation of the step's `shard_map`, or None."""
     for equation in program.eqns:
         if equation.primitive.name == "shard_map":
             return equation
@@ -180,7 +180,7 @@ def find_manual(program: Any) -> Any:
 
 
 class _Names:
-    """Names of what enters and leaves the manual part of a step."""
+    """Names of the inputs and outputs of the manual part of a step."""
 
     def __init__(self, manual: Any, model: Model, layout: Layout) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(model.axes)
@@ -201,7 +201,7 @@ class _Names:
         self.first_param = next(fits, len(given))
 
     def output(self, place: int) -> str:
-        """What a result is."""
+        """Return the name of a result."""
         if 0 <= place - self.first_gradient < self.num_leaves:
             return f"the gradient of {self.params[place - self.first_gradient]}"
         if place == self.first_gradient + self.num_leaves:
@@ -209,12 +209,12 @@ class _Names:
         return "a sum that the model returns (loss, weight, ...)"
 
     def gradient(self, places: Iterable[int]) -> str | None:
-        """The gradient among results, if it is one."""
+        """Return the name of the gradient among results, if it is one."""
         found = {p for p in places if 0 <= p - self.first_gradient < self.num_leaves}
         return self.output(found.pop()) if len(found) == 1 else None
 
     def parameter(self, places: Iterable[int]) -> str | None:
-        """The parameter among arguments, if it is one."""
+        """Return the name of the parameter among arguments, if it is one."""
         found = [p - self.first_param for p in places]
         found = [p for p in found if 0 <= p < self.num_leaves]
         return f"parameter {self.params[found[0]]}" if len(found) == 1 else None
@@ -235,7 +235,7 @@ _FIXES = {
 
 
 def _explained(alarm: Alarm, names: _Names) -> Violation:
-    """An alarm with the parameter it belongs to, its line, and the fix."""
+    """Return an alarm with its parameter, line and fix."""
     path, made = alarm.path, list(origins(alarm.path.program, alarm.operand))
     kind = alarm.kind
     moves = (e for e in made if e.primitive.name in SUMS | GATHERS and alarm.axis in names_of(e))
@@ -259,7 +259,7 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
 
 
 def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
-    """A term of a sum leaves the step as if it were the sum."""
+    """Return the violation of a term of a sum that leaves the step as if it were the sum."""
     made = next((e for e in reversed(body.eqns) if variable in e.outvars), None)
     line = line_of(made) if made is not None else None
     return Violation(
@@ -276,7 +276,7 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
 def _narrow_gradients(
     path: Path, names: _Names, sizes: dict[str, int], wanted: Any
 ) -> list[Violation]:
-    """Gradients that are summed in fewer bits than the settings say."""
+    """Return violations of gradients summed in fewer bits than the settings allow."""
     found = []
     # Operands of other equations need not have a dtype: tokens have none.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):

@@ -1,4 +1,4 @@
-"""What a traced step moves: its collectives, how often, how many bytes, and what asks for them."""
+"""Collectives of a traced step: how often, how many bytes, for which purpose."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _PURPOSES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Collectives of one kind, asked for by one rule.
+    """Collectives of one kind with the same purpose.
 
     Attributes:
-        purpose: what asks for it.
+        purpose: the rule of the package, or the line of the model, that requests them.
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
         axes: mesh axes of its groups, those in use.
         dtype: of the arrays.
-        num_sites: places in the program.
+        num_sites: number of equations in the program.
         times: how often a step runs them on one device.
-        at_most: whether some stand in branches that a device may not take.
-        num_bytes: of a step, whole arrays: before a reduce-scatter, after an all-gather.
+        at_most: some are in branches that a device may skip.
+        num_bytes: of a step, complete arrays: before a reduce-scatter, after an all-gather.
     """
 
     purpose: str
@@ -59,7 +59,7 @@ class Transfer:
 
 
 def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
-    """The collectives of a program over the axes named, the largest first."""
+    """Return the collectives of a program over the axes in `sizes`, largest first."""
     found: dict[Any, Transfer] = {}
     for equation, times, in_branch in _walk(body, 1, False):
         axes = tuple(axis for axis in sizes if axis in names_of(equation))
@@ -85,7 +85,7 @@ def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
 
 
 def purpose_of(equation: Any) -> str:
-    """What asks for a collective: the package's rule, or the line of the model."""
+    """Return the purpose of a collective: the package's rule, or the line of the model."""
     lines = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
     if not lines:
         return "unknown"
@@ -116,7 +116,7 @@ def _added(left: Transfer, right: Transfer) -> Transfer:
 
 
 def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int, bool]]:
-    """Equations of a program and of those inside it: how often they run, whether in a branch."""
+    """Yield all nested equations with how often they run, and whether in a branch."""
     for equation in _needed(program):
         yield equation, times, in_branch
         name = equation.primitive.name
@@ -130,9 +130,9 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
 
 
 def _needed(program: Any) -> list[Any]:
-    """Equations that a program's results are made by; the compiler drops the others.
+    """Return the equations that the results depend on; the compiler drops the others.
 
-    The gradient of an embedding leaves its forward behind, which nobody reads.
+    The gradient of an embedding leaves an unused forward behind.
     """
     found, wanted = [], set(filter(_is_variable, program.outvars))
     for equation in reversed(program.eqns):

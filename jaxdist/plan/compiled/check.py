@@ -1,12 +1,11 @@
-"""The compiler's check: the train step itself, compiled by the real XLA:GPU compiler without a GPU.
+"""Compile the train step with the real XLA:GPU compiler, without a GPU.
 
-`compile_step` starts a process of its own, which puts the run together on the devices of a topology
-description instead of real ones, compiles, and answers with `CompiledStep`. Whatever stands in the
-way comes back as `NotCompiled`, never as a traceback: a caller falls back on its estimate and says
-why.
+`compile_step` starts a process that builds the run on the devices of a topology description,
+compiles, and returns `CompiledStep`. Every failure is returned as `NotCompiled`, never raised: the
+caller falls back on its estimate and prints the reason.
 
-What the compiler cannot know here: kernels are not tuned (memory within a few percent, times
-worthless), and the memory of the CUDA context, of NCCL and of CUDA graphs is outside its account.
+Limits: kernels are not tuned (memory within a few percent, times worthless), and the memory of the
+CUDA context, of NCCL and of CUDA graphs is not included.
 """
 
 from __future__ import annotations
@@ -41,14 +40,15 @@ _DETAIL_LINES = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledMemory:
-    """What one device needs for the step, in bytes, by class.
+    """Bytes that one device needs for the step, by class.
 
     Attributes:
-        argument_bytes: the state and the batch, those in host memory left out.
+        argument_bytes: the state and the batch, without arguments in host memory.
         output_bytes: the new state and the metrics.
-        alias_bytes: outputs that take the place of donated arguments.
-        temporary_bytes: everything that lives only during the step.
-        workspace_bytes: scratch of the cuDNN attention kernels, which the compiler leaves out.
+        alias_bytes: outputs that reuse donated arguments.
+        temporary_bytes: arrays that exist only during the step.
+        workspace_bytes: scratch of the cuDNN attention kernels, which the compiler does not
+            include.
         host_bytes: arguments in host memory (offloaded moments).
     """
 
@@ -61,7 +61,7 @@ class CompiledMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Argument + output − alias + temporary + workspace: what has to fit."""
+        """Argument + output − alias + temporary + workspace: the bytes that must fit."""
         return (
             self.argument_bytes
             + (self.output_bytes - self.alias_bytes)
@@ -74,8 +74,8 @@ class CompiledMemory:
 class Buffer:
     """One of the largest pieces of temporary memory.
 
-    `shapes` take turns in it, e.g. "f32[10,5120,2,3456]", the largest first; `op_name` says where
-    the code asked for the first of them.
+    `shapes` share it over time, e.g. "f32[10,5120,2,3456]", the largest first; `op_name` is the
+    source of the first of them.
     """
 
     bytes: int
@@ -85,7 +85,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """Something in the program or in the compiler's output that a person should know."""
+    """A fact of the program or of the compiler's output that a user should see."""
 
     kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
     text: str
@@ -98,13 +98,13 @@ class CompiledStep:
     Attributes:
         buffers: the largest pieces of `temporary_bytes`, largest first.
         collectives: all of them, in program order.
-        branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
-            of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
-        program: HLO text after all of the compiler's passes.
-        attention: "cudnn" or "xla" where the model attends, "" where it does not.
+        branch_shares: kind of a pipeline's action -> share of the ticks with it in which a stage
+            runs it; {} without a pipeline. Idle ticks move nothing.
+        program: HLO text after all compiler passes.
+        attention: "cudnn" or "xla", "" without attention.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
-        target: the GPU as it was described to the compiler.
+        target: description of the GPU for the compiler.
     """
 
     memory: CompiledMemory
@@ -120,9 +120,9 @@ class CompiledStep:
     target: str
 
     def runs(self, collective: Collective) -> float:
-        """How often the busiest stage runs a collective in one step.
+        """Return how often the busiest stage runs a collective in one step.
 
-        A branch of unknown kind counts as if it were always taken.
+        A branch of unknown kind counts as always taken.
         """
         action = re.search(r"pipeline_(\w+?)/", collective.op_name)
         if not collective.in_branch or action is None:
@@ -130,7 +130,7 @@ class CompiledStep:
         return collective.count * self.branch_shares[action[1]]
 
     def wire_bytes(self) -> dict[tuple[str, str], float]:
-        """(kind, "data+fsdp") -> bytes that a device of the busiest stage sends in one step."""
+        """Return (kind, "data+fsdp") -> bytes sent in a step by a device of the busiest stage."""
         totals: dict[tuple[str, str], float] = {}
         for c in self.collectives:
             key = (c.kind, "+".join(c.axes))
@@ -140,11 +140,11 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """Why there is no compiled step, in a sentence, and what to do about it.
+    """The reason why there is no compiled step, and a fix.
 
     Attributes:
         kind: missing = the extra is not installed; refused = the settings or the mesh are illegal;
-            failed = the compiler gave up; timeout.
+            failed = the compiler failed; timeout.
         details: the end of the compiler's own output, for a log.
     """
 
@@ -155,7 +155,7 @@ class NotCompiled:
 
 
 def missing_compiler() -> NotCompiled | None:
-    """Why there is no compiler here, or None where there is one. Starts nothing."""
+    """Return why the compiler is not available, or None. Starts nothing."""
     try:
         jax, plugin, _ = map(importlib.metadata.version, ("jax", *_PACKAGES))
     except importlib.metadata.PackageNotFoundError as error:
@@ -178,13 +178,13 @@ def missing_compiler() -> NotCompiled | None:
 def compile_step(
     config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
 ) -> CompiledStep | NotCompiled:
-    """Compile a run's train step for GPUs that are not here.
+    """Compile a run's train step for GPUs of another machine.
 
     The run's own mesh and simulated devices are ignored. Takes seconds to a minute of one core and
-    about a gigabyte; several can run side by side.
+    about a gigabyte; several can run concurrently.
 
     Returns:
-        The compiled step, or why there is none; nothing is raised.
+        The compiled step, or the reason for its absence; nothing is raised.
     """
     if cluster.num_gpus != mesh.num_devices:
         return NotCompiled(
@@ -210,7 +210,7 @@ def compile_step(
 def _ask(
     command: Sequence[str], request: dict[str, Any], timeout_s: float
 ) -> tuple[int | None, str, str]:
-    """Exit code of the compiling process (None = it was ended), its answer, its warnings."""
+    """Return the exit code of the compiler process (None = timeout), its answer, its warnings."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -277,7 +277,7 @@ def _interpret(
 
 
 def _last_error(log: str, code: int) -> str:
-    """The line that says why, of a traceback or a crash."""
+    """Return the line of a traceback or crash that names the cause."""
     if code < 0:
         return f"it was killed by signal {-code} (out of memory?)"
     lines = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -302,7 +302,7 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
 
 
 def _log_remarks(log: str) -> Iterator[Remark]:
-    """What the compiler warned of."""
+    """Yield remarks on the compiler's warnings."""
     rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
     if rematerialized:
         yield Remark(
@@ -321,7 +321,7 @@ def _log_remarks(log: str) -> Iterator[Remark]:
 
 
 def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
-    """Large collectives that overlap with nothing, gradients summed in less than float32."""
+    """Yield remarks on exposed large collectives, narrow sums and unfused attention."""
     sends = lambda c: step.runs(c) * c.wire_bytes
     large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
     if waited := [c for c in large if not c.overlapped]:

@@ -1,9 +1,8 @@
-"""What a compiled program moves: every collective, over which mesh axes, how often, overlapped.
+"""Collectives of a compiled program: mesh axes, count, overlap.
 
-What the compiler emits after its own rewriting is what goes over the wire; the traced program only
-says what was asked for. The reader serves GPU programs (asynchronous pairs, wrapped computations)
-and CPU ones alike. Text that it does not know raises `UnknownHLO`: a collective counted as nothing
-would make every table of traffic a lie.
+The program after the compiler's rewriting is what goes over the wire; the traced program is only a
+request. GPU programs (asynchronous pairs, wrapped computations) and CPU programs are supported.
+Unknown text raises `UnknownHLO`: an ignored collective would falsify every table of traffic.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ class Collective:
         kind: one of `KINDS`.
         axes: mesh axes its groups span, slow to fast.
         dtypes: of its arrays.
-        bytes: of the whole arrays of one group: before a reduce-scatter, after an all-gather.
+        bytes: of the complete arrays of one group: before a reduce-scatter, after an all-gather.
         wire_bytes: sent by one device each time, by the ring algorithm.
         count: how often a step runs it; inside a branch, if that branch is always taken.
-        in_branch: whether it stands inside a conditional, so that `count` is "at most".
+        in_branch: it is inside a conditional, so `count` is an upper bound.
         group_size: devices of a group.
         nodes: nodes that its widest group spans; 1 = stays inside a node.
-        overlapped: started and awaited apart, so that other work may run between.
+        overlapped: started and awaited separately, so that other work may run in between.
         between: instructions that compute, scheduled between start and end.
         products: those of them that multiply matrices: a kernel of cuDNN, cuBLAS or Triton, or a
             loop or branch that holds one.
-        op_name: where the model's code asked for it.
+        op_name: source in the model's code.
     """
 
     kind: str
@@ -79,7 +78,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Site:
-    """A collective found on the walk: where it starts, where it ends, how often it runs."""
+    """A collective in the program: its start, its end, how often it runs."""
 
     kind: str
     started: HloInstruction
@@ -94,16 +93,16 @@ class _Site:
 def read_collectives(
     text: str, mesh: Mapping[str, int], *, gpus_per_node: int = 0
 ) -> list[Collective]:
-    """Every collective of a program above `SCALAR_BYTES`.
+    """Return every collective of a program above `SCALAR_BYTES`.
 
     Args:
         text: `compiled.as_text()`.
         mesh: axis name -> size, slow to fast, of the mesh that the program runs on; device i of the
             program is the i-th of the mesh.
-        gpus_per_node: neighbours on the fastest links; 0 = all devices are.
+        gpus_per_node: devices on the fastest links; 0 = all.
 
     Raises:
-        UnknownHLO: something in the text is not known.
+        UnknownHLO: part of the text is unknown.
     """
     num_devices = math.prod(mesh.values())
     module, found = parse(text), []
@@ -138,7 +137,7 @@ def read_collectives(
 
 
 def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
-    """(target, instruction) of every custom call, those of uncalled computations too."""
+    """Return (target, instruction) of every custom call, including uncalled computations."""
     found = []
     for instructions in parse(text).computations.values():
         for instruction in instructions:
@@ -152,11 +151,11 @@ def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
 
 
 def _walk(module: Module) -> list[_Site]:
-    """Every collective that a run of the program reaches."""
+    """Return every collective that a run of the program reaches."""
 
     @functools.cache
     def inside(name: str) -> list[_Site]:
-        """Collectives of one run of a computation."""
+        """Return the collectives of one run of a computation."""
         return list(_computation(module, name, inside))
 
     return inside(module.entry)
@@ -196,7 +195,7 @@ def trips_of(instruction: HloInstruction) -> int:
     """Return how often a loop runs.
 
     Raises:
-        UnknownHLO: the compiler did not say.
+        UnknownHLO: the compiler did not state it.
     """
     found = _TRIPS.search(instruction.attributes)
     if found is None:
@@ -207,7 +206,7 @@ def trips_of(instruction: HloInstruction) -> int:
 def _wrapped(
     module: Module, instructions: list[HloInstruction], place: int, called: list[str]
 ) -> Iterator[_Site]:
-    """A collective inside the computation of an `async-start`; other computations hold none."""
+    """Yield the collective inside the computation of an `async-start`, if it holds one."""
     for child in called:
         for inner in module.computations[child]:
             if inner.opcode in KINDS:
@@ -235,7 +234,7 @@ def _site(
 
 
 def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
-    """Whether an instruction multiplies matrices, itself or in a computation that it runs."""
+    """Return a test whether an instruction multiplies matrices, also in computations it calls."""
 
     @functools.cache
     def multiplies(name: str) -> bool:
@@ -252,7 +251,7 @@ def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
 
 
 def end_of(instructions: list[HloInstruction], place: int) -> int:
-    """Index of the instruction that awaits what starts at `place`.
+    """Return the index of the instruction that awaits the one started at index `place`.
 
     Raises:
         UnknownHLO: there is none.
@@ -276,10 +275,10 @@ def end_of(instructions: list[HloInstruction], place: int) -> int:
 def groups_and_axes(
     instruction: HloInstruction, kind: str, mesh: Mapping[str, int]
 ) -> tuple[Sequence[Sequence[int]], tuple[str, ...]]:
-    """(groups of devices, of a permute its pairs, and the mesh axes that they span).
+    """Return the groups of devices (of a permute, its pairs) and the mesh axes they span.
 
     Raises:
-        UnknownHLO: groups that are no mesh axes, or a notation that is not known.
+        UnknownHLO: groups that match no mesh axes, or an unknown notation.
     """
     if kind == "collective-permute":
         pairs = pairs_of(instruction)
@@ -291,7 +290,7 @@ def groups_and_axes(
 def _axes(
     groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: HloInstruction
 ) -> tuple[str, ...]:
-    """The mesh axes that groups span; of groups of neighbours on one axis, that axis."""
+    """Return the mesh axes that groups span, or the one axis inside which they are neighbors."""
     names, sizes = list(mesh), list(mesh.values())
     wanted = {frozenset(group) for group in groups}
     size = len(groups[0])

@@ -1,10 +1,9 @@
-"""A GPU described to the compiler, from its data sheet and its architecture's limits.
+"""Description of a GPU for the compiler, from its data sheet and its architecture's limits.
 
-XLA:GPU compiles for a machine it does not run on when it is told what it would otherwise ask the
-driver: a `GpuTargetConfigProto`. What differs between products (multiprocessors, memory, bandwidth)
-comes from `jaxdist.hardware`; what the architecture fixes is here. Clock and cache size steer
-only the compiler's own time estimates: halving either changes no byte of memory or traffic in the
-configurations tried.
+XLA:GPU compiles for another machine if it gets the driver's facts as a `GpuTargetConfigProto`.
+Facts of a product (multiprocessors, memory, bandwidth) come from `jaxdist.hardware`, those of an
+architecture from here. Clock and cache size affect only the compiler's own time estimates: halving
+either changes no byte of memory or traffic in the configurations tried.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Architecture(NamedTuple):
         float32_cores: of one multiprocessor.
         max_threads: resident on one multiprocessor.
         shared_kib: shared memory of one multiprocessor, KiB.
-        shared_kib_per_block: the most that one block may ask for, KiB.
+        shared_kib_per_block: limit of one block, KiB.
         l2_mib: second-level cache, MiB.
         clock_ghz: boost clock.
     """
@@ -58,10 +57,10 @@ _ARCHITECTURES = {
 
 
 def target_text(gpu: Gpu) -> str:
-    """`GpuTargetConfigProto` of a GPU, in text format.
+    """Return the `GpuTargetConfigProto` of a GPU, in text format.
 
     Raises:
-        ConfigError: nothing is known of its architecture.
+        ConfigError: the architecture is unknown.
     """
     architecture = _ARCHITECTURES.get(gpu.compute_capability)
     if architecture is None:

@@ -1,7 +1,6 @@
-"""The text of a compiled program (HLO) taken apart: computations, instructions, shapes, groups.
+"""Parser of the text of a compiled program (HLO): computations, instructions, shapes, groups.
 
-Only the grammar: `collectives` derives the traffic. Nothing is guessed: text that does not fit the
-grammar raises `UnknownHLO`.
+Only the grammar: `collectives` derives the traffic. Text outside the grammar raises `UnknownHLO`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 
 class UnknownHLO(ValueError):
-    """The program's text holds something that this reader does not know."""
+    """The program's text is outside the grammar of this parser."""
 
 
 ITEM_BITS = {
@@ -37,14 +36,14 @@ _OPAQUE = ("token", "opaque")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's dtype and dims."""
+    """Dtype and dims of an array."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the complete array."""
         return (ITEM_BITS[self.dtype] * math.prod(self.dims) + 7) // 8
 
     def __str__(self) -> str:
@@ -55,7 +54,7 @@ class Shape:
 class HloInstruction:
     """One instruction: text between its parentheses (`operands`) and after them (`attributes`).
 
-    `type` is its result's type as text, `name` without the percent sign.
+    `type` is its result's type as text, `name` has no percent sign.
     """
 
     name: str
@@ -66,17 +65,17 @@ class HloInstruction:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The arrays of its result, tuples flattened."""
+        """Arrays of the result, with tuples flattened."""
         return shapes_of(self.type)
 
     @property
     def operand_names(self) -> list[str]:
-        """The instructions it reads."""
+        """Names of the instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.operands)
 
     @property
     def op_name(self) -> str:
-        """Where the traced program asked for it."""
+        """Source in the traced program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -92,7 +91,7 @@ class Module:
     entry: str
 
     def called(self, instruction: HloInstruction) -> list[str]:
-        """Computations that an instruction names, branches in order."""
+        """Return the computations that an instruction names, branches in order."""
         attributes = re.sub(r"metadata=\{[^}]*\}", "", instruction.attributes)
         names = re.findall(
             r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
@@ -105,7 +104,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Take a program's text apart.
+    """Parse a program's text.
 
     Raises:
         UnknownHLO: it is no program, or a line of a computation is no instruction.
@@ -144,7 +143,7 @@ def _instruction(line: str) -> HloInstruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -154,10 +153,10 @@ def _closing(text: str, start: int) -> int:
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """The arrays of a type, tuples flattened; tokens carry nothing.
+    """Return the arrays of a type, with tuples flattened and tokens omitted.
 
     Raises:
-        UnknownHLO: an array type that is not known.
+        UnknownHLO: an unknown array type.
     """
     shapes = []
     bare = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)
@@ -176,9 +175,9 @@ def shapes_of(text: str) -> list[Shape]:
 
 
 def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
-    """Replica groups of a collective, from any of the notations that XLA prints.
+    """Return the replica groups of a collective, from any notation that XLA prints.
 
-        {{0,1},{2,3}}                      listed; {} is everyone
+        {{0,1},{2,3}}                      listed; {} is all devices
         [2,2]<=[4]   [2,2]<=[2,2]T(1,0)    numbers reshaped, dims permuted
         mesh['a'=2,'b'=2] {'a'}            over named axes; parts of one: {'a':(1)2}; with
                                            device_ids=([2,2]T(1,0)) the devices' own order
@@ -203,7 +202,7 @@ def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
 
 
 def pairs_of(instruction: HloInstruction) -> list[tuple[int, int]]:
-    """(source, target) of a permute.
+    """Return (source, target) of each pair of a permute.
 
     Raises:
         UnknownHLO: there are none.
@@ -258,7 +257,7 @@ def _named(text: str, num_devices: int) -> list[list[int]] | None:
 def _cut(
     sizes: dict[str, int], parts: Sequence[tuple[str, str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Dims of the mesh with its axes cut where parts of them begin and end; which are spanned."""
+    """Return the mesh's dims, with axes cut at the ends of parts, and the spanned dims."""
     dims: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():
@@ -281,7 +280,7 @@ def _cut(
 
 
 def _arranged(source: str, order: str | None) -> np.ndarray:
-    """Numbers 0, 1, ... as int64 [*source], their dims permuted."""
+    """Return the numbers 0, 1, ... as int64 [*source], with dims permuted."""
     shape = _numbers(source)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_numbers(order)) if order else ids

@@ -1,19 +1,21 @@
-"""Arithmetic before any device is started: memory, traffic, time and cost of a run on a cluster.
+"""Estimates of memory, traffic, time and cost of a run, before any device starts.
 
-    job            one run's settings on one mesh of some GPUs, and the sizes all else counts in
-    model_trace    what a model computes and keeps, read off its own functions
-    memory         bytes of one device; `activations`: what layers keep and work with
-    memory_check   what training logs, refuses and compares on the GPUs it has
-    flops          FLOPs, and bytes of memory-bound kernels
-    traffic        every collective by mesh axes
-    schedule_costs what a pipeline's schedule costs
-    products       how fast matrix products run: tiles, waves, the power limit
-    software       what kernels reach in our step
+    job            one run's settings on one mesh of GPUs, with the sizes that everything else uses
+    model_trace    FLOPs, saved bytes and structure of a model, from the trace of its functions
+    model_costs    work and activations of a model on one device: a decoder's, or any other's
+    attention      keys that queries see, load imbalance, kernel scratch
+    memory         bytes of one device: the state, and each phase of a step
+    remat          `train.remat = auto`
+    memory_check   the estimate that training logs, enforces, and compares with the compiled step
+    traffic        every collective, by mesh axes
+    products       rates of matrix products: tiles, waves, the power limit
+    software       efficiency of our kernels
+    muon           matrices that Muon orthogonalizes on one device
     time           seconds of a step, by a roofline
     cost           days, money, checkpoints
+    restart        seconds of a restart
     search         the best mesh, and why others lose
-    suggestions    the least change that makes a run fit
+    suggestions    the smallest change that makes a run fit
 
-`python -m jaxdist.plan` and `train` use it. The model is built (its shapes, never its weights) and
-no device is started.
+The model's shapes are built, never its weights.
 """

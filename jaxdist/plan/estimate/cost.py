@@ -1,10 +1,10 @@
-"""From seconds of a step to days and money, with what failures and preemptions add.
+"""Days and money of a run from the seconds of a step, with failures and preemptions.
 
 References:
-    Young 1974, "A first order approximation to the optimum checkpoint interval": with a saving that
-    stops the run for C and a failure every M on average, save every √(2·C·M).
+    Young 1974, "A first order approximation to the optimum checkpoint interval": if a checkpoint
+    stops the run for C, and failures are M apart on average, save every √(2·C·M).
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37, which holds when C is not small against M as well.
+    equation 37, which also holds if C is not small against M.
     Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4: 419 unexpected
     interruptions of 16,384 GPUs in 54 days.
 """
@@ -30,9 +30,9 @@ class Saving:
 
     Attributes:
         copy_s: seconds for which training waits (the copy to the hosts).
-        write_s: seconds that storage takes meanwhile.
+        write_s: seconds that storage takes in the background.
         interval_s: between checkpoints, by Daly, never shorter than a write.
-        lost: share of the time lost to saving, to work done twice and to restarts.
+        lost: share of the time lost to checkpoints, repeated work and restarts.
     """
 
     bytes: float
@@ -44,7 +44,7 @@ class Saving:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Parameters, their average and moments, whole."""
+    """Return the bytes of all parameters, their average and moments."""
     memory = estimate_memory(job)
     params = (WIDE + job.config.optim.ema_bytes) * sum(weight.size for weight in job.weights)
     local = memory.state["optimizer moments"] + memory.host_bytes
@@ -59,7 +59,7 @@ def saving_of(
     storage_bytes_per_s: float,
     restart_s: float,
 ) -> Saving:
-    """When to save, and what saving and failures of the whole job cost together."""
+    """Return the best checkpoint interval, and its cost together with failures."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     write = size / storage_bytes_per_s
@@ -76,7 +76,7 @@ def saving_of(
 
 
 def daly(cost_s: float, mean_s: float) -> float:
-    """Seconds between savings; the mean time to a failure may be infinite."""
+    """Return the seconds between checkpoints; the mean time to a failure may be infinite."""
     if math.isinf(mean_s):
         return math.inf
     if cost_s >= 2 * mean_s:
@@ -87,7 +87,7 @@ def daly(cost_s: float, mean_s: float) -> float:
 
 
 def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float) -> float:
-    """Share of the time without progress: saving, repeating half an interval, starting again."""
+    """Return the share of time without progress: saving, repeated half intervals, restarts."""
     if math.isinf(interval_s):
         return 0.0
     saving = cost_s / (interval_s + cost_s)
@@ -97,7 +97,7 @@ def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bill:
-    """A run to its end: days on the wall with what is lost, hours of all GPUs, money (USD)."""
+    """Cost of a complete run: days with lost time, hours of all GPUs, money (USD)."""
 
     tokens: float
     days: float
@@ -107,31 +107,31 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Days and money (USD) that a run may take; 0 = any."""
+    """Days and money (USD) that a run may take; 0 = no limit."""
 
     days: float = 0.0
     money: float = 0.0
 
     def late(self, cost: Bill) -> bool:
-        """Whether a run takes longer than it may."""
+        """Return whether a run takes longer than allowed."""
         return 0 < self.days < cost.days
 
     def dear(self, cost: Bill) -> bool:
-        """Whether a run costs more than it may."""
+        """Return whether a run costs more than allowed."""
         return 0 < self.money < cost.money
 
 
 def bill(
     *, tokens: float, tokens_per_s: float, num_gpus: int, price: float, lost: float = 0.0
 ) -> Bill:
-    """Time and money for a number of tokens; `lost` is the share of time that is no progress."""
+    """Return the cost of a number of tokens; `lost` is the share of time without progress."""
     seconds = tokens / tokens_per_s / (1 - lost)
     hours = seconds / HOUR_S * num_gpus
     return Bill(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
 def break_even(saving: Saving, *, price_share: float, restart_s: float) -> float:
-    """Interruptions a day at which GPUs at a share of the price cost as much as steady ones."""
+    """Return the interruptions per day at which cheaper GPUs cost as much as stable ones."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

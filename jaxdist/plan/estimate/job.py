@@ -1,7 +1,6 @@
-"""What is estimated: one run's settings on one mesh of some GPUs, and the sizes all else counts in.
+"""The run that is estimated: its settings on one mesh of GPUs, with derived sizes.
 
-Everything here is arithmetic on settings. Where arrays lie is asked of the `Layout` that training
-uses, on a mesh without devices, so that the two cannot disagree.
+The placement of arrays is that of the `Layout` that training uses, on a mesh without devices.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ WIDE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Where another trainer's step differs from ours; to compare with what others published.
+    """How another trainer's step differs from ours, to compare with published runs.
 
     Attributes:
-        products_dtype: dtype of matrix products where it is not the compute dtype ("float8").
-        software: what its kernels reach.
-        stage_recomputes: whether a pipeline stage's backward first repeats its forward.
-        virtual_stages_travel: whether virtual stages move to their devices in every step.
-        stacks_layers: whether what layers keep for backward is copied into stacks, as a scan does.
-        fuses_recomputation: whether kernels of backward recompute what is not a product.
+        products_dtype: dtype of matrix products if it is not the compute dtype ("float8").
+        software: efficiency of its kernels.
+        stage_recomputes: the backward of a pipeline stage first repeats its forward.
+        virtual_stages_travel: virtual stages move to their devices in every step.
+        stacks_layers: saved values of layers are copied into stacks, as a scan does.
+        fuses_recomputation: backward kernels recompute everything except products.
     """
 
     products_dtype: str = ""
@@ -69,13 +68,13 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stages:
-    """A schedule and what follows from it.
+    """A pipeline schedule and its costs.
 
     Attributes:
-        report: what it costs, a backward counted with its recomputation.
-        longest: ticks by the kind of their longest action.
+        report: costs, with recomputation counted in the backward.
+        longest: number of ticks by the kind of their longest action.
         num_loops: loops of the compiled program.
-        mixes: whether in some tick some stages go forward and others backward.
+        mixes: in some tick some stages run forward and others backward.
     """
 
     schedule: Schedule
@@ -89,7 +88,7 @@ class Stages:
 def stages_of(
     config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int, rows_per_example: int
 ) -> Stages:
-    """The schedule that training would run; arguments as of `PipelineConfig.make_schedule`."""
+    """Return the schedule that training would run; see `PipelineConfig.make_schedule`."""
     schedule = config.make_schedule(
         num_stages=num_stages,
         rows=rows,
@@ -113,10 +112,11 @@ _LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on one mesh of one cluster; the settings' own `mesh.shape` is not read.
+    """One run on one mesh of one cluster; the settings' own `mesh.shape` is ignored.
 
-    `packed` rows hold several documents; None = as the settings suggest. `check` is the result of
-    comparing cuDNN's kernel; None = it is expected to pass.
+    Attributes:
+        packed: rows hold several documents; None = as the settings suggest.
+        check: result of the check of cuDNN's kernel; None = expected to pass.
     """
 
     config: RunConfig
@@ -131,18 +131,18 @@ class Job:
     def of(
         cls, config: RunConfig, spec: MeshSpec, cluster: Cluster, model: Model | None = None
     ) -> Job:
-        """The job of these settings, whose model is built where it is not given."""
+        """Return the job of these settings; the model is built unless it is passed."""
         return cls(config=config, spec=spec, cluster=cluster, model=model or config.build_model())
 
     def changed(self, section: str, **changes: Any) -> Job:
-        """The job with other settings in a section."""
+        """Return the job with changed settings in one section."""
         return dataclasses.replace(self, config=with_section(self.config, section, **changes))
 
     # -- hardware and number formats --------------------------------------------------------------
 
     @functools.cached_property
     def plan(self) -> StepPlan:
-        """The decisions about the step, as training makes them on these GPUs."""
+        """The step plan that training would make on these GPUs."""
         gpu, config = self.cluster.gpu, self.config
         device = Device(
             platform="gpu",
@@ -169,17 +169,17 @@ class Job:
 
     @functools.cached_property
     def decoder(self) -> DecoderShape | None:
-        """The sizes of the model if it is a decoder, built-in or not; else None."""
+        """Sizes of the model if it is a decoder, built-in or custom; else None."""
         return decoder_of(self.model, self.seq_len)
 
     @functools.cached_property
     def attention_call(self) -> AttentionCall | None:
-        """How a block attends; None where it does not, or more than once."""
+        """How a block attends; None if it does not, or does more than once."""
         return attention_of(self.model, self.seq_len)
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row; 1 where the model reads no text."""
+        """Tokens of a row; 1 if the model reads no text."""
         return self.config.train.seq_len if self.model.unit == "tokens" else 1
 
     @property
@@ -189,7 +189,7 @@ class Job:
 
     @functools.cached_property
     def stages(self) -> Stages | None:
-        """What the stages do and what that costs; None without stages."""
+        """The pipeline's schedule with its costs; None without stages."""
         if self.spec[PIPELINE] == 1:
             return None
         return stages_of(
@@ -202,12 +202,12 @@ class Job:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The table of the stages; None without."""
+        """The pipeline's schedule; None without stages."""
         return None if self.stages is None else self.stages.schedule
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a replica's rows are cut."""
+        """Microbatches of one replica."""
         if self.schedule is not None:
             return self.schedule.num_microbatches
         return self.config.train.accumulation
@@ -219,12 +219,12 @@ class Job:
 
     @property
     def num_row_chunks(self) -> int:
-        """Chunks of a microbatch's rows that go through the layers concurrently."""
+        """Chunks of a microbatch's rows that pass the layers concurrently."""
         return row_chunks(self.micro_rows, self.plan.max_row_chunks)
 
     @property
     def tokens(self) -> int:
-        """Tokens (or images) of a microbatch on one device, before tensor splits them."""
+        """Tokens (or images) of a microbatch on one device, before `tensor` splits them."""
         return self.micro_rows * self.seq_len // self.spec[CONTEXT]
 
     @property
@@ -234,12 +234,12 @@ class Job:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between blocks are split over `tensor`."""
+        """Activations between blocks are split over `tensor`."""
         return self.layout.sequence_parallel and self.spec[TENSOR] > 1
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of a microbatch whose residual stream one device holds."""
+        """Tokens of a microbatch whose residual stream is on one device."""
         return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
 
     # -- the model ---------------------------------------------------------------------------------
@@ -251,17 +251,17 @@ class Job:
 
     @property
     def trace(self) -> Trace:
-        """What the model costs by its own functions, remat as in this run."""
+        """Costs of the model's functions, with remat as in this run."""
         return trace(self.model, self.seq_len, str(self.dtype), self.remat)
 
     @property
     def everything_kept(self) -> Trace:
-        """The same without recomputation."""
+        """Costs of the model's functions without recomputation."""
         return trace(self.model, self.seq_len, str(self.dtype), "none")
 
     @property
     def stream_width(self) -> int:
-        """Elements of the residual stream per token; 0 where the model has no blocks."""
+        """Elements of the residual stream per token; 0 if the model has no blocks."""
         if self.decoder is not None:
             return self.decoder.d_model
         return self.trace.stream // self.seq_len
@@ -270,14 +270,15 @@ class Job:
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers that one device runs."""
+        """Layers of one device."""
         return self.model.num_layers // self.spec[PIPELINE]
 
     @property
     def num_narrow_layers(self) -> int:
-        """Layers of one device that multiply in `precision.matmul_dtype`: not the first and last.
+        """Layers of one device that multiply in `precision.matmul_dtype`.
 
-        Of several stages, the one meant holds one of those two, and takes longest.
+        All but the model's first and last. With stages it is the count of a stage with one of those
+        two.
         """
         if not self.plan.matmul_dtype:
             return 0
@@ -285,7 +286,7 @@ class Job:
 
     @property
     def num_fp8_layers(self) -> int:
-        """Those of them whose weights travel, and whose inputs are kept, in 8 bits."""
+        """Layers whose weights are gathered and whose inputs are saved in fp8."""
         return self.num_narrow_layers if self.plan.matmul_dtype == "fp8" else 0
 
     @property
@@ -296,14 +297,15 @@ class Job:
 
     @property
     def remat(self) -> str:
-        """What backward recomputes; "auto" counts as dots until `remat.choose_remat` chose."""
+        """Remat policy; "auto" counts as dots until `remat.choose_remat` has chosen."""
         return self.plan.remat
 
     @property
     def unrolls(self) -> bool:
-        """Whether the layers are one straight line of our program, and no loop.
+        """The layers are unrolled in our program, not a loop.
 
-        Counted as a loop where products are in fewer bits, whose straight line was not looked at.
+        With products in fewer bits they count as a loop: that unrolled program has not been
+        measured.
         """
         if not self.engine.stacks_layers or self.plan.matmul_dtype:
             return False
@@ -311,12 +313,12 @@ class Job:
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """How devices that share rows see all keys; None where none do."""
+        """How devices that share rows exchange keys and values; None if rows are not shared."""
         return self.plan.exchange
 
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:
-        """Newest keys that a query sees, 0 = all -> layers of the model in which it does."""
+        """Layers of the model by attention window; 0 = no window."""
         call, layers = self.attention_call, self.model.num_layers
         if call is None:
             return {}
@@ -333,10 +335,10 @@ class Job:
 
     @functools.cached_property
     def attention(self) -> str:
-        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends.
+        """Attention kernel: "cudnn", "blockwise", "xla", or "" without attention.
 
         Raises:
-            ConfigError: cuDNN was asked for by name, and this mesh's exchange does not allow it.
+            ConfigError: the settings name cuDNN, and the exchange of this mesh does not support it.
         """
         call = self.attention_call
         if call is None or self.decoder is None:
@@ -356,15 +358,15 @@ class Job:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Where arrays lie, as training would place them."""
+        """Placement of arrays, as in training."""
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, place: Place) -> int:
-        """Elements of a weight-shaped array that one device holds."""
+        """Return the elements on one device of an array with a weight's shape."""
         return weight.size // self._placed(weight.dims, place)[1]
 
     def total(self, weights: Iterable[Weight], place: Place) -> int:
-        """Elements of several weight-shaped arrays that one device holds."""
+        """Return the elements on one device of several arrays with weights' shapes."""
         return sum(self.size(weight, place) for weight in weights)
 
     @functools.cached_property
@@ -378,7 +380,7 @@ class Job:
         return tuple(w for w in self.weights if not w.is_stacked)
 
     def is_gathered(self, weight: Weight) -> bool:
-        """Whether a weight is sharded over data or fsdp, and gathered before use."""
+        """Return whether a weight is sharded over data or fsdp and gathered before use."""
         return self.size(weight, "param") < self.size(weight, "whole")
 
     def gathered_dim(self, weight: Weight) -> int:
@@ -391,7 +393,7 @@ class Job:
         return {dim for dim, axis in rules.items() if axis and by_name[axis].weights == "gathered"}
 
     def axes(self, weight: Weight, place: Place) -> tuple[str, ...]:
-        """Mesh axes that split a weight-shaped array, in mesh order."""
+        """Return the mesh axes that split an array with a weight's shape, in mesh order."""
         return self._placed(weight.dims, place)[0]
 
     @functools.cached_property
@@ -401,7 +403,7 @@ class Job:
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
-    """The settings of a run with others in a section."""
+    """Return the settings of a run with changes in one section."""
     changed: Any = dataclasses.replace(getattr(config, section), **changes)
     return dataclasses.replace(config, **{section: changed})
 
@@ -410,7 +412,7 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 def _placements(
     spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
 ) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
-    """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
+    """Return (dims, role) -> mesh axes that split such an array, and into how many parts."""
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
         "param": layout.param_specs,
@@ -431,5 +433,4 @@ def _placements(
 
 
 def _abstract_mesh(spec: MeshSpec) -> Any:
-    """The mesh without devices."""
     return AbstractMesh(tuple(spec.sizes.values()), tuple(spec.sizes))

@@ -1,12 +1,11 @@
 """Memory of one device: the state, and the phase of the step that needs most.
 
-All devices run one program, so all allocate the same: stages differ only in what they use of it.
-The step's temporary memory is that of its largest phase; each phase is a list of what is alive in
-it. The lists were read off the GPU compiler's buffer assignments and are compared with them in
-`scripts/bench/results/plan_memory.md`.
+All devices run one program, so all allocate the same, whatever their stage uses. The temporary
+memory of a step is that of its largest phase. A phase lists the arrays alive in it. The lists were
+read from the GPU compiler's buffer assignments; `scripts/bench/results/plan_memory.md` compares.
 
-Not counted, here as by the compiler: the CUDA context, NCCL's buffers, CUDA graphs and
-fragmentation. `usable_bytes` leaves a share of the GPU for them.
+Not counted, here and by the compiler: the CUDA context, NCCL's buffers, CUDA graphs and
+fragmentation. `usable_bytes` reserves a share of the GPU for them.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ class MemoryEstimate:
     """Bytes of one device.
 
     Attributes:
-        state: what lives from step to step, by class: parameters and their average, moments,
-            batch.
-        phases: phase of the step -> what is alive in it besides the state, by class.
+        state: persistent arrays, by class: parameters and their average, moments, batch.
+        phases: phase of the step -> arrays alive in addition to the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
-        host_bytes: moments kept in host memory.
-        is_rough: activations are what the model's functions keep, before a compiler saw them.
+        host_bytes: moments in host memory.
+        is_rough: activations are an upper bound from the model's trace.
     """
 
     state: Parts
@@ -53,7 +51,7 @@ class MemoryEstimate:
 
     @functools.cached_property
     def state_bytes(self) -> float:
-        """What the step is given."""
+        """Bytes of the arguments of the step."""
         return sum(self.state.values())
 
     @functools.cached_property
@@ -63,35 +61,35 @@ class MemoryEstimate:
 
     @property
     def temporary_bytes(self) -> float:
-        """What lives only inside the step, at its fullest."""
+        """Bytes that exist only inside the step, at its peak."""
         return sum(self.phases[self.peak].values())
 
     @property
     def total_bytes(self) -> float:
-        """All that one device must hold."""
+        """Bytes that must fit on one device."""
         return self.state_bytes + self.temporary_bytes + self.workspace_bytes
 
     @property
     def parts(self) -> dict[str, float]:
-        """Class -> bytes in the phase that needs most."""
+        """Bytes by class in the phase that needs most."""
         found = {**self.state, **self.phases[self.peak]}
         if self.workspace_bytes:
             found["attention workspace"] = self.workspace_bytes
         return {name: size for name, size in found.items() if size}
 
     def largest(self, number: int) -> str:
-        """The classes that take most, with their sizes."""
+        """Return the largest classes, with their sizes, as text."""
         most = sorted(self.parts.items(), key=lambda part: -part[1])[:number]
         return ", ".join(f"{name} {in_bytes(size)}" for name, size in most)
 
 
 def usable_bytes(job: Job) -> float:
-    """What a run may take of a GPU: what the environment says, or our default."""
+    """Return the bytes of a GPU that a run may use: by the environment, or our default."""
     return memory_fraction() * job.cluster.gpu.memory_bytes
 
 
 def estimate_memory(job: Job) -> MemoryEstimate:
-    """The memory of one device of the job."""
+    """Estimate the memory of one device of the job."""
     moments = moment_bytes(job)
     offload = job.config.train.offload_optimizer
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
@@ -118,7 +116,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 
 def moment_bytes(job: Job) -> float:
-    """The optimizer's state on one device, or in host memory where it is offloaded."""
+    """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
     optim = job.config.optim
     total = 0.0
     for weight in job.weights:
@@ -134,7 +132,7 @@ def moment_bytes(job: Job) -> float:
 
 
 def _factored(job: Job, weight: Weight) -> int:
-    """Elements of row and column moments, which no axis shards; a vector has a whole one."""
+    """Elements of row and column moments, which no axis shards; a vector has a complete one."""
     if not weight.is_matrix or "d_model" not in weight.dims:
         return job.size(weight, "moment")
     # Layers and unnamed dims (query, key, value; gate, up) stack matrices of their own.
@@ -196,7 +194,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Gradients of the microbatches before, and this one's of a table of its own."""
+    """Gradients of earlier microbatches, and this one's of an untied embedding table."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.weights, "gradient")
@@ -221,7 +219,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """One layer's whole weights, their gradients before they are scattered, and its activations."""
+    """One layer's gathered weights, unscattered gradients and activations."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -235,16 +233,16 @@ def _layer(job: Job) -> Parts:
 
 
 def _transposed_table(job: Job) -> float:
-    """A tied table as the head reads it, turned around before it is cast; gathered ones after."""
+    """A tied table transposed for the head: before it is cast, unless it is gathered."""
     costs = costs_of(job)
     tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
     return WIDE * job.total(tables, "whole") * costs.is_tied()
 
 
 def _updates(job: Job) -> dict[str, Parts]:
-    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2.
+    """The optimizer: in place element by element, but with new parameters under ZeRO-1 and 2.
 
-    Before there are any, Muon holds matrices whole, one device each.
+    Before that, Muon holds complete matrices, each on one device.
     """
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
@@ -278,8 +276,8 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
 def _scattering(job: Job) -> Parts:
     """Sums of all microbatches as they are reduced, and copies with the scattered dim first.
 
-    Read off the buffer assignments: half of the copies at once where the program has two loops,
-    all of them where it has more.
+    As in the buffer assignments: half of the copies at once if the program has two loops, all of
+    them if it has more.
     """
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"
@@ -296,7 +294,7 @@ def _scattering(job: Job) -> Parts:
 
 
 def _stage(job: Job) -> dict[str, float]:
-    """What a stage carries from tick to tick."""
+    """Arrays that a stage carries from tick to tick."""
     assert job.stages is not None
     schedule, report = job.stages.schedule, job.stages.report
     once = job.config.pipeline.gather == "step"

@@ -1,4 +1,4 @@
-"""Memory of a run on the devices it has: logged at start, refused if far too much, then compared.
+"""Memory check of a run on its GPUs: log the estimate, refuse a run, compare after compiling.
 
 Only GPUs are checked: the memory of simulated devices is the host's.
 """
@@ -33,11 +33,11 @@ _MAX_RETRIES = 2  # a compilation takes minutes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run needs of one GPU, by estimate, and what the allocator may give out.
+    """Estimated need of one GPU, and the bytes that its allocator may use.
 
     Attributes:
-        job: the run, with the remat policy that auto stands for.
-        remat: why that policy; None where the settings name one.
+        job: the run, with remat "auto" resolved.
+        remat: the choice of the policy; None if the settings name one.
     """
 
     job: Job
@@ -54,9 +54,9 @@ class Budget:
         model: Model | None,
         host_of: Mapping[int, str] | None = None,
     ) -> Budget | None:
-        """The budget of a run on the devices of its job; None where they are no GPUs.
+        """Return the budget of a run on its devices; None unless they are GPUs.
 
-        `host_of` names the host of each process; one that is not named has a host of its own.
+        `host_of` names the host of each process; a process without an entry has its own.
         """
         found = _cluster_of(devices, host_of or {})
         if found is None:
@@ -73,7 +73,7 @@ class Budget:
     def replanned(self, packed: bool, check: Admission | None) -> Budget:
         """Return the budget for the rows of the data and the result of the kernel check.
 
-        Attention that goes block by block costs otherwise, so remat "auto" is chosen again.
+        Block-wise attention has other costs, so remat "auto" is chosen again.
         """
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
@@ -81,7 +81,7 @@ class Budget:
         )
 
     def line(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         rough = "; activations are an upper bound" if self.memory.is_rough else ""
         return (
             f"memory estimate: {in_bytes(self.memory.total_bytes)} of each GPU, "
@@ -89,17 +89,20 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Refuse a run that cannot fit, with what to change.
+        """Refuse a run that cannot fit, with the smallest fix.
 
         Raises:
-            ConfigError: the estimate is beyond the limit by more than its own error.
+            ConfigError: the estimate exceeds the limit by more than its own error.
         """
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
-        """A warning where the compiled step (`memory_analysis()`) takes another amount, else ""."""
+        """Return a warning if the compiled step needs another amount, else "".
+
+        `stats` is its `memory_analysis()`.
+        """
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
@@ -115,14 +118,16 @@ class Budget:
         compile_with: Callable[[Budget], Any],
         agree: Callable[[str, Any], list[Any]] = coordination.gather,
     ) -> None:
-        """Compile the step; if it needs more memory than there is, save less for the backward pass.
+        """Compile the step; if it needs too much memory, save less for the backward pass.
 
-        With remat "auto" the next policy is compiled, at most twice. `compile_with` compiles the
-        step of a budget and returns its `memory_analysis()`. `agree` gathers a value of every
-        process, so that all choose the same policy.
+        With remat "auto" the next policy is compiled, at most twice.
+
+        Args:
+            compile_with: compiles the step of a budget and returns its `memory_analysis()`.
+            agree: gathers a value of every process, so that all choose the same policy.
 
         Raises:
-            ConfigError: the compiled step takes more than the allocator may give out.
+            ConfigError: the compiled step needs more than the allocator may use.
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):
@@ -146,14 +151,14 @@ class Budget:
             budget = dataclasses.replace(budget, job=remat.job, memory=memory, remat=remat)
 
     def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
-        """Say what to change so that the estimate is within `target` bytes."""
+        """Raise with the change that brings the estimate within `target` bytes."""
         raise ConfigError(
             f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
             f"may be used. {self._fix(target)} Use --override=memory to try anyway."
         )
 
     def _fix(self, usable: float) -> str:
-        """The least change with which the estimate is within `usable` bytes, or another mesh."""
+        """Return the smallest change that brings the estimate within `usable` bytes."""
         choice = dataclasses.replace(Choice.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."
@@ -167,7 +172,7 @@ class Budget:
 
 
 def executable_bytes(stats: Any) -> int:
-    """Bytes of one device that an executable takes, by its own `memory_analysis()`."""
+    """Return the bytes of one device that an executable needs, by `memory_analysis()`."""
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
 
@@ -178,7 +183,7 @@ def needs_of(
     model: Model | None,
     host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
-    """A function mesh -> (bytes that one GPU needs, bytes it may take); None without GPUs."""
+    """Return mesh -> (bytes that one GPU needs, usable bytes); None without GPUs."""
     found = _cluster_of(devices, host_of or {})
     if found is None:
         return None
@@ -191,10 +196,7 @@ def needs_of(
 
 
 def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Cluster, float] | None:
-    """The devices as a cluster, and what the allocator of one may give out; None if unknown.
-
-    `host_of` names the host of a process; one that is not named has a host of its own.
-    """
+    """Return the devices as a cluster, and the limit of one allocator; None if unknown."""
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
         return None

@@ -39,12 +39,12 @@ from jaxdist.core.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one row costs on one device that holds all of the model.
+    """Cost of one row on one device that holds the complete model.
 
     Attributes:
         flops: of matrix products and convolutions, forward.
-        kept_bytes: what is kept from forward to backward.
-        reduced: elements whose sum over `tensor` the model asks for, forward and backward.
+        kept_bytes: saved from forward to backward.
+        reduced: elements that the model sums over `tensor`, forward and backward.
     """
 
     flops: float = 0.0
@@ -54,10 +54,10 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A model's cost of one row.
+    """Cost of one row, by part of the model.
 
     Attributes:
-        layer: one block; nothing where the model has no stacked layers.
+        layer: one block; zero without stacked layers.
         rest: everything else: embedding, head and loss.
         stream: elements of the block's input; 0 without stacked layers.
     """
@@ -226,21 +226,21 @@ def _head(model: Model, seq_len: int) -> Any:
 
 
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """One row of a batch: what the model says it reads, or text."""
+    """Return the shapes of one row of a batch: the model's own, or those of text."""
     ids = jax.ShapeDtypeStruct((seq_len,), jnp.int32)
     weights = jax.ShapeDtypeStruct((seq_len,), jnp.float32)
     return dict(model.row) or {"tokens": ids, "targets": ids, "weights": weights}
 
 
 def _difference(cost_of: Callable[[int], Cost]) -> Cost:
-    """What the second row adds to the first."""
+    """Return the cost of the second row: that of two rows minus that of one."""
     one, two = cost_of(1), cost_of(2)
     fields = [field.name for field in dataclasses.fields(Cost)]
     return Cost(**{name: getattr(two, name) - getattr(one, name) for name in fields})
 
 
 def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
-    """The whole loss, its layers left out."""
+    """Trace the loss without the layers."""
     reduced: list[int] = []
     skip: Any = lambda block, layers, x, aux, context: (x, {})
     context, forward = _context(dtype, reduced), ForwardPass(model, run_layers=skip)
@@ -253,7 +253,7 @@ def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
 
 
 def _block(model: Model, seq_len: int, dtype: str, remat: str, rows: int) -> Cost:
-    """One block, with the remat policy that the layer runner would give it."""
+    """Trace one block with the remat policy of the run."""
     reduced: list[int] = []
     context, block = _context(dtype, reduced), model.block
     assert block is not None
@@ -274,10 +274,10 @@ def _cost(
     differentiated: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> Cost:
-    """Trace forward for the FLOPs and sums, and the VJP for what it keeps.
+    """Trace forward for the FLOPs and sums, and the VJP for its residuals.
 
-    `function` takes all trees of shapes and fills `reduced` while it is traced; those
-    `differentiated` have floating point leaves.
+    `function` appends to `reduced` while it is traced; leaves of `differentiated` are floating
+    point.
     """
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)
@@ -291,7 +291,7 @@ def _cost(
 
 
 def _params(model: Model, dtype: str) -> Params:
-    """The parameters as the step hands them to the model: whole, in the compute dtype."""
+    """Return shapes of the complete parameters in the compute dtype, as the step passes them."""
     shapes = jax.eval_shape(model.init, _key())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
 
@@ -302,12 +302,12 @@ def _one_layer(model: Model, dtype: str) -> Params:
 
 
 def _key() -> Any:
-    """The shape of a key only: a real one would start a device."""
+    """Return the shape of a key; a real key would start a device."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch as the step hands it to the model, the rows' numbers added."""
+    """Return shapes of a batch, as the step passes it to the model."""
     fields = {**row_of(model, seq_len), "rows": jax.ShapeDtypeStruct((), jnp.int32)}
     return {
         name: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype) for name, leaf in fields.items()
@@ -315,7 +315,7 @@ def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStr
 
 
 def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any]:
-    """Shapes of the block's input and of what else it needs."""
+    """Return shapes of the block's input and of its auxiliary input."""
     context = _context(dtype, [])
 
     def start(params: Params, batch: Batch) -> tuple[Array, Any]:
@@ -327,7 +327,7 @@ def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any
 
 
 def _context(dtype: str, reduced: list[int]) -> Context:
-    """One device, counting what `enter` and `leave` would sum over `tensor`."""
+    """Return the context of one device; it records what `enter` and `leave` would sum."""
 
     def counted(x: Array) -> Array:
         reduced.append(x.size)

@@ -1,4 +1,4 @@
-"""Muon's update: which matrices a device makes orthogonal, as `optim/muon.py` divides them."""
+"""Muon's update: the matrices that one device orthogonalizes, divided as in `optim/muon.py`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxdist.plan.estimate.job import WIDE, Job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """What one device makes orthogonal of a stack of matrices, in Muon's update.
+    """Matrices of one stack that a device orthogonalizes.
 
     Attributes:
-        matrices: number of whole matrices, padding included.
+        matrices: number of matrices, padding included.
         rows: of each.
         columns: of each.
         axes: mesh axes that shard the matrices, over which they are exchanged; () = none.
-        is_padded: whether the matrices of the stack are no multiple of these devices.
+        is_padded: the number of matrices in the stack is no multiple of the devices.
     """
 
     matrices: int
@@ -31,12 +31,12 @@ class MatrixShare:
 
     @property
     def size(self) -> int:
-        """Elements of all of them."""
+        """Elements of all matrices."""
         return self.matrices * self.rows * self.columns
 
 
 def orthogonalised(job: Job) -> list[MatrixShare]:
-    """A device's share of each stack that Muon updates; [] with another optimizer."""
+    """Return a device's share of each stack that Muon updates; [] with another optimizer."""
     if job.config.optim.optimizer != "muon":
         return []
     moving = [w for w in job.weights if not is_frozen(job.config.optim, w.name.replace(".", "/"))]
@@ -65,10 +65,10 @@ def orthogonalised(job: Job) -> list[MatrixShare]:
 
 
 def matrix_bytes(job: Job) -> float:
-    """Bytes of whole matrices alive at once, as in the buffer assignments.
+    """Return the bytes of gathered matrices alive at once, as in the buffer assignments.
 
-    The largest stack as it is sent, as it came and was turned, and as it was made; of the others
-    the padded copies, which are made ahead.
+    The largest stack three times (sent, received and transposed, result); of the others the padded
+    copies, which are made in advance.
     """
     shares = sorted(orthogonalised(job), key=lambda share: share.size)
     if not shares:

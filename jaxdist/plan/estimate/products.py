@@ -1,17 +1,16 @@
-"""How fast matrix products run: tiles and waves, the inner dimension, and the power limit.
+"""Rates of matrix products: tiles and waves, the inner dimension, and the power limit.
 
-A product [m, k] × [k, n] is cut into tiles of its result, one for each multiprocessor at a time;
-the last wave of tiles is seldom full. Each tile writes its result to memory once, however long the
-inner dimension, while its matrix units wait. What then keeps matrix units busy draws power, and a
-GPU lowers its clock until its limit holds: voltage falls with the clock, so that power falls with
-its third power.
+The result of a product [m, k] × [k, n] is cut into tiles, one per multiprocessor at a time; the
+last wave of tiles is seldom full. Each tile writes its result to memory once, whatever the inner
+dimension, while its matrix units wait. Busy matrix units draw power, and a GPU lowers its clock
+until the power limit holds. Voltage falls with the clock, so power falls with its third power.
 
 References:
-    NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation.
-    Bekman 2024, "Maximum Achievable Matmul FLOPS", and gpu_benchmark's list of results with the
-    same method (github.com/mag-/gpu_benchmark): the best of many shapes on one card.
+    NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization.
+    Bekman 2024, "Maximum Achievable Matmul FLOPS", and gpu_benchmark's results with the same
+    method (github.com/mag-/gpu_benchmark): the best of many shapes on one card.
     He 2024, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data":
-    a card under its power limit, by what the operands switch.
+    power depends on how many bits of the operands switch.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ NARROW_PEAKS = {
 
 
 def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
-    """Share of the boost clock that a GPU holds; above 1 where it may exceed it.
+    """Return the clock that a GPU sustains, as a share of its boost clock; it may exceed 1.
 
     Args:
-        gpu: whose power limit it is.
-        dtype: of the operands.
+        gpu: the GPU, with its power limit.
         peak: FLOP/s at the boost clock in the dtype.
+        dtype: of the operands.
         busy: share of the cycles in which matrix units work.
     """
     if not gpu.power_w:
@@ -84,9 +83,9 @@ def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
 
 @functools.lru_cache(maxsize=65536)
 def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
-    """Share of the cycles in which matrix units work on a product, with the best of the tiles.
+    """Return the share of cycles in which matrix units work, with the best tile size.
 
-    At an inner dimension of `half_inner` a tile's start and end take as long as its products.
+    At an inner dimension of `half_inner`, starting and ending a tile takes as long as its products.
     """
     m, n, k = shape
     best = max(
@@ -99,10 +98,10 @@ def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
 
 
 def half_inner(gpu: Gpu) -> float:
-    """The inner dimension at which a result takes as long to write as to compute.
+    """Return the inner dimension at which writing a result takes as long as computing it.
 
-    2 bytes at the memory's rate for 2 k operations at the peak's: k is peak / bandwidth. It is the
-    one of 16 bits for every format; what products in 8 and 4 bits reach is assumed as a whole.
+    2 bytes at the rate of the memory for 2 k operations at the peak: k = peak / bandwidth. That of
+    16 bits serves every format; the rates of 8 and 4 bits are assumptions anyway.
     """
     peaks = gpu.peak_flops
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]
@@ -114,7 +113,7 @@ def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
 
 
 def rate(job: Job, peak: float, dtype: str) -> float:
-    """FLOP/s of a microbatch's products, forward and backward, in a dtype."""
+    """Return the FLOP/s of a microbatch's products, forward and backward, in a dtype."""
     gpu, reach = job.cluster.gpu, job.engine.software.products
     spent = flops = 0.0
     half = half_inner(gpu)

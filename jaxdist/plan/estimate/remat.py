@@ -1,7 +1,7 @@
 """`train.remat = auto` on GPUs: the fastest policy that fits, by the estimate.
 
-A run and a plan ask the same rule. Keeping everything is seldom the fastest: what is kept passes
-through memory on its way into the layers' stacks and back (`flops.layer_backward`).
+Training and planning use the same rule. Saving everything is seldom fastest: saved values are
+copied into the layers' stacks and back (`time.layer_backward`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematChoice:
-    """The policy that auto stands for.
+    """The policy that replaces "auto".
 
     Attributes:
-        job: the run with the policy chosen.
+        job: the run with the policy.
         seconds: policy -> estimated seconds of a step.
         bytes: policy -> estimated bytes of one device.
-        limit_bytes: what a device may use, in whole GiB, so that hosts agree.
-        rejected: policies whose compiled step took more memory than there is.
+        limit_bytes: usable bytes of a device, in whole GiB, so that hosts agree.
+        rejected: policies whose compiled step did not fit.
     """
 
     job: Job
@@ -49,7 +49,7 @@ class RematChoice:
     rejected: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """One line for the start of a run: the policy, and what each would cost."""
+        """Return one line for the start of a run: the policy, and the cost of each."""
         chosen = self.job.remat
         why = "the fastest that fits" if self.fits(chosen) else "none fits, this needs least"
         costs = ", ".join(
@@ -62,7 +62,7 @@ class RematChoice:
         return f"remat {chosen}: {why} ({costs})"
 
     def fits(self, policy: str) -> bool:
-        """Whether a policy fits even where the estimate is too low by its own error."""
+        """Return whether a policy fits if the estimate is too low by its own error."""
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
 
     def smaller(self, limit_bytes: float) -> RematChoice | None:
@@ -94,9 +94,10 @@ def policies_of(job: Job) -> list[str]:
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
-    """The choice for a run with `train.remat = auto`; None where the settings name a policy.
+    """Choose the fastest policy that fits, else the one that needs least memory.
 
-    Of those that fit the fastest, else the one that needs least memory.
+    Returns:
+        None unless the settings have `train.remat = auto`.
     """
     if job.config.train.remat != "auto":
         return None

@@ -1,9 +1,9 @@
-"""Seconds from the end of a process to the next trained step, part by part, with their range.
+"""Seconds from the end of a process to the next trained step, part by part, with a range.
 
 The parts are those of the event `restart` (`jaxdist.runtime.start_times`), after the launcher's
-notice. What does not grow with the job is as measured for a tiny model on two quiet cores
-(`scripts/bench/results/restart.md`). What grows is bytes over bandwidth, or as others report it. No
-restart has been timed on GPUs, so each part has a range.
+notice. Parts that do not grow with the job were measured with a tiny model on two idle cores
+(`scripts/bench/results/restart.md`). The others are bytes over bandwidth, or published. No restart
+has been timed on GPUs, so each part has a range.
 
 References:
     Jiang et al. 2024, "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs",
@@ -21,7 +21,7 @@ from jaxdist.plan.estimate.job import Job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """A time as it is likely, and between what it may be."""
+    """A likely time and its bounds."""
 
     low: float
     likely: float
@@ -53,12 +53,12 @@ _COMPILE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """A restart after one process has ended, its host still there.
+    """A restart after one process has ended, with its host alive.
 
     Attributes:
-        parts: name -> its seconds, in their order.
-        tier: where the state is read: "local disks" or "run directory".
-        lost_host_s: seconds more until a host that is gone counts as lost.
+        parts: name -> seconds, in order.
+        tier: source of the state: "local disks" or "run directory".
+        lost_host_s: further seconds until a dead host counts as lost.
     """
 
     parts: dict[str, Seconds]
@@ -67,7 +67,7 @@ class Restart:
 
     @property
     def total(self) -> Seconds:
-        """The sum of the parts; its ends are the sums of theirs, which is wide on purpose."""
+        """The sum of the parts; adding their bounds makes it wide on purpose."""
         names = ("low", "likely", "high")
         return Seconds(
             **{name: sum(getattr(part, name) for part in self.parts.values()) for name in names}
@@ -82,14 +82,14 @@ def restart_of(
     step_s: float,
     compile_s: float | None = None,
 ) -> Restart:
-    """What a restart of a job takes.
+    """Estimate the restart of a job.
 
     Args:
         job: on its cluster.
-        checkpoint_bytes: of the whole job.
+        checkpoint_bytes: of the complete job.
         storage_bytes_per_s: at which all nodes together read the run directory.
         step_s: seconds of a step.
-        compile_s: seconds of compiling the step, where it was compiled.
+        compile_s: seconds of compiling the step; None = it was not compiled.
     """
     settings, cluster = job.config, job.cluster
     local = bool(settings.checkpoint.local_dir)
@@ -112,10 +112,10 @@ def restart_of(
 
 
 def restore_seconds(num_bytes: float, num_gpus: int, bytes_per_s: float) -> Seconds:
-    """Reading, verifying and copying to the devices.
+    """Return the seconds of reading, verifying and copying to the devices.
 
-    Likely the slower of reading and verifying hides the other; at best processes verify twice as
-    fast, at worst storage reads at half its rate and nothing hides anything.
+    Likely: reading and verifying overlap. Best: processes verify twice as fast. Worst: storage
+    reads at half its rate and nothing overlaps.
     """
     read = num_bytes / bytes_per_s
     verify = num_bytes / num_gpus / _VERIFIED_BYTES_PER_S

@@ -1,10 +1,9 @@
 """The best mesh and settings for a run on a cluster, and why every other mesh loses.
 
-Every mesh of the cluster's GPUs is checked by the rules of training. On each legal one the settings
-that trade memory for time are chosen: what backward recomputes, ZeRO's stage, the number of
-microbatches, how a pipeline gathers and cuts its stages, and how devices that share rows exchange
-keys and values. The global batch, the model and the
-optimizer are the user's and stay as they are.
+Every mesh of the cluster's GPUs is checked by the rules of training. On each legal one the search
+varies the settings that trade memory for time: remat, ZeRO's stage, the number of microbatches, the
+pipeline's gathers and virtual stages, and the context-parallel exchange. The global batch, the
+model and the optimizer stay as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from jaxdist.settings.schema import flag_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings on a mesh: memory of one device and what it may take, time of a step."""
+    """Settings on a mesh: memory of one device and its limit, time of a step."""
 
     job: Job
     memory: MemoryEstimate
@@ -45,7 +44,7 @@ class Choice:
 
     @classmethod
     def of(cls, job: Job, memory: MemoryEstimate | None = None) -> Choice:
-        """The cost of a job; `memory` where it is estimated already."""
+        """Return the cost of a job; `memory` saves a second estimate."""
         return cls(
             job=job,
             memory=memory or estimate_memory(job),
@@ -59,14 +58,14 @@ class Choice:
         return self.memory.total_bytes <= self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
-        """Flag -> value: how these settings are asked for, where they differ from `base`."""
+        """Return flag -> value of the settings that differ from `base`."""
         spec = self.job.spec
         before, after = _settings(base, spec), _settings(self.job.config, spec)
         changed = {name: value for name, value in after.items() if value != before[name]}
         return {"mesh": str(spec)} | {name: str(v).lower() for name, v in changed.items()}
 
     def command(self, base: RunConfig) -> str:
-        """The same as text, to be added to the command as it was."""
+        """Return the flags as text, to append to the user's command."""
         return " ".join(f"{flag_of(n)} {value}" for n, value in self.flags(base).items())
 
 
@@ -79,7 +78,7 @@ _MAY_CHANGE = (
 
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
-    """Flag -> value of what a search or an advice may change."""
+    """Return flag -> value of the settings that a search or an advice may change."""
     found = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
     pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
     exchange = {"mesh.context_attention": config.mesh.context_attention}
@@ -97,7 +96,7 @@ CONTEXT_FROM = 16_384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         choices: the best of each legal mesh, best first: those that fit by speed, then the others
@@ -124,9 +123,9 @@ def search(
     *,
     stages: bool = True,
 ) -> Found:
-    """The best settings on every mesh of the cluster; without `stages` several times faster.
+    """Find the best settings on every mesh of the cluster.
 
-    The run's own mesh is not looked at, and the settings named above are only a start.
+    The run's own mesh is ignored. `stages=False` skips pipelines, and is several times faster.
     """
     start = time.perf_counter()
     model = model or config.build_model()
@@ -156,7 +155,7 @@ def search(
 
 
 def why_not(choice: Choice, best: Choice) -> str:
-    """Why a choice loses against the best one; "" for the best itself."""
+    """Return why a choice loses against the best one; "" for the best itself."""
     if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
         return ""
     if not choice.fits:
@@ -198,7 +197,7 @@ _CAUSES = {
 
 
 def _rank(choice: Choice) -> tuple[bool, float, int]:
-    """Fits first, then fast and simple; what does not fit by how much it lacks."""
+    """Return a sort key: fitting ones by speed and simplicity, then the others by memory."""
     split = sum(axis.complexity for axis in choice.job.spec.used)
     split += choice.job.config.mesh.zero
     if not choice.fits:
@@ -221,7 +220,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 
 
 def _on_mesh(job: Job) -> Iterator[Choice]:
-    """Costs of the settings worth looking at; the last that fits of each kind, or the smallest."""
+    """Yield for each variant the first microbatch count that fits, or the smallest in memory."""
     limit = usable_bytes(job)
     for variant in _variants(job):
         jobs = _by_microbatches(variant)
@@ -241,7 +240,7 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
 
 
 def _variants(job: Job) -> Iterator[Job]:
-    """Exchange, remat, ZeRO and pipeline settings, microbatches left open."""
+    """Yield jobs with each exchange, remat, ZeRO and pipeline setting."""
     zeros = _zeros(job.config.mesh.zero, job.spec)
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
@@ -253,9 +252,9 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def exchanges(job: Job) -> list[str]:
-    """`mesh.context_attention`: every way that heads and nodes allow; as it is without sharing.
+    """Return the values of `mesh.context_attention` that heads, nodes and kernel allow.
 
-    Where the attention kernel is asked for by name, those that have it.
+    Only the current one if rows are not shared.
     """
     found = []
     for name in get_args(Exchange):
@@ -268,7 +267,7 @@ def exchanges(job: Job) -> list[str]:
 
 
 def _best_exchanges(job: Job) -> list[str]:
-    """Those than which no other is both as fast and as small."""
+    """Return the exchanges that no other beats in both time and memory."""
     names = exchanges(job)
     if len(names) == 1:
         return names
@@ -280,7 +279,6 @@ def _best_exchanges(job: Job) -> list[str]:
 
 
 def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether a cost is less in some part and more in none."""
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
@@ -296,7 +294,7 @@ def _remats(job: Job) -> list[str]:
 
 
 def _pipelines(job: Job) -> list[dict[str, Any]]:
-    """Changes of the pipeline's settings that are worth a look."""
+    """Return the changes of the pipeline's settings to try."""
     given, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
@@ -310,7 +308,7 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
 
 
 def _by_microbatches(job: Job) -> list[Job]:
-    """The job with more and more microbatches, from the fastest on."""
+    """Return the job with increasing microbatch counts, fastest first."""
     examples = job.rows // rows_per_example(job.model.objective)
     counts = [n for n in range(1, examples + 1) if examples % n == 0]
     if job.spec[PIPELINE] > 1:

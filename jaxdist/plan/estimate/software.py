@@ -1,7 +1,7 @@
-"""What the kernels of our compiled step reach of a GPU.
+"""Efficiency of the kernels of our compiled step.
 
-Every number is a share of something physical, with its source beside it. Those of other trainers
-are in `scripts/bench/published_engine.py`; published runs validate the planner with them.
+Every number is a share of a hardware limit, with its source. Those of other trainers are in
+`scripts/bench/published_engine.py`; published runs validate the planner with them.
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.
@@ -18,26 +18,25 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
-    """What kernels reach, and how far collectives hide behind them.
+    """Efficiency of kernels, and how much of the collectives they hide.
 
     Attributes:
-        products: of a multiprocessor's rate, what matrix products of full tiles reach, before the
+        products: share of a multiprocessor's rate that products of full tiles reach, before the
             power limit.
-        attention: compute capability -> share of the 16-bit peak that the attention kernel reaches
-            on long rows, forward and backward together, masked pairs left out.
-        stream_passes: how often one layer's forward reads or writes the residual stream.
-        query_passes: the same of queries and keys, for rotation and layout.
-        hidden_passes: the same of the MLP's widths, half of gate and up and hidden together.
+        attention: compute capability -> share of the 16-bit peak that attention reaches on long
+            rows, forward and backward together, without masked pairs.
+        stream_passes: reads and writes of the residual stream in one layer's forward.
+        query_passes: the same for queries and keys, by rotation and layout.
+        hidden_passes: the same for the MLP, counted in half of gate, up and hidden together.
         backward_passes: bytes of memory-bound kernels in backward, in forwards.
-        memory: of the memory bandwidth, what those kernels reach.
-        links: of the links' rate, what collectives reach.
-        hidden: of collectives that overlap with compute, the share that costs nothing; the rest
-            takes multiprocessors and memory bandwidth from it.
-        hidden_in_tensor: the same of activations over `tensor`.
-        hidden_in_groups: the same where rows go through the layers in groups.
+        memory: share of the memory bandwidth that those kernels reach.
+        links: share of the links' rate that collectives reach.
+        hidden: share of overlapping collectives that costs nothing; the rest takes multiprocessors
+            and memory bandwidth from compute.
+        hidden_in_tensor: the same share for activations over `tensor`.
+        hidden_in_groups: the same share if rows pass the layers in groups.
         launch_s: seconds lost per layer and direction to launches and gaps.
-        idle: share of the compute's time in which one GPU of several waits, for the slowest of
-            them above all; a single one does not.
+        idle: share of the compute time that one GPU of several waits, mainly for the slowest.
     """
 
     products: float
@@ -83,9 +82,9 @@ FlashAttention 2 and cuDNN reach 0.6 to 0.7 of it at 512 keys, 0.9 at 2,048 (Sha
 
 
 def attention_share(software: Software, capability: str, keys: float, head_dim: int) -> float:
-    """Share of the peak that attention reaches, where a query sees this many keys on average.
+    """Return the share of the peak that attention reaches, by keys that a query sees.
 
-    Heads narrower than 128 give the matrix units less to do beside each softmax: 64 reaches 0.84.
+    Heads narrower than 128 leave the matrix units less work per softmax: 64 reaches 0.84.
     """
     long = software.attention.get(capability, software.attention["9.0"])
     narrow = min(1.0, (head_dim / 128) ** 0.25)

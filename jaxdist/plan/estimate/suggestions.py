@@ -1,4 +1,4 @@
-"""The smallest change of settings with which a run fits that does not fit now."""
+"""The smallest change of settings that makes a run fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALL_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change with which a run fits: flags, what they do, slowdown of training (a share)."""
+    """One change that makes a run fit: flags, effect, slowdown of training (a share)."""
 
     flags: str
     why: str
@@ -25,7 +25,7 @@ class Change:
 
 
 def smallest_changes(choice: Choice) -> list[Change]:
-    """Single changes that make a choice fit on the same mesh and GPUs, least disturbing first."""
+    """Return single changes that make a choice fit on its mesh, least disturbing first."""
     found = []
     for flags, why, job in _changes(choice):
         changed = _costs(choice, job)
@@ -36,12 +36,11 @@ def smallest_changes(choice: Choice) -> list[Change]:
 
 
 def _costs(choice: Choice, job: Job) -> Choice:
-    """A changed job, with the same limit."""
     return dataclasses.replace(Choice.of(job), usable_bytes=choice.usable_bytes)
 
 
 def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
-    """(flags, what they do, the job with them)."""
+    """Yield (flags, effect, the job with them)."""
     job = choice.job
     config, spec = job.config, job.spec
     if job.loss_chunk > _SMALL_CHUNK:

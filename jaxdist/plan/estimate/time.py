@@ -1,12 +1,11 @@
-"""How long a step takes: a roofline with overlap, the pipeline's waiting, links and optimizer.
+"""Seconds of a step: a roofline with overlap, the pipeline's bubble, links and optimizer.
 
-Compute is products, attention and memory-bound kernels one after the other: products at the rate
-that their shapes and the power limit allow (`products`), attention by its kernel and by the keys
-that a query sees, the rest at its share of the memory bandwidth. Collectives overlap with it: what
-is longer than the compute that can hide it is exposed, and a share of the rest too, since
-collectives take multiprocessors and memory bandwidth from compute. What kernels reach is that of
-our step (`software`); nothing is fitted to a row.
-`scripts/bench/results/plan_anchors.md` compares with published runs.
+Compute is products, attention and memory-bound kernels in sequence: products at the rate that their
+shapes and the power limit allow (`products`), attention by its kernel and the keys that a query
+sees, the rest at its share of the memory bandwidth. Collectives overlap with compute. Exposed is
+the part that is longer than the compute that can hide it, and a share of the rest, because
+collectives take multiprocessors and memory bandwidth from compute. Efficiencies are in `software`;
+nothing is fitted to a row. `scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class StepTime:
     """Seconds of one step on the busiest device.
 
     Attributes:
-        parts: cause -> seconds, 0 left out: matrix products, the attention kernel, kernels that
-            wait for device memory, gaps between kernels, the optimizer's update, stages that wait
-            for others (the pipeline's bubble); by purpose, collectives that are not hidden.
-        communication: all collectives, hidden or not.
+        parts: cause -> seconds, without zeros: matrix products, attention, memory-bound kernels,
+            launch gaps, the optimizer's update, the pipeline's bubble; and exposed collectives by
+            purpose.
+        communication: seconds of all collectives, hidden or not.
         model_flops: useful FLOPs of the step, causal convention.
-        peak_flops: of one device; in float32 where it has no units for the run's dtype.
+        peak_flops: of one device; of float32 if it has no units for the run's dtype.
     """
 
     parts: dict[str, float]
@@ -53,28 +52,28 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return sum(self.parts.values())
 
     @property
     def likely_seconds(self) -> tuple[float, float]:
-        """The range in which four of five steps would lie, were they published runs."""
+        """The range of four of five published runs, relative to their estimates."""
         low, high = LIKELY
         return low * self.seconds, high * self.seconds
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all devices."""
+        """Tokens per second of all devices."""
         return self.tokens_per_step / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Useful FLOPs over what all devices could do."""
+        """Useful FLOPs over the peak of all devices."""
         return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
 
 
 def estimate_time(job: Job) -> StepTime:
-    """The time of one step of the job."""
+    """Estimate the time of one step of the job."""
     rates = _Rates.of(job)
     flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)
@@ -106,8 +105,8 @@ def estimate_time(job: Job) -> StepTime:
 class _Rates:
     """FLOP/s and bytes/s that one device reaches.
 
-    `forward` and `backward` are for products of layers that multiply in `precision.matmul_dtype`,
-    as `products` where none does. What is recomputed counts as backward.
+    `forward` and `backward` are those of layers that multiply in `precision.matmul_dtype`, else
+    equal to `products`. Recomputation counts as backward.
     """
 
     software: Software
@@ -147,7 +146,7 @@ class _Rates:
         return sum(self.parts(work))
 
     def of_mean_layer(self, job: Job, work: Work, narrow: float) -> Work:
-        """A layer's work; where some use `narrow` FLOP/s, with as many FLOPs as take that time."""
+        """Return a layer's work, with narrow products scaled to the time that they take."""
         if not job.num_narrow_layers:
             return work
         share = job.num_narrow_layers / job.layers_per_stage
@@ -164,14 +163,14 @@ def _attention_share(job: Job) -> float:
 
 
 def _orthogonalisation_s(job: Job) -> float:
-    """Seconds of Muon's products, which are in float32 whatever the compute dtype."""
+    """Seconds of Muon's products, which are always in float32."""
     work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
     return work / products.rate(job, peak, "float32") if work else 0.0
 
 
 def _moved_moments(job: Job) -> float:
-    """Bytes between one GPU and its host: moments come for the update, and go back after it."""
+    """Bytes between one GPU and its host: moments are fetched for the update, then stored."""
     return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
 
 
@@ -188,9 +187,9 @@ _ATTENTION_BACKWARD = 2.5
 
 
 def model_flops_per_token(job: Job, convention: str = "causal") -> float:
-    """Useful FLOPs of one token or image, forward and backward, as the MFU counts them.
+    """Return the useful FLOPs of one token or image, forward and backward, as in the MFU.
 
-    A model that does not say is traced; backward counts as twice the forward, attention as whole.
+    They are the model's own if it has any, else those of its trace.
     """
     if job.model.flops_per_token:
         return float(job.model.flops_per_token.get(convention, 0.0))
@@ -198,7 +197,7 @@ def model_flops_per_token(job: Job, convention: str = "causal") -> float:
 
 
 def layer_backward(job: Job) -> Work:
-    """One layer's backward, with what the remat policy recomputes."""
+    """Return the work of one layer's backward, recomputation included."""
     costs = costs_of(job)
     forward = costs.forward()
     backward = Work(
@@ -217,21 +216,21 @@ programs of GPT-2, 1.7B and 8B differ by 2.5 to 4.1 passes over what one keeps a
 
 
 def _stacked(job: Job, costs: ModelCosts) -> Work:
-    """What one layer keeps, written into the stack of all layers and read back."""
+    """Saved values of one layer, written into the stack of all layers and read back."""
     if job.unrolls or not job.engine.stacks_layers:
         return Work()
     return Work(memory_bytes=float(_STACK_PASSES * costs.kept_per_layer()))
 
 
 def microbatch_extra(job: Job) -> Work:
-    """Per microbatch: weights cast, and gradients added to those before."""
+    """Return the work per microbatch of casting weights and accumulating gradients."""
     casts = (WIDE + job.compute_bytes) * job.total(job.layers, "param") * 2
     added = 3 * WIDE * job.total(job.weights, "gradient") * (job.num_microbatches > 1)
     return Work(memory_bytes=casts + added)
 
 
 def optimizer_work(job: Job) -> Work:
-    """Once a step: the gradients' norm; moments, parameters, their average read and written."""
+    """Return the work of the update: the gradients' norm; moments, parameters, average."""
     elements = job.total(job.weights, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
@@ -240,7 +239,7 @@ def optimizer_work(job: Job) -> Work:
 
 
 def orthogonalization_flops(job: Job) -> float:
-    """FLOPs, in float32, of five Newton-Schulz steps on a device's share of Muon's matrices."""
+    """Return the float32 FLOPs of five Newton-Schulz steps on a device's matrices."""
     total = 0.0
     for share in orthogonalised(job):
         low, high = sorted((share.rows, share.columns))
@@ -249,7 +248,7 @@ def orthogonalization_flops(job: Job) -> float:
 
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
-    """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
+    """Return the busiest device's work, seconds of waiting for stages and of launch gaps."""
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)
@@ -295,10 +294,14 @@ it."""
 def _exposed(
     flows: list[Flow], busy: float, beside_ring: float, beside_rows: float, software: Software
 ) -> dict[str, float]:
-    """`waiting for PURPOSE` -> seconds of collectives that are waited for.
+    """Return `waiting for PURPOSE` -> seconds of collectives that nothing hides.
 
-    Compute takes `busy` seconds, `beside_ring` of them while keys and values travel. `beside_rows`
-    is the share of activations over `tensor` that travel beside the products of other rows.
+    Args:
+        flows: all collectives.
+        busy: seconds of compute.
+        beside_ring: seconds of compute that overlap with a ring of keys and values.
+        beside_rows: share of activations over `tensor` that overlaps with products of other rows.
+        software: efficiencies.
     """
     rings = [f for f in flows if f.axes == (CONTEXT.name,) and f.kind == "collective-permute"]
     others = [f for f in flows if f not in rings and f.purpose in _OVERLAPPED]
@@ -325,7 +328,7 @@ def _beside_rows(job: Job) -> float:
 
 
 def _beside_ring(job: Job, attention_s: float) -> float:
-    """Seconds of attention during which keys and values travel: all parts of the row but one."""
+    """Seconds of attention that overlap with a ring: all hops but the local one."""
     if job.exchange is None:
         return 0.0
     return attention_s * (1 - job.exchange.inner / job.spec[CONTEXT])

@@ -1,8 +1,8 @@
-"""What one step moves between devices: every collective by mesh axes, with its bytes and its links.
+"""Collectives of one step: mesh axes, bytes and links.
 
-The rules are those of the step (`parallel/`): what is gathered and reduced, in which dtype, how
-often. A test compares them with the collectives of compiled programs. Bytes are of whole arrays
-(before a reduce-scatter, after an all-gather); `wire_bytes` is what one device sends.
+The rules are those of the step (`core/parallel`): which arrays are gathered and reduced, in which
+dtype, how often. A test compares them with the collectives of compiled programs. Bytes are of
+complete arrays (before a reduce-scatter, after an all-gather); `wire_bytes` are sent by one device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Flow:
         axes: mesh axes that its groups span.
         purpose: weights, gradients, new parameters, matrices, activations, loss, stages, virtual
             stages.
-        bytes: whole arrays of one group in one step, all times together.
-        times: how often one step runs it.
+        bytes: of complete arrays of one group in one step, all repetitions together.
+        times: repetitions in one step.
         wire_bytes: sent by one device in one step (ring algorithm).
-        seconds: on these links alone, at their full rates, with what starting each one takes.
-        crosses_nodes: whether its groups leave the fast fabric.
+        seconds: on these links alone, at their full rates, startup included.
+        crosses_nodes: its groups leave the fast fabric.
     """
 
     kind: Kind
@@ -88,12 +88,12 @@ def _weights(job: Job) -> Iterator[Moved]:
 
 
 def _passes(job: Job) -> int:
-    """How often one microbatch gathers a layer: forward and backward; a pipeline goes twice."""
+    """Return how often one microbatch gathers a layer: forward, backward, a pipeline's forward."""
     return 2 + (job.schedule is not None and job.engine.stage_recomputes)
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Gradients of matrices over replicas, and stages for what lies outside the layers."""
+    """Gradients of matrices over replicas, and over stages for weights outside the layers."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -110,23 +110,23 @@ def _replicas(job: Job) -> Iterator[Moved]:
 
 
 def _vectors(job: Job) -> Iterator[Moved]:
-    """Norm scales and biases: whole on every device, one all-reduce a step."""
+    """Norm scales and biases: replicated on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _matrices(job: Job) -> Iterator[Moved]:
-    """Muon's matrices: made whole on one of the devices that shard them, and back."""
+    """Muon's matrices: exchanged to one device each, and back."""
     for share in orthogonalised(job):
         yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
-    """Weights that fsdp and ZeRO shard, or do not, and the axes besides those that sum them.
+    """Yield weights that fsdp and ZeRO shard (or do not), with further axes that sum them.
 
-    An axis that splits weights sums the gradients of those it does not split: stages those outside
-    the layers, tensor the norms where each of its devices sees other tokens.
+    An axis that splits weights sums the gradients of those that it does not split: stages those
+    outside the layers, tensor the norms if each of its devices sees other tokens.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.weights:
@@ -137,7 +137,6 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
 
 
 def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
-    """Axes in use that sum gradients, of these kinds of `Axis.weights`."""
     used = job.layout.summed_axes
     return tuple(a.name for a in mesh_axes.AXES if a.name in used and a.weights in kinds)
 
@@ -151,7 +150,7 @@ def _is_sharded_kind(job: Job, weight: Weight) -> bool:
 
 
 def _activations(job: Job) -> Iterator[Moved]:
-    """What the axes move of a decoder's activations, stages left out."""
+    """Activations that the axes move, without stages."""
     if job.decoder is None:
         yield from _traced_sums(job)
         return
@@ -171,7 +170,7 @@ def _activations(job: Job) -> Iterator[Moved]:
 
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
-    """What attention moves between devices that share rows."""
+    """Arguments of `ActivationSizes` for attention between devices that share rows."""
     plan, tensor = job.exchange, job.spec[TENSOR]
     if plan is None or job.attention_call is None:
         return {}
@@ -191,7 +190,7 @@ def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
-    """What a model asks to be summed over `tensor`; nothing is known where XLA places the sums."""
+    """Sums over `tensor` that a model requests; those that XLA places are unknown."""
     if job.spec[TENSOR] == 1:
         return
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
@@ -260,10 +259,10 @@ algorithm (src/graph/tuning.cc): a ring of long messages, and a tree."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
-    """What a collective takes before bandwidth counts: each byte passes its steps one by one.
+    """Latency of a collective, one hop after the other.
 
-    NCCL gathers and scatters in rings, whose steps grow with the group (NVIDIA/nccl#1473); it sums
-    all over in a tree where that is shorter.
+    NCCL gathers and scatters in rings, whose hops grow with the group (NVIDIA/nccl#1473); it
+    reduces in a tree if that is shorter.
     """
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
@@ -275,7 +274,7 @@ def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
 
 
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
-    """Devices of one group that fast links join; axes lie slow to fast over the devices."""
+    """Return the devices of one group that fast links join; axes lie slow to fast."""
     stride, members = 1, 1
     for axis, size in reversed(job.spec.sizes.items()):
         if axis in axes:
