@@ -174,7 +174,7 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
     """
     from jaxdist.plan.advice import advise
     from jaxdist.plan.json_record import record_of
-    from jaxdist.plan.options import clusters_of, known_gpus, read_plan
+    from jaxdist.plan.options import clusters_of, read_gpus, read_plan
     from jaxdist.plan.planner import make_plan
 
     config, values = _begin(config, {"gpus": gpus, **settings})
@@ -182,7 +182,7 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
         raise ConfigError("config of jaxdist.plan is a RunConfig. Give a TOML file or a table.")
     question, mesh = read_plan(_file_flags(config), values=values)
     plans = [make_plan(question, cluster, mesh) for cluster in clusters_of(question)]
-    gpus_by_name = known_gpus(question)
+    gpus_by_name = read_gpus(question)
     return [record_of(one, advise(one, question, gpus_by_name)) for one in plans]
 
 

@@ -27,7 +27,7 @@ from jaxdist.plan.compiled.collectives import read_collectives
 from jaxdist.plan.estimate.attention import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
-from jaxdist.plan.estimate.search import Choice, exchanges, search
+from jaxdist.plan.estimate.search import Candidate, exchanges, search
 from jaxdist.plan.estimate.software import OURS
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
@@ -160,7 +160,7 @@ def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fas
     assert name == found.job.exchange.exchange == fastest
     assert found.flags(config)["mesh.context_attention"] == name
     for other in exchanges(found.job):
-        changed = Choice.of(found.job.changed("mesh", context_attention=other))
+        changed = Candidate.of(found.job.changed("mesh", context_attention=other))
         assert not changed.fits or found.time.seconds <= changed.time.seconds
 
 
@@ -216,7 +216,7 @@ def test_times_count_the_work_of_the_busiest_device():
     job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)
     spent = lambda job: estimate_time(job).parts["attention"]
     by = lambda job, name: job.changed("mesh", context_attention=name)
-    said = lambda job: next(advice._exchange(SimpleNamespace(choice=Choice.of(job)))).text
+    said = lambda job: next(advice._exchange(SimpleNamespace(choice=Candidate.of(job)))).text
     assert imbalance(by(job, "ring")) == 0
     packed = dataclasses.replace(job, config=dataclasses.replace(job.config, data=PACKED))
     uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]

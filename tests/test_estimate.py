@@ -31,7 +31,7 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.model_costs import DecoderCosts, costs_of
 from jaxdist.plan.estimate.model_trace import attention_of
-from jaxdist.plan.estimate.search import Choice, search, why_not
+from jaxdist.plan.estimate.search import Candidate, search, why_not
 from jaxdist.plan.estimate.time import LIKELY, estimate_time, layer_backward, model_flops_per_token
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
 from jaxdist.plan.scaling import smaller_batch
@@ -358,7 +358,7 @@ def test_the_search_finds_the_fastest_mesh_that_fits():
     assert found.best is not None and found.best.fits
     # Every mesh with the settings as they are is in the search: none of them may be much faster.
     for choice in found.choices:
-        plain = Choice.of(Job.of(base, choice.job.spec, cluster))
+        plain = Candidate.of(Job.of(base, choice.job.spec, cluster))
         if plain.fits:
             assert found.best.time.seconds <= plain.time.seconds * 1.3  # six complications
 
@@ -415,7 +415,7 @@ def test_settings_of_a_choice_are_flags_that_differ():
     found = search(base, parse_gpus("h100:8")[0])
     flags = found.best.flags(base)
     assert flags["mesh"] == str(found.best.job.spec)
-    same = Choice.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
+    same = Candidate.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
     assert same.flags(base) == {"mesh": "dp=8"}
 
 

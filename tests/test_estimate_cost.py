@@ -32,7 +32,7 @@ def test_daly_is_the_least_expected_time(saving_s, mean_h):
 
 def test_without_failures_nothing_need_be_saved():
     one = job("fsdp=8")
-    saving = cost.saving_of(one, failures_per_day=0, storage_bytes_per_s=2e9, restart_s=300)
+    saving = cost.checkpoint_cost(one, failures_per_day=0, storage_bytes_per_s=2e9, restart_s=300)
     assert math.isinf(saving.interval_s) and saving.lost == 0.0
 
 
@@ -44,8 +44,8 @@ def test_a_checkpoint_is_parameters_and_moments():
 
 def test_break_even_is_where_both_bills_agree():
     one = job("fsdp=8")
-    saving = cost.saving_of(one, failures_per_day=0.1, storage_bytes_per_s=2e9, restart_s=300)
+    saving = cost.checkpoint_cost(one, failures_per_day=0.1, storage_bytes_per_s=2e9, restart_s=300)
     even = cost.break_even(saving, price_share=0.5, restart_s=300)
-    spot = cost.saving_of(one, failures_per_day=even, storage_bytes_per_s=2e9, restart_s=300)
+    spot = cost.checkpoint_cost(one, failures_per_day=even, storage_bytes_per_s=2e9, restart_s=300)
     money = [0.5 / (1 - spot.lost), 1.0 / (1 - saving.lost)]
     assert money[0] == pytest.approx(money[1], rel=1e-3)

@@ -7,7 +7,7 @@ from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import parse_gpus
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import Choice, search
+from jaxdist.plan.estimate.search import Candidate, search
 
 GPUS = {
     "qwen3_0.6b": "l4:8",
@@ -28,7 +28,7 @@ def test_a_config_is_within_three_percent_of_the_planners_best(name):
     run = read_run(["--config", str(path), *data], command="test")
     cluster = parse_gpus(GPUS[name])[0]
     spec = MeshSpec.parse(run.mesh.shape, cluster.num_gpus)
-    own = Choice.of(Job.of(run, spec, cluster))
+    own = Candidate.of(Job.of(run, spec, cluster))
     best = search(run, cluster, stages=False).best
     assert own.fits and best is not None
     assert own.time.seconds <= 1.03 * best.time.seconds, best.command(run)

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.local.copies import (
 from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.store import Save
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.plan.planner import survivable_on
+from jaxdist.plan.planner import survivable_losses
 
 
 def jobs(num_hosts: int):
@@ -150,5 +150,5 @@ def test_a_process_is_lost_with_its_host_and_its_rack(environ, rack, host):
     ],
 )
 def test_the_plan_knows_which_nodes_hold_the_same_shards(mesh, zero, any_hosts, fatal):
-    found = survivable_on(MeshSpec.parse(mesh), 4, 1, zero=zero)
+    found = survivable_losses(MeshSpec.parse(mesh), 4, 1, zero=zero)
     assert (found.num_hosts, found.any_hosts, len(found.fatal)) == (4, any_hosts, fatal)

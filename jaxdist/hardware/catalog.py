@@ -1,4 +1,4 @@
-"""GPUs of the catalog `known.toml` and of a user's TOML file, by name or by `--gpus`."""
+"""GPUs of the catalog `catalog.toml` and of a user's TOML file, by name or by `--gpus`."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 
 
 def read_tables(
-    tables: Mapping[str, Any], known: Mapping[str, Gpu], aliases: Mapping[str, str]
+    tables: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Gpu], list[str]]:
     """Return the GPUs of a TOML file, one table each, and every problem in it.
 
-    `aliases` are other names of the `known` ones. `peak_tflops` is a table by dtype. A table
+    `aliases` are other names of the `catalog` ones. `peak_tflops` is a table by dtype. A table
     without `like` may omit `gpus_per_fabric`, `power_w` and `max_clock`.
     """
-    found: dict[str, Gpu] = {}
+    gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
-        key, bad = name.lower().replace("_", "-"), _table_problems(name, table, known, aliases)
+        key, bad = name.lower().replace("_", "-"), _table_problems(name, table, catalog, aliases)
         if bad:
             problems += bad
         else:
-            found[key] = _gpu_from(key, table, known, aliases)
-    return found, problems
+            gpus[key] = _gpu_from(key, table, catalog, aliases)
+    return gpus, problems
 
 
 def _table_problems(
-    name: str, table: Any, known: Mapping[str, Gpu], aliases: Mapping[str, str]
+    name: str, table: Any, catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> list[str]:
     if not isinstance(table, dict):
         return [f"{name} is not a table. Write [{name}] and its keys below."]
@@ -80,8 +80,8 @@ def _table_problems(
         f"[{name}] {key} is unknown. Use {', '.join(_KEYS)}." for key in table if key not in _KEYS
     ]
     if "like" in table:
-        if str(table["like"]).lower() not in {**known, **aliases}:
-            problems.append(f"[{name}] like={table['like']!r} is not one of {', '.join(known)}.")
+        if str(table["like"]).lower() not in {**catalog, **aliases}:
+            problems.append(f"[{name}] like={table['like']!r} is not one of {', '.join(catalog)}.")
     else:
         missing = [key for key in _KEYS if key not in (*table, *_OPTIONAL)]
         if missing:
@@ -107,10 +107,11 @@ def _value_problem(name: str, key: str, value: Any) -> str:
         if entries and all(k in _DTYPES and _is_number(v) and _RATE.allow(v) for k, v in entries):
             return ""
         return f"[{name}] {key} must be a table of TFLOP/s by {', '.join(_DTYPES)}."
-    bounds, whole = _NUMBERS[key].bounds, key in ("num_sms", "gpus_per_node", "gpus_per_fabric")
-    if _is_number(value) and bounds.allow(value) and not (whole and value != int(value)):
+    bounds = _NUMBERS[key].bounds
+    is_integer = key in ("num_sms", "gpus_per_node", "gpus_per_fabric")
+    if _is_number(value) and bounds.allow(value) and not (is_integer and value != int(value)):
         return ""
-    return f"[{name}] {key}={value!r} must be a {'whole ' * whole}number {bounds}."
+    return f"[{name}] {key}={value!r} must be a {'whole ' * is_integer}number {bounds}."
 
 
 def _is_number(value: Any) -> bool:
@@ -118,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _gpu_from(
-    name: str, table: Mapping[str, Any], known: Mapping[str, Gpu], aliases: Mapping[str, str]
+    name: str, table: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> Gpu:
     fields: dict[str, Any] = {
         number.field: table[key] * number.unit for key, number in _NUMBERS.items() if key in table
@@ -133,21 +134,21 @@ def _gpu_from(
         like = str(table["like"]).lower()
         if "peak_tflops" in table:  # another chip: the power limit of the first says nothing of it
             fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
-        return dataclasses.replace(known[aliases.get(like, like)], name=name, **fields)
+        return dataclasses.replace(catalog[aliases.get(like, like)], name=name, **fields)
     # No device calls itself this: only the planner knows it.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
 
 
-def _read_known() -> dict[str, Gpu]:
+def _read_catalog() -> dict[str, Gpu]:
     text = Path(__file__).with_name("known.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     kinds = {name: table.pop("device_kind") for name, table in tables.items()}
-    found, problems = read_tables(tables, {}, {})
+    gpus, problems = read_tables(tables, {}, {})
     assert not problems, problems
-    return {name: dataclasses.replace(gpu, device_kind=kinds[name]) for name, gpu in found.items()}
+    return {name: dataclasses.replace(gpu, device_kind=kinds[name]) for name, gpu in gpus.items()}
 
 
-GPUS: dict[str, Gpu] = _read_known()
+GPUS: dict[str, Gpu] = _read_catalog()
 """Every GPU known here, by the name that `--gpus` takes."""
 
 
@@ -158,8 +159,8 @@ def gpu_of(device_kind: str) -> Gpu | None:
     complete name must match, so that an L40S is no L4 and a MIG slice ("... MIG 1g.10gb") no GPU.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
-    found = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
-    return GPUS.get(device_kind) or next(found, None)
+    gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
+    return GPUS.get(device_kind) or next(gpus, None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
@@ -168,7 +169,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return None if gpu is None else gpu.peak_flops.get(dtype)
 
 
-def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
+def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
     """Return the GPU of a name as users write it.
 
     Raises:
@@ -176,12 +177,12 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
     """
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
-    if key in known:
-        return known[key]
-    near = difflib.get_close_matches(key, known, n=1)
+    if key in catalog:
+        return catalog[key]
+    near = difflib.get_close_matches(key, catalog, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise ConfigError(
-        f"gpus: {name!r} is not known. {hint}Known: {', '.join(known)}. Describe others in a "
+        f"gpus: {name!r} is not known. {hint}Known: {', '.join(catalog)}. Describe others in a "
         "TOML file and name it with --hardware."
     )
 
@@ -190,7 +191,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
     """Return the catalog's GPUs and those of a user's TOML file, one table each.
 
     With `like` a table starts from a known GPU and holds only the differences. Without it, it holds
-    every key of `known.toml` except `device_kind`.
+    every key of `catalog.toml` except `device_kind`.
 
     Raises:
         ConfigError: the file cannot be read, or with every problem in it.
@@ -202,13 +203,13 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
             f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "
             "GPU, as jaxdist/hardware/known.toml has them."
         ) from error
-    found, problems = read_tables(tables, GPUS, _ALIASES)
+    gpus, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:
         raise ConfigError([f"hardware {str(path)!r}: {line}" for line in problems])
-    return {**GPUS, **found}
+    return {**GPUS, **gpus}
 
 
-def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
+def parse_gpus(text: str, catalog: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
     """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or several after commas.
 
     `h100` alone is one GPU. More GPUs than a node has must fill complete nodes.
@@ -219,7 +220,7 @@ def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
     clusters, problems = [], []
     for part in text.split(","):
         try:
-            clusters.append(_parse_cluster(part.strip(), known))
+            clusters.append(_parse_cluster(part.strip(), catalog))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -227,9 +228,9 @@ def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
     return clusters
 
 
-def _parse_cluster(text: str, known: Mapping[str, Gpu]) -> Cluster:
+def _parse_cluster(text: str, catalog: Mapping[str, Gpu]) -> Cluster:
     name, _, count = text.partition(":")
-    gpu = find_gpu(name, known)
+    gpu = find_gpu(name, catalog)
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", count.strip() or "1")
     if match is None:
         raise ConfigError(

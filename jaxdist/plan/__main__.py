@@ -22,7 +22,7 @@ from jaxdist import runtime
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; return the exit code, 0 whatever the verdict is."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic must never start a GPU
-    from jaxdist.plan.options import clusters_of, known_gpus, read_plan
+    from jaxdist.plan.options import clusters_of, read_gpus, read_plan
 
     config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     if config.show_schedule:
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.plan.planner import make_plan
     from jaxdist.plan.text import text_of
 
-    known = known_gpus(config)
+    catalog = read_gpus(config)
     plans = [make_plan(config, cluster, mesh) for cluster in clusters_of(config)]
-    advice = [advise(plan, config, known) for plan in plans]
+    advice = [advise(plan, config, catalog) for plan in plans]
     pairs = list(zip(plans, advice, strict=True))
     if config.json:
         print(json.dumps({"plans": [record_of(*pair) for pair in pairs]}, indent=2))

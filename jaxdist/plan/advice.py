@@ -16,13 +16,20 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.hardware import Gpu
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.attention import imbalance
-from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.cost import (
+    DAY_S,
+    CheckpointCost,
+    Limits,
+    RunCost,
+    break_even,
+    checkpoint_bytes,
+)
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, narrow_problems, survivable_on
+from jaxdist.plan.planner import Plan, narrow_problems, survivable_losses
 from jaxdist.plan.scaling import (
     USUAL_DAYS,
     Size,
@@ -48,14 +55,14 @@ class Advice:
     text: str
 
 
-def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Advice]:
+def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[Advice]:
     """Return all advice on a plan, most urgent first."""
     return [
         *_fit(plan, config),
         *_dtype(plan),
         *_mesh(plan),
         *_exchange(plan),
-        *_size(plan, config, known),
+        *_size(plan, config, catalog),
         *_batch(plan),
         *_checkpoints(plan),
         *_local_saves(plan),
@@ -69,12 +76,12 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
 
 
 def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
-    choice, best = plan.choice, plan.found.best
-    other = best.command(plan.base) if plan.asked and best is not None else ""
+    choice, best = plan.choice, plan.search.best
+    other = best.command(plan.base) if plan.mesh_is_fixed and best is not None else ""
     if plan.fits:
         if other and best is not None and choice.time.seconds > 1.05 * best.time.seconds:
-            found = relative_speed(best.time.seconds, choice.time.seconds)
-            yield Advice("faster", f"{other} is estimated {found} on the same GPUs.")
+            speed = relative_speed(best.time.seconds, choice.time.seconds)
+            yield Advice("faster", f"{other} is estimated {speed} on the same GPUs.")
         return
     changes = smallest_changes(choice)
     for change in changes[:3]:
@@ -167,7 +174,7 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
 
 def _on_data(plan: Plan) -> str:
     spec = MeshSpec.over(DATA, plan.cluster.num_gpus)
-    alone = next((c for c in plan.found.choices if c.job.spec == spec), None)
+    alone = next((c for c in plan.search.choices if c.job.spec == spec), None)
     if alone is None:
         return "Data parallelism alone is not legal with this batch."
     size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
@@ -182,14 +189,14 @@ def _on_data(plan: Plan) -> str:
             f"Data parallelism alone is enough: a replica takes {size} of {limit}, and only "
             "gradients are exchanged, once a step."
         )
-    found = _compared(alone, plan.choice)
-    return f"Data parallelism alone also fits ({size}) and is {found}."
+    speed = _compared(alone, plan.choice)
+    return f"Data parallelism alone also fits ({size}) and is {speed}."
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
     """Return why an axis is used, or what it would cost."""
     used = plan.choice.job.spec[axis]
-    others = [c for c in plan.found.choices if (c.job.spec[axis] > 1) != (used > 1)]
+    others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
     short, what = axis.short, f"({axis.help})"
     if used > 1 and not others:
@@ -209,18 +216,18 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
     if not fitting:
         return ""
     other = min(fitting, key=lambda c: c.time.seconds)
-    found = _compared(other, plan.choice)
+    speed = _compared(other, plan.choice)
     if used > 1:
-        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {found}."
-    return f"No {short}: the best mesh with it ({other.job.spec}) is {found}."
+        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {speed}."
+    return f"No {short}: the best mesh with it ({other.job.spec}) is {speed}."
 
 
-def _compared(other: Choice, choice: Choice) -> str:
+def _compared(other: Candidate, choice: Candidate) -> str:
     """Return the speed of another choice relative to this one."""
-    theirs, ours = other.time.seconds, choice.time.seconds
-    if abs(theirs / ours - 1) < 0.02:
+    other_s, chosen_s = other.time.seconds, choice.time.seconds
+    if abs(other_s / chosen_s - 1) < 0.02:
         return "as fast, within the accuracy of the estimate"
-    return relative_speed(theirs, ours)
+    return relative_speed(other_s, chosen_s)
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
@@ -233,7 +240,7 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     allowed = exchanges(job)
     for name in allowed:
         if name != used.exchange:
-            other = Choice.of(job.changed("mesh", context_attention=name))
+            other = Candidate.of(job.changed("mesh", context_attention=name))
             size = in_bytes(other.memory.total_bytes)
             fits = "" if other.fits else f" and does not fit ({size})"
             sentences.append(f"{name} is {_compared(other, choice)}{fits}.")
@@ -266,16 +273,16 @@ _EXCHANGES = {
 # --- how many of which ----------------------------------------------------------------------------
 
 
-def _size(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> Iterator[Advice]:
+def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
-    gpus = compared(known, plan.cluster.gpu)
+    gpus = compared(catalog, plan.cluster.gpu)
     sizes = right_sizes(config, gpus, state_bytes, model)
     if sizes.best:
-        shown = "; ".join(_offer(size) for size in sizes.best[:4])
+        offers = "; ".join(_offer(size) for size in sizes.best[:4])
         yield Advice(
             "other GPUs",
             f"The fewest of each kind, by doubling, that fit the run{_within(plan, sizes)}, "
-            f"cheapest first: {shown}.",
+            f"cheapest first: {offers}.",
         )
     elif not sizes.tried:
         yield Advice(
@@ -308,22 +315,22 @@ def _offer(size: Size) -> str:
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
     """Return that the limits cannot be met, and limits that could be."""
     in_time, affordable = nearest(sizes, plan.limits)
-    found = [
+    sentences = [
         "Impossible: no number of any kind is in time and within budget for a batch of "
         f"{plan.base.train.global_batch_size} rows."
     ]
     if in_time is not None and plan.limits.money:
-        found.append(f"--budget {math.ceil(in_time.cost.money)} would do: {_offer(in_time)}.")
+        sentences.append(f"--budget {math.ceil(in_time.cost.money)} would do: {_offer(in_time)}.")
     if affordable is not None and plan.limits.days:
         hours = math.ceil(24 * affordable.cost.days)
-        found.append(f"--deadline {hours}h would do: {_offer(affordable)}.")
-    found.append("So would fewer tokens, or a larger batch, which more GPUs can share.")
-    return " ".join(found)
+        sentences.append(f"--deadline {hours}h would do: {_offer(affordable)}.")
+    sentences.append("So would fewer tokens, or a larger batch, which more GPUs can share.")
+    return " ".join(sentences)
 
 
 def _scaling(plan: Plan, config: PlanConfig) -> str:
     """Return the effect of more of the same GPUs, by doubling, in days and money."""
-    best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
+    best, gpu, number = plan.search.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
     cluster, model = plan.cluster.resized(number), plan.choice.job.model
     double = size_of(config, cluster, model)
     if double is None:
@@ -386,22 +393,22 @@ def _lr_scaling(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> Iterator[Advice]:
-    saving = plan.saving
+    cost = plan.checkpoints
     text = (
-        f"A checkpoint is {in_bytes(saving.bytes)}. Training waits {duration(saving.copy_s)} for "
-        f"the copy to host memory; writing takes {duration(saving.write_s)} in the background. "
+        f"A checkpoint is {in_bytes(cost.bytes)}. Training waits {duration(cost.copy_s)} for "
+        f"the copy to host memory; writing takes {duration(cost.write_s)} in the background. "
     )
-    if math.isinf(saving.interval_s):
+    if math.isinf(cost.interval_s):
         yield Advice("checkpoints", text + "No failures are assumed.")
         return
-    apart = f"one failure every {duration(saving.mean_time_to_failure_s)}"
-    best = f"{duration(saving.interval_s)} (Daly 2006)"
-    if saving.interval_s >= plan.on_demand.days * DAY_S:
+    apart = f"one failure every {duration(cost.mean_time_to_failure_s)}"
+    best = f"{duration(cost.interval_s)} (Daly 2006)"
+    if cost.interval_s >= plan.on_demand.days * DAY_S:
         text += f"With {apart} the best interval, {best}, is longer than the run: save at its end."
     else:
         text += (
-            f"With {apart}, save every {best}: {_save_flag(plan, saving)}. Saving, repeated work "
-            f"and restarts then take {percent(saving.lost)} of the time."
+            f"With {apart}, save every {best}: {_save_flag(plan, cost)}. Saving, repeated work "
+            f"and restarts then take {percent(cost.lost)} of the time."
         )
     yield Advice("checkpoints", text)
 
@@ -410,7 +417,7 @@ def _local_saves(plan: Plan) -> Iterator[Advice]:
     settings, job = plan.choice.job.config.checkpoint, plan.choice.job
     if not settings.local_dir:
         return
-    survived = survivable_on(
+    survived = survivable_losses(
         job.spec,
         plan.cluster.num_nodes,
         settings.neighbours,
@@ -421,26 +428,26 @@ def _local_saves(plan: Plan) -> Iterator[Advice]:
 
 
 def _restart(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
-    found, total = plan.restart, plan.restart.total
-    slowest = sorted(found.parts, key=lambda name: -found.parts[name].likely)[:3]
+    restart, total = plan.restart, plan.restart.total
+    slowest = sorted(restart.parts, key=lambda name: -restart.parts[name].likely)[:3]
     shares = [
-        f"{name.replace('_', ' ')} {duration(found.parts[name].likely)}"
-        + f" from the {found.tier}" * (name == "restore")
+        f"{name.replace('_', ' ')} {duration(restart.parts[name].likely)}"
+        + f" from the {restart.tier}" * (name == "restore")
         for name in slowest
     ]
     text = (
         f"From the end of a process to the next trained step: about {duration(total.likely)} "
         f"({duration(total.low)} to {duration(total.high)}), mostly {', '.join(shares)}. A lost "
-        f"host adds up to {duration(found.lost_host_s)} until it counts as lost, and the start of "
-        f"another. The costs assume --restart-s {config.restart_s:g}. Timed on CPUs only."
+        f"host adds up to {duration(restart.lost_host_s)} until it counts as lost, and the start "
+        f"of another. The costs assume --restart-s {config.restart_s:g}. Timed on CPUs only."
     )
     yield Advice("restart", text)
 
 
-def _save_flag(plan: Plan, saving: Saving) -> str:
+def _save_flag(plan: Plan, cost: CheckpointCost) -> str:
     """Return the flag for such an interval, or for one save if the run is shorter."""
     steps = plan.on_demand.tokens / plan.choice.job.tokens_per_step
-    interval = min(saving.interval_s / plan.choice.time.seconds, steps)
+    interval = min(cost.interval_s / plan.choice.time.seconds, steps)
     return f"--checkpoint.save-interval-steps {max(1, round(interval))}"
 
 
@@ -449,36 +456,36 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     if gpu.price_per_hour <= 0:
         return
     share = gpu.spot_price_per_hour / gpu.price_per_hour
-    even = break_even(plan.saving, price_share=share, restart_s=config.restart_s)
+    even = break_even(plan.checkpoints, price_share=share, restart_s=config.restart_s)
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
         "spot",
         f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
         f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
         f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
-        f"{_save_flag(plan, plan.spot_saving)}; the two cost the same at {even:.0f} "
+        f"{_save_flag(plan, plan.spot_checkpoints)}; the two cost the same at {even:.0f} "
         "preemptions a day.",
     )
 
 
-def _cost(bill: Bill) -> str:
-    return f"{money(bill.money, 'USD')} and takes {duration(DAY_S * bill.days)}"
+def _cost(cost: RunCost) -> str:
+    return f"{money(cost.money, 'USD')} and takes {duration(DAY_S * cost.days)}"
 
 
 # --- the compiler ---------------------------------------------------------------------------------
 
 
 def _compiler(plan: Plan) -> Iterator[Advice]:
-    if plan.proof is None:
+    if plan.check is None:
         return
-    for choice, step in plan.proof.refuted:
+    for choice, step in plan.check.rejected_by_compiler:
         yield Advice(
             "refuted",
             f"{choice.job.spec} ({choice.command(plan.base)}) was estimated to fit, but compiled "
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
-    if isinstance(plan.proof.outcome, CompiledStep):
-        for remark in plan.proof.outcome.remarks:
+    if isinstance(plan.check.outcome, CompiledStep):
+        for remark in plan.check.outcome.remarks:
             text = remark.text
             if remark.kind == "memory" and plan.fits:
                 text = (

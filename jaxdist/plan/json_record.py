@@ -9,13 +9,13 @@ from typing import Any
 
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import NotCompiled
-from jaxdist.plan.estimate.search import Choice, why_not
-from jaxdist.plan.planner import Plan, Proof
+from jaxdist.plan.estimate.search import Candidate, why_not
+from jaxdist.plan.planner import CompilerCheck, Plan
 
 
 def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
     """Return the plan as plain data; infinite numbers become None."""
-    best = plan.found.choices[0] if plan.found.choices else None
+    best = plan.search.choices[0] if plan.search.choices else None
     gpu = plan.cluster.gpu
     return _finite(
         {
@@ -24,7 +24,7 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "num_gpus": plan.cluster.num_gpus,
             "num_nodes": plan.cluster.num_nodes,
             "fits": plan.fits,
-            "verdict_by": "compiler" if plan.proof and plan.proof.compiled else "estimate",
+            "verdict_by": "compiler" if plan.check and plan.check.compiled else "estimate",
             "total_bytes": plan.total_bytes,
             "usable_bytes": plan.choice.usable_bytes,
             "mesh": str(plan.choice.job.spec),
@@ -52,10 +52,10 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 "late": plan.limits.late(plan.on_demand),
                 "dear": plan.limits.dear(plan.on_demand),
             },
-            "checkpoints": dataclasses.asdict(plan.saving),
-            "spot_checkpoints": dataclasses.asdict(plan.spot_saving),
+            "checkpoints": dataclasses.asdict(plan.checkpoints),
+            "spot_checkpoints": dataclasses.asdict(plan.spot_checkpoints),
             "restart": {**dataclasses.asdict(plan.restart), "total": vars(plan.restart.total)},
-            "compiled": _proof(plan.proof),
+            "compiled": _check_record(plan.check),
             "meshes": [
                 {
                     "mesh": str(choice.job.spec),
@@ -66,20 +66,20 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                     "flags": choice.flags(plan.base),
                     "why_not": why_not(choice, best) if best is not None else "",
                 }
-                for choice in plan.found.choices
+                for choice in plan.search.choices
             ],
             "refused": [
                 {"mesh": str(spec), "problem": problem}
-                for spec, problem in plan.found.refused.items()
+                for spec, problem in plan.search.refused.items()
             ],
-            "search_s": plan.found.seconds,
-            "settings_weighed": plan.found.num_tried,
+            "search_s": plan.search.seconds,
+            "settings_weighed": plan.search.num_tried,
             "advice": [dataclasses.asdict(item) for item in advice],
         }
     )
 
 
-def _step(choice: Choice) -> dict[str, Any]:
+def _step(choice: Candidate) -> dict[str, Any]:
     time = choice.time
     return {
         "seconds": time.seconds,
@@ -93,12 +93,12 @@ def _step(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _proof(proof: Proof | None) -> dict[str, Any] | None:
-    if proof is None:
+def _check_record(check: CompilerCheck | None) -> dict[str, Any] | None:
+    if check is None:
         return None
-    if isinstance(proof.outcome, NotCompiled):
-        return {"compiled": False, **dataclasses.asdict(proof.outcome)}
-    step = proof.outcome
+    if isinstance(check.outcome, NotCompiled):
+        return {"compiled": False, **dataclasses.asdict(check.outcome)}
+    step = check.outcome
     record = dataclasses.asdict(step)
     del record["program"]
     wire = {f"{kind} {axes}": moved for (kind, axes), moved in step.wire_bytes().items()}
@@ -108,8 +108,8 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
         "wire_bytes": wire,
         **record,
         "refuted": [
-            {"mesh": str(choice.job.spec), "total_bytes": refuted.memory.total_bytes}
-            for choice, refuted in proof.refuted
+            {"mesh": str(choice.job.spec), "total_bytes": rejected.memory.total_bytes}
+            for choice, rejected in check.rejected_by_compiler
         ],
     }
 

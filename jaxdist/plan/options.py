@@ -85,27 +85,27 @@ class PlanConfig(RunConfig):
 
     def problems(self) -> list[str]:
         """Return the violated rules of the plan's own settings; the run's are separate."""
-        found = [
+        problems = [
             f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
             for name in ("price", "spot_price", "failures_per_day")
             if -1 < getattr(self, name) < 0
         ]
         if _days(self.deadline) is None:
-            found.append(
+            problems.append(
                 f"deadline={self.deadline!r} is no time. Write a number above 0 and its unit: 2w, "
                 "14d or 36h."
             )
         if self.show_schedule and self.stages * self.microbatches > _MOST_CELLS:
-            found.append(
+            problems.append(
                 f"--stages {self.stages} --microbatches {self.microbatches} is too large to draw. "
                 f"Use sizes whose product is at most {_MOST_CELLS}."
             )
         if not self.gpus and not self.show_schedule:
-            found.append(
+            problems.append(
                 "no GPUs were named. Say which and how many: --gpus h100:8, or --gpus h100:8x8 for "
                 "8 nodes of 8."
             )
-        return found
+        return problems
 
 
 _DAYS = {"w": 7.0, "d": 1.0, "h": 1 / 24}
@@ -154,11 +154,11 @@ def read_plan(
     ]
     if problems:
         raise ConfigError(problems, heading=COMMAND)
-    asked = (
+    mesh_is_flag = (
         origins.get("mesh.shape", "").startswith(("flag", "keyword"))
         and config.mesh.shape != "auto"
     )
-    return config, config.mesh.shape if asked else ""
+    return config, config.mesh.shape if mesh_is_flag else ""
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:
@@ -168,13 +168,13 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
         ConfigError: GPUs that are unknown, or a file that cannot be read.
     """
     try:
-        clusters = parse_gpus(config.gpus, known_gpus(config))
+        clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:
         raise ConfigError(error.problems, heading=COMMAND) from None
     return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
 
 
-def known_gpus(config: PlanConfig) -> dict[str, Gpu]:
+def read_gpus(config: PlanConfig) -> dict[str, Gpu]:
     """Return the GPUs of the catalog and the user's own."""
     return read_hardware(config.hardware) if config.hardware else dict(GPUS)
 

@@ -16,18 +16,18 @@ from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
-    Bill,
+    CheckpointCost,
     Limits,
-    Saving,
-    bill,
-    saving_of,
+    RunCost,
+    checkpoint_cost,
+    run_cost,
 )
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
 from jaxdist.plan.estimate.remat import choose_remat
 from jaxdist.plan.estimate.restart import Restart, restart_of
-from jaxdist.plan.estimate.search import Choice, Found, search
+from jaxdist.plan.estimate.search import Candidate, SearchResult, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
 from jaxdist.plan.options import PlanConfig
 from jaxdist.settings import ConfigError
@@ -37,7 +37,7 @@ _MOST_COMPILATIONS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Proof:
+class CompilerCheck:
     """Result of compiling a choice.
 
     Attributes:
@@ -45,7 +45,7 @@ class Proof:
     """
 
     outcome: CompiledStep | NotCompiled
-    refuted: tuple[tuple[Choice, CompiledStep], ...] = ()
+    rejected_by_compiler: tuple[tuple[Candidate, CompiledStep], ...] = ()
 
     @property
     def compiled(self) -> CompiledStep | None:
@@ -64,29 +64,29 @@ class Plan:
         flows: traffic of one device in one step.
         proof: result of the compiler; None if it was disabled.
         restart: from the end of a process to the next trained step.
-        saving: checkpoints, with hardware failures only; `spot_saving`: preemptions too.
+        saving: checkpoints, with hardware failures only; `spot_checkpoints`: preemptions too.
         on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
         limits: days and money that the run may take.
     """
 
     base: RunConfig
     cluster: Cluster
-    choice: Choice
-    asked: bool
-    found: Found
+    choice: Candidate
+    mesh_is_fixed: bool
+    search: SearchResult
     flows: tuple[Flow, ...]
-    proof: Proof | None
+    check: CompilerCheck | None
     restart: Restart
-    saving: Saving
-    on_demand: Bill
-    spot: Bill
-    spot_saving: Saving
+    checkpoints: CheckpointCost
+    on_demand: RunCost
+    spot: RunCost
+    spot_checkpoints: CheckpointCost
     limits: Limits
 
     @property
     def total_bytes(self) -> float:
         """Bytes of one device: compiled if possible, else estimated."""
-        compiled = self.proof.compiled if self.proof else None
+        compiled = self.check.compiled if self.check else None
         return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
 
     @property
@@ -117,78 +117,80 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     problems = narrow_problems(run.precision.matmul_dtype, model.num_layers, cluster.gpu)
     if problems:
         raise ConfigError(problems)
-    found = search(run, cluster, model)
+    result = search(run, cluster, model)
     if mesh:
         spec = MeshSpec.parse(mesh, cluster.num_gpus)
         run.check_mesh(spec, model, cluster.num_gpus)
         job = Job.of(run, spec, cluster, model)
         remat = choose_remat(job, usable_bytes(job))
-        candidates = [Choice.of(job if remat is None else remat.job)]
+        candidates = [Candidate.of(job if remat is None else remat.job)]
     else:
-        candidates = list(found.choices)
+        candidates = list(result.choices)
         if not candidates:
             # No mesh is legal: the check says why, and what to change.
             run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
-    choice, proof = _prove(candidates, config, asked=bool(mesh))
-    return _priced(config, cluster, choice, bool(mesh), found, proof)
+    choice, check = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
+    return _priced(config, cluster, choice, bool(mesh), result, check)
 
 
-def _prove(
-    candidates: list[Choice], config: PlanConfig, *, asked: bool
-) -> tuple[Choice, Proof | None]:
+def _check_candidates(
+    candidates: list[Candidate], config: PlanConfig, *, mesh_is_fixed: bool
+) -> tuple[Candidate, CompilerCheck | None]:
     """Return the first candidate that fits once compiled, or the first of all."""
     if not config.compile:
         return candidates[0], None
-    refuted: list[tuple[Choice, CompiledStep]] = []
-    for choice in candidates[: 1 if asked else _MOST_COMPILATIONS]:
-        if refuted and not choice.fits:
+    rejected: list[tuple[Candidate, CompiledStep]] = []
+    for choice in candidates[: 1 if mesh_is_fixed else _MOST_COMPILATIONS]:
+        if rejected and not choice.fits:
             break
         job = choice.job
         outcome = compile_step(
             job.config, job.spec, job.cluster, timeout_s=config.compile_timeout_s
         )
         if isinstance(outcome, NotCompiled) or outcome.memory.total_bytes <= choice.usable_bytes:
-            return choice, Proof(outcome=outcome, refuted=tuple(refuted))
-        refuted.append((choice, outcome))
-    choice, compiled = refuted[0]
-    return choice, Proof(outcome=compiled, refuted=tuple(refuted[1:]))
+            return choice, CompilerCheck(outcome=outcome, rejected_by_compiler=tuple(rejected))
+        rejected.append((choice, outcome))
+    choice, compiled = rejected[0]
+    return choice, CompilerCheck(outcome=compiled, rejected_by_compiler=tuple(rejected[1:]))
 
 
 def _priced(
     config: PlanConfig,
     cluster: Cluster,
-    choice: Choice,
-    asked: bool,
-    found: Found,
-    proof: Proof | None,
+    choice: Candidate,
+    mesh_is_fixed: bool,
+    result: SearchResult,
+    check: CompilerCheck | None,
 ) -> Plan:
-    saving, on_demand = costs_of(config, choice)
-    spot_saving, spot = costs_of(config, choice, spot=True)
-    compiled = proof.compiled if proof else None
+    checkpoints, on_demand = price_run(config, choice)
+    spot_checkpoints, spot = price_run(config, choice, spot=True)
+    compiled = check.compiled if check else None
     return Plan(
         base=config.run,
         cluster=cluster,
         choice=choice,
-        asked=asked,
-        found=found,
+        mesh_is_fixed=mesh_is_fixed,
+        search=result,
         flows=tuple(flows_of(choice.job)),
-        proof=proof,
+        check=check,
         restart=restart_of(
             choice.job,
-            checkpoint_bytes=saving.bytes,
+            checkpoint_bytes=checkpoints.bytes,
             storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
             step_s=choice.time.seconds,
             compile_s=compiled.compile_s if compiled else None,
         ),
-        saving=saving,
+        checkpoints=checkpoints,
         on_demand=on_demand,
         spot=spot,
-        spot_saving=spot_saving,
+        spot_checkpoints=spot_checkpoints,
         limits=config.limits,
     )
 
 
-def costs_of(config: PlanConfig, choice: Choice, *, spot: bool = False) -> tuple[Saving, Bill]:
+def price_run(
+    config: PlanConfig, choice: Candidate, *, spot: bool = False
+) -> tuple[CheckpointCost, RunCost]:
     """Return checkpoints, time and money of a complete run, lost time included.
 
     At the price on demand with hardware failures, or at that of `spot` with preemptions too.
@@ -197,24 +199,24 @@ def costs_of(config: PlanConfig, choice: Choice, *, spot: bool = False) -> tuple
     failures = config.failures_per_day
     if failures < 0:
         failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
-    saving = saving_of(
+    checkpoints = checkpoint_cost(
         job,
         failures_per_day=failures + (config.preemptions_per_day if spot else 0.0),
         storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
         restart_s=config.restart_s,
     )
     gpu = cluster.gpu
-    cost = bill(
+    cost = run_cost(
         tokens=config.tokens or float(config.train.steps * job.tokens_per_step),
         tokens_per_s=choice.time.tokens_per_s,
         num_gpus=cluster.num_gpus,
         price=gpu.spot_price_per_hour if spot else gpu.price_per_hour,
-        lost=saving.lost,
+        lost=checkpoints.lost,
     )
-    return saving, cost
+    return checkpoints, cost
 
 
-def survivable_on(
+def survivable_losses(
     spec: MeshSpec,
     num_nodes: int,
     neighbours: int,

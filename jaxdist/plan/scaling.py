@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from jaxdist.config import RunConfig
 from jaxdist.core.types import Model
 from jaxdist.hardware import GPUS, Cluster, Gpu
-from jaxdist.plan.estimate.cost import Bill, Limits
+from jaxdist.plan.estimate.cost import Limits, RunCost
 from jaxdist.plan.estimate.job import with_section
-from jaxdist.plan.estimate.search import Choice, search
+from jaxdist.plan.estimate.search import Candidate, search
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import costs_of
+from jaxdist.plan.planner import price_run
 
 _KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
 """Known kinds of GPU that are compared; that of the question and one's own come on top."""
@@ -25,14 +25,14 @@ class Size:
     """The fastest choice that fits a number of GPUs of one kind, with the cost of the run."""
 
     cluster: Cluster
-    choice: Choice
-    cost: Bill
+    choice: Candidate
+    cost: RunCost
 
 
-def compared(known: Mapping[str, Gpu], asked: Gpu) -> dict[str, Gpu]:
+def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
     """Return GPUs to compare, by name: usual ones, the user's own, and the requested kind."""
-    names = [*_KINDS, *(name for name in known if name not in GPUS)]
-    return {name: known[name] for name in names if name in known} | {asked.name: asked}
+    names = [*_KINDS, *(name for name in catalog if name not in GPUS)]
+    return {name: catalog[name] for name in names if name in catalog} | {requested.name: requested}
 
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
@@ -40,11 +40,11 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None
-    _, cost = costs_of(config, best)
+    _, cost = price_run(config, best)
     return Size(cluster=cluster, choice=best, cost=cost)
 
 
-def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Choice | None:
+def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
     """The best of a cluster with the largest batch, by halving, that fits; None where none does."""
     rows = run.train.global_batch_size
     while rows := rows // 2:
@@ -60,9 +60,9 @@ def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> 
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
-            found = size_of(config, Cluster.of(gpu, number), model)
-            if found is not None:
-                yield found
+            size = size_of(config, Cluster.of(gpu, number), model)
+            if size is not None:
+                yield size
         number *= 2
 
 
@@ -85,7 +85,7 @@ class Sizes:
 
 
 def right_sizes(
-    config: PlanConfig, known: Mapping[str, Gpu], state_bytes: float, model: Model
+    config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> Sizes:
     """Return the fewest GPUs of each kind, by doubling, that fit the run and end it in time.
 
@@ -96,7 +96,7 @@ def right_sizes(
     best: list[Size] = []
     tried: list[Size] = []
     fastest: list[Size] = []
-    for gpu in known.values():
+    for gpu in catalog.values():
         here: list[Size] = []
         for size in sizes_of(config, gpu, state_bytes, model):
             here.append(size)

@@ -12,7 +12,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
-from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import LIKELY
 from jaxdist.plan.planner import Plan
 from jaxdist.runtime.formatting.numbers import (
@@ -63,12 +63,12 @@ def _unit(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    proof = plan.proof is not None and plan.proof.compiled is not None
-    known = "compiled" if proof else "estimated"
+    check = plan.check is not None and plan.check.compiled is not None
+    source = "compiled" if check else "estimated"
     does = "FITS" if plan.fits else "DOES NOT FIT"
     time = plan.choice.time
     lines = [
-        f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({known}), "
+        f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({source}), "
         f"with {plan.choice.command(plan.base)}",
         f"step plan {plan.choice.job.plan.digest}",
     ]
@@ -88,7 +88,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _limits(plan: Plan) -> Iterable[str]:
-    """Whether the run meets its deadline and budget, if it has any."""
+    """Yield the verdicts on deadline and budget, if there are any."""
     limits, cost = plan.limits, plan.on_demand
     if limits.days:
         does = "TOO LATE" if limits.late(cost) else "IN TIME"
@@ -149,11 +149,11 @@ def _money(plan: Plan) -> Iterable[str]:
         (
             f"  {name}",
             f"{price:.2f} USD per GPU-hour",
-            duration(DAY_S * bill.days),
-            f"{bill.gpu_hours:,.0f} GPU-hours",
-            money(bill.money, "USD"),
+            duration(DAY_S * cost.days),
+            f"{cost.gpu_hours:,.0f} GPU-hours",
+            money(cost.money, "USD"),
         )
-        for name, price, bill in bills
+        for name, price, cost in bills
     ]
     yield from columns(rows, gap="   ")
     days, cost = plan.on_demand.days, plan.on_demand.money
@@ -170,29 +170,29 @@ def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def _meshes(plan: Plan, top: int) -> Iterable[str]:
-    found = plan.found
-    best = found.choices[0] if found.choices else None
-    for place, choice in enumerate(found.choices[:top], start=1):
-        yield from _mesh(plan, place, choice, best)
-    rest = found.choices[top:]
+    result = plan.search
+    best = result.choices[0] if result.choices else None
+    for rank, choice in enumerate(result.choices[:top], start=1):
+        yield from _mesh(plan, rank, choice, best)
+    rest = result.choices[top:]
     if rest:
         fitting = sum(choice.fits for choice in rest)
         yield f"  and {len(rest)} more legal ones, of which {fitting} fit"
-    if found.refused:
-        example = next(iter(found.refused.values())).partition(":")[0]
-        verb = "is" if len(found.refused) == 1 else "are"
-        yield f"  {len(found.refused)} {verb} refused, e.g. {example}"
-    yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
+    if result.refused:
+        example = next(iter(result.refused.values())).partition(":")[0]
+        verb = "is" if len(result.refused) == 1 else "are"
+        yield f"  {len(result.refused)} {verb} refused, e.g. {example}"
+    yield f"  ({result.num_tried} combinations of settings compared in {result.seconds:.1f} s)"
 
 
-def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterable[str]:
+def _mesh(plan: Plan, rank: int, choice: Candidate, best: Candidate | None) -> Iterable[str]:
     time, config = choice.time, choice.job.config
     details = f"remat {choice.job.remat}, {choice.job.num_microbatches} microbatches"
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
     details += f", {choice.job.exchange.exchange}" if choice.job.exchange else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
-        f" {mark}{place:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"
+        f" {mark}{rank:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"
         f"{time.seconds:>9.3g} s{percent(time.mfu):>8}  {details}"
     )
     why = why_not(choice, best) if best is not None else ""
@@ -201,16 +201,16 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
 
 
 def _compiled(plan: Plan) -> Iterable[str]:
-    if plan.proof is not None and plan.proof.compiled is not None:
-        yield from _step(plan, plan.proof.compiled)
+    if plan.check is not None and plan.check.compiled is not None:
+        yield from _step(plan, plan.check.compiled)
         return
     accuracy = "an estimate, usually within 5 %"
     if plan.choice.memory.is_rough:
         accuracy = "an estimate, too high rather than too low for a model that is no decoder"
-    if plan.proof is None:
+    if plan.check is None:
         yield f"  not asked for (--compile=false): memory is {accuracy}"
-    elif isinstance(plan.proof.outcome, NotCompiled):
-        yield f"  not compiled: {plan.proof.outcome.reason}. {plan.proof.outcome.fix}"
+    elif isinstance(plan.check.outcome, NotCompiled):
+        yield f"  not compiled: {plan.check.outcome.reason}. {plan.check.outcome.fix}"
         yield f"  the memory above is {accuracy}"
 
 

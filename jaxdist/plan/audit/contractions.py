@@ -52,7 +52,7 @@ def convolution(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a convolution over unsplit images: a product of batch and features."""
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
-        return _whole(states)
+        return _unsplit(states)
     lhs, rhs, out = params["dimension_numbers"]
     left = {lhs[0]: out[0], lhs[1]: SUMMED}
     right = {rhs[0]: out[1], rhs[1]: SUMMED}
@@ -61,7 +61,7 @@ def convolution(equation: Any, states: Sequence[int]) -> int:
 
 def _product(
     states: Sequence[int],
-    places: tuple[dict[int, int], dict[int, int]],
+    targets: tuple[dict[int, int], dict[int, int]],
 ) -> int:
     """Return the state of a bilinear product; `places[i][dim]`: dim of the result, or ≤ SUMMED."""
     if ZERO in states:
@@ -72,29 +72,29 @@ def _product(
         other = states[0] if states[1] == PARTIAL else states[1]
         return PARTIAL if other in FIXED else VARYING
     if not any(map(is_split, states)):
-        whole = join(*states)
-        return VARYING if whole in (INDEX, LOOKUP) else whole
+        equal = join(*states)
+        return VARYING if equal in (INDEX, LOOKUP) else equal
     if VARYING in states or LOOKUP in states:
         return VARYING
-    found: list[set[int]] = []
-    for state, place in zip(states, places, strict=True):
+    dims: list[set[int]] = []
+    for state, target in zip(states, targets, strict=True):
         if is_split(state):
-            found.append({place.get(dim, _GONE) for dim in dims_of(state)})
-    if any(_GONE in each for each in found):
+            dims.append({target.get(dim, _GONE) for dim in dims_of(state)})
+    if any(_GONE in each for each in dims):
         return VARYING
-    summed = [all(dim <= SUMMED for dim in each) for each in found]
-    kept = [all(dim > SUMMED for dim in each) for each in found]
-    common = found[0] & found[1] if len(found) == 2 else found[0]
+    summed = [all(dim <= SUMMED for dim in each) for each in dims]
+    kept = [all(dim > SUMMED for dim in each) for each in dims]
+    common = dims[0] & dims[1] if len(dims) == 2 else dims[0]
     if all(summed):
         return PARTIAL if common else VARYING
     if all(kept) and common:
         return like(split(*common), *states)
-    if len(found) == 2 and (all(kept) or (True in summed and True in kept)):
+    if len(dims) == 2 and (all(kept) or (True in summed and True in kept)):
         raise MissingGather("is split, and so is what it is multiplied by, along another dim")
     return VARYING
 
 
-def _whole(states: Sequence[int]) -> int:
+def _unsplit(states: Sequence[int]) -> int:
     if ZERO in states:
         return ZERO
     return join(*states) if all(state in FIXED for state in states) else VARYING
@@ -110,9 +110,9 @@ def gather(equation: Any, states: Sequence[int]) -> int:
     looked_up = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
     of_index = dict(enumerate(looked_up))
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    of_table = _window_places(len(shape), (*numbers.collapsed_slice_dims, *batching))
-    of_table = {dim: numbers.offset_dims[place] for dim, place in of_table.items()}
-    of_table = {dim: place for dim, place in of_table.items() if sizes[dim] == shape[dim]}
+    of_table = _window_indices(len(shape), (*numbers.collapsed_slice_dims, *batching))
+    of_table = {dim: numbers.offset_dims[index] for dim, index in of_table.items()}
+    of_table = {dim: index for dim, index in of_table.items() if sizes[dim] == shape[dim]}
     for dim, in_index in zip(
         batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True
     ):
@@ -132,19 +132,19 @@ def gather(equation: Any, states: Sequence[int]) -> int:
     return join(table, moved(index, of_index))
 
 
-def _window_places(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
+def _window_indices(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
     """Return operand dim -> index among the dims of a window, without `left_out`."""
     kept = [dim for dim in range(ndim) if dim not in left_out]
-    return {dim: place for place, dim in enumerate(kept)}
+    return {dim: index for index, dim in enumerate(kept)}
 
 
 def scatter_add(equation: Any, states: Sequence[int]) -> int:
     """Return the state of sums into rows; rows from all parts of a batch give a term of a sum."""
     into, index, update = states[:3]
-    found = _scattered(equation, index, update)
+    state = _scattered(equation, index, update)
     if into == ZERO:
-        return found
-    return join(into, found)
+        return state
+    return join(into, state)
 
 
 def _scattered(equation: Any, index: int, update: int) -> int:
@@ -156,8 +156,8 @@ def _scattered(equation: Any, index: int, update: int) -> int:
     window = numbers.update_window_dims
     scattered = [dim for dim in range(len(of_update)) if dim not in window]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    places = _window_places(len(shape), (*numbers.inserted_window_dims, *batching))
-    kept = {window[place]: dim for dim, place in places.items()}
+    targets = _window_indices(len(shape), (*numbers.inserted_window_dims, *batching))
+    kept = {window[index]: dim for dim, index in targets.items()}
     in_index = getattr(numbers, "scatter_indices_batching_dims", ())
     aligned = {scattered[i]: dim for i, dim in zip(in_index, batching, strict=True)}
     index = moved(index, scattered) if is_split(index) else index

@@ -124,22 +124,22 @@ def select(equation: Any, states: Sequence[int]) -> int:
     """Return the state of `where`: values masked by device index, else zero, are terms of a sum."""
     del equation
     which, *cases = states
-    found = join_all(cases)
+    state = join_all(cases)
     if which in FIXED:
-        return found
-    if is_split(found):
-        return join(found, which) if is_split(which) else found
-    if which == INDEX and ZERO in cases and found in (EQUAL, PARTIAL, LOOKUP):
+        return state
+    if is_split(state):
+        return join(state, which) if is_split(which) else state
+    if which == INDEX and ZERO in cases and state in (EQUAL, PARTIAL, LOOKUP):
         return PARTIAL
-    if found == ZERO:
+    if state == ZERO:
         return ZERO
-    return join(which, found)
+    return join(which, state)
 
 
 def random_bits(equation: Any, states: Sequence[int]) -> int:
     """Return the state of random numbers; those drawn by device index are no mask."""
-    found = other(equation, states)
-    return VARYING if found == INDEX else found
+    state = other(equation, states)
+    return VARYING if state == INDEX else state
 
 
 _SAME = operations(

@@ -80,46 +80,46 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
     """Yield the equations that produced a value, last first, including those inside loops."""
-    wanted = _variables([variable])
+    tracked = _variables([variable])
     for equation in reversed(program.eqns):
-        places = [i for i, v in enumerate(equation.outvars) if _is(v, wanted)]
-        if not places:
+        indices = [i for i, v in enumerate(equation.outvars) if _is(v, tracked)]
+        if not indices:
             continue
         yield equation
         for inner in core.jaxprs_in_params(equation.params):
-            for place in places:
-                if place < len(inner.outvars) and not isinstance(
-                    inner.outvars[place], core.Literal
+            for index in indices:
+                if index < len(inner.outvars) and not isinstance(
+                    inner.outvars[index], core.Literal
                 ):
-                    yield from origins(inner, inner.outvars[place])
+                    yield from origins(inner, inner.outvars[index])
         # What a value only waits for (`core/collective_order.py`) is no part of it.
         made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
-        wanted |= _variables(made_of)
+        tracked |= _variables(made_of)
 
 
-def _forward(program: Any, wanted: set[Any]) -> set[int]:
-    found = _follow(program.eqns, wanted, lambda e: (e.invars, e.outvars))
-    return {place for place, v in enumerate(program.outvars) if _is(v, found)}
+def _forward(program: Any, tracked: set[Any]) -> set[int]:
+    reached = _follow(program.eqns, tracked, lambda e: (e.invars, e.outvars))
+    return {index for index, v in enumerate(program.outvars) if _is(v, reached)}
 
 
-def _backward(program: Any, wanted: set[Any], through: frozenset[str]) -> set[int]:
+def _backward(program: Any, tracked: set[Any], through: frozenset[str]) -> set[int]:
     ends = lambda e: (e.outvars, e.invars)
-    found = _follow(reversed(program.eqns), wanted, ends, through)
-    return {place for place, v in enumerate(program.invars) if v in found}
+    reached = _follow(reversed(program.eqns), tracked, ends, through)
+    return {index for index, v in enumerate(program.invars) if v in reached}
 
 
 def _follow(
     equations: Iterable[Any],
-    wanted: set[Any],
+    tracked: set[Any],
     ends: Callable[[Any], tuple[Any, Any]],
     through: frozenset[str] = CARRIERS,
 ) -> set[Any]:
-    found = set(wanted)
+    reached = set(tracked)
     for equation in equations:
         near, far = ends(equation)
-        if equation.primitive.name in through and any(_is(v, found) for v in near):
-            found |= _variables(far)
-    return found
+        if equation.primitive.name in through and any(_is(v, reached) for v in near):
+            reached |= _variables(far)
+    return reached
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
@@ -127,5 +127,5 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
-def _is(variable: Any, wanted: set[Any]) -> bool:
-    return not isinstance(variable, core.Literal) and variable in wanted
+def _is(variable: Any, tracked: set[Any]) -> bool:
+    return not isinstance(variable, core.Literal) and variable in tracked

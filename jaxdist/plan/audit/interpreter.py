@@ -97,7 +97,7 @@ class Interpreter:
         self._token_states = token_states or {}
         self._first_round = False
         self._seen: set[tuple[int, str]] = set()
-        self._known: dict[Any, tuple[Any, list[States]]] = {}
+        self._memo: dict[Any, tuple[Any, list[States]]] = {}
 
     def run(self, program: Any, inputs: Sequence[States], path: Path, live: bool) -> list[States]:
         """Return the states of a program's outputs.
@@ -109,8 +109,8 @@ class Interpreter:
             live: raise alarms; False while a loop searches its fixed point.
         """
         key = (id(program), tuple(inputs), live, self._first_round)
-        if key in self._known:
-            return self._known[key][1]
+        if key in self._memo:
+            return self._memo[key][1]
         constant = (CONSTANT,) * len(self.axes)
         states: dict[Any, States] = dict(zip(program.invars, inputs, strict=True))
         states |= dict.fromkeys(program.constvars, constant)
@@ -122,16 +122,16 @@ class Interpreter:
             return states[variable]
 
         for equation in program.eqns:
-            given = [state_of(v) for v in equation.invars]
-            found = self._equation(equation, given, path, live)
-            for variable, state in zip(equation.outvars, found, strict=True):
+            in_states = [state_of(v) for v in equation.invars]
+            outputs = self._equation(equation, in_states, path, live)
+            for variable, state in zip(equation.outvars, outputs, strict=True):
                 states[variable] = self._typed(variable.aval, state)
         out = [state_of(v) for v in program.outvars]
-        self._known[key] = program, out  # the program is kept: its id stands for it
+        self._memo[key] = program, out  # the program is kept: its id stands for it
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
-        """What jax's own types know: a value that does not vary over an axis is equal over it.
+        """Return states refined by jax's own types: a value that does not vary is equal.
 
         An empty array has the state of zeros, since its sum is 0.
         """
@@ -146,29 +146,31 @@ class Interpreter:
         )
 
     def _equation(
-        self, equation: Any, given: list[States], path: Path, live: bool
+        self, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> Sequence[States]:
         name = equation.primitive.name
         if name == "scan":
-            return self._scan(equation, given, path, live)
+            return self._scan(equation, in_states, path, live)
         if name == "while":
-            return self._while(equation, given, path, live)
+            return self._while(equation, in_states, path, live)
         if name == "cond":
-            return self._cond(equation, given, path, live)
+            return self._cond(equation, in_states, path, live)
         if name in COLLECTIVES:
-            return self._collective(equation, given, path, live)
+            return self._collective(equation, in_states, path, live)
         if name not in RULES:
             inner = next(iter(core.jaxprs_in_params(equation.params)), None)
-            if inner is not None and len(inner.invars) == len(given):
-                return self.run(inner, given, path.into(equation, inner), live)
-        columns = [self._over_axis(i, equation, given, path, live) for i in range(len(self.axes))]
+            if inner is not None and len(inner.invars) == len(in_states):
+                return self.run(inner, in_states, path.into(equation, inner), live)
+        columns = [
+            self._over_axis(i, equation, in_states, path, live) for i in range(len(self.axes))
+        ]
         return list(zip(*columns, strict=True)) if columns else [()] * len(equation.outvars)
 
     def _over_axis(
-        self, place: int, equation: Any, given: list[States], path: Path, live: bool
+        self, index: int, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[int]:
         """States of an equation's results over one axis."""
-        axis, states = self.axes[place], [state[place] for state in given]
+        axis, states = self.axes[index], [state[index] for state in in_states]
         name, number = equation.primitive.name, len(equation.outvars)
         if name == "axis_index":
             return [INDEX if axis in names_of(equation) else CONSTANT]
@@ -177,32 +179,32 @@ class Interpreter:
             return [state if states[0] == VARYING or is_split(states[0]) else states[0]]
         rule = RULES.get(name, _unknown)
         try:
-            found = rule(equation, states)
+            result = rule(equation, states)
         except OmittedSum as error:
             if live:
                 operand = equation.invars[error.operand]
                 self._alarm("omitted sum", axis, equation, operand, str(error), path)
             # What follows is looked at as if the sum had been taken.
-            found = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
+            result = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
         except MissingGather as error:
             weight = _weight(equation, path)
             if live and weight is not None:
                 self._alarm("missing gather", axis, equation, weight, str(error), path)
-            found = VARYING
-        if isinstance(found, list):
-            return found
+            result = VARYING
+        if isinstance(result, list):
+            return result
         if name == "optimization_barrier":
             return states
-        return [found] * number
+        return [result] * number
 
     # --- collectives ---
 
     def _collective(
-        self, equation: Any, given: list[States], path: Path, live: bool
+        self, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[States]:
         name, over = equation.primitive.name, names_of(equation)
         results = []
-        for variable, states in zip(equation.invars, given, strict=True):
+        for variable, states in zip(equation.invars, in_states, strict=True):
             if live and name in SUMS:
                 self._check_dtype(equation, variable, over, path)
             row = []
@@ -239,8 +241,8 @@ class Interpreter:
         if name == "all_to_all":
             there = dims_of(state) == [params["concat_axis"]] and params.get("tiled", True)
             return split(params["split_axis"]) if there else VARYING
-        whole = len(params["perm"]) == self.sizes[axis]
-        if state == ZERO or (whole and (state in FIXED or is_split(state))):
+        is_complete = len(params["perm"]) == self.sizes[axis]
+        if state == ZERO or (is_complete and (state in FIXED or is_split(state))):
             return state
         return state if is_split(state) else VARYING
 
@@ -281,11 +283,11 @@ class Interpreter:
         yield
         self._first_round = before
 
-    def _scan(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
+    def _scan(self, equation: Any, in_states: list[States], path: Path, live: bool) -> list[States]:
         body = equation.params["jaxpr"].jaxpr
         constants, carried = _scan_counts(equation)
-        fixed, carry = given[:constants], given[constants : constants + carried]
-        rows = [tuple(map(_row, s)) for s in given[constants + carried :]]
+        fixed, carry = in_states[:constants], in_states[constants : constants + carried]
+        rows = [tuple(map(_row, s)) for s in in_states[constants + carried :]]
         inside = path.into(equation, body)
         if live:  # the first round, whose states are known best
             with self._as_first_round():
@@ -300,13 +302,15 @@ class Interpreter:
         ]
         return [*carry, *stacked]
 
-    def _while(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
+    def _while(
+        self, equation: Any, in_states: list[States], path: Path, live: bool
+    ) -> list[States]:
         params = equation.params
         test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
-        for_test, for_body = given[:of_test], given[of_test : of_test + of_body]
+        for_test, for_body = in_states[:of_test], in_states[of_test : of_test + of_body]
         carry = self._fixed_point(
-            given[of_test + of_body :],
+            in_states[of_test + of_body :],
             lambda now: self.run(body, [*for_body, *now], path.into(equation, body), False),
         )
         [goes_on] = self.run(test, [*for_test, *carry], path.into(equation, test), live)
@@ -326,8 +330,8 @@ class Interpreter:
                 return carry
             carry = joined
 
-    def _cond(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
-        which, operands = given[0], given[1:]
+    def _cond(self, equation: Any, in_states: list[States], path: Path, live: bool) -> list[States]:
+        which, operands = in_states[0], in_states[1:]
         branches = [branch.jaxpr for branch in equation.params["branches"]]
         self._check_branches(equation, which, branches, path, live)
         # Over an axis whose devices go different ways nothing can be said of what a branch does.
@@ -341,13 +345,13 @@ class Interpreter:
         return [self._chosen(which, states) for states in zip(*out, strict=True)]
 
     def _chosen(self, which: States, cases: Sequence[States]) -> States:
-        found = []
-        for place, choice in enumerate(which):
+        states = []
+        for index, choice in enumerate(which):
             total = ZERO
             for case in cases:
-                total = join(total, case[place])
-            found.append(total if choice in FIXED or total == ZERO else VARYING)
-        return tuple(found)
+                total = join(total, case[index])
+            states.append(total if choice in FIXED or total == ZERO else VARYING)
+        return tuple(states)
 
     def _check_branches(
         self, equation: Any, which: States, branches: Sequence[Any], path: Path, live: bool
@@ -414,11 +418,11 @@ def _row(state: int) -> int:
 
 def _order(program: Any, axis: str) -> list[tuple[str, int]]:
     """Return the collectives over an axis in order, with sizes, including nested ones."""
-    found = []
+    order = []
     for equation in program.eqns:
         if equation.primitive.name in COLLECTIVES and axis in names_of(equation):
             size = math.prod(equation.invars[0].aval.shape)
-            found.append((equation.primitive.name, size))
+            order.append((equation.primitive.name, size))
         for inner in core.jaxprs_in_params(equation.params):
-            found += _order(inner, axis)
-    return found
+            order += _order(inner, axis)
+    return order

@@ -39,7 +39,7 @@ def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
 
 def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
     kept = [dim for dim in range(ndim) if dim not in gone]
-    return moved(state, {dim: place for place, dim in enumerate(kept)})
+    return moved(state, {dim: index for index, dim in enumerate(kept)})
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
@@ -56,8 +56,8 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
         raise omitted(states, f"goes through {equation.primitive.name}")
     if state == PARTIAL or set(dims_of(state)) & set(axes):
         return VARYING
-    found = _after_reduction(state, axes, len(equation.invars[0].aval.shape))
-    return CONSTANT if found == ZERO else found
+    result = _after_reduction(state, axes, len(equation.invars[0].aval.shape))
+    return CONSTANT if result == ZERO else result
 
 
 def along(equation: Any, states: Sequence[int]) -> int | list[int]:
@@ -65,28 +65,28 @@ def along(equation: Any, states: Sequence[int]) -> int | list[int]:
     params = equation.params
     dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
     linear = equation.primitive.name in ("cumsum", "rev")
-    found = []
+    kept = []
     for state in states:
         lost = dim in dims_of(state) or (state == PARTIAL and not linear)
-        found.append(VARYING if lost else state)
-    total = join_all(found)
+        kept.append(VARYING if lost else state)
+    total = join_all(kept)
     return [total] * len(equation.outvars)
 
 
 def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a broadcast; a repeated dim of size 1 is no longer split."""
-    places, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
+    targets, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
     target = equation.outvars[0].aval.shape
-    grown = {dim for dim, place in enumerate(places) if source[dim] != target[place]}
+    grown = {dim for dim, index in enumerate(targets) if source[dim] != target[index]}
     if grown & set(dims_of(states[0])):
         return VARYING
-    return moved(states[0], list(places))
+    return moved(states[0], list(targets))
 
 
 def transpose(equation: Any, states: Sequence[int]) -> int:
     """Return the state of permuted dims."""
     order = equation.params["permutation"]
-    return moved(states[0], {dim: place for place, dim in enumerate(order)})
+    return moved(states[0], {dim: index for index, dim in enumerate(order)})
 
 
 def squeeze(equation: Any, states: Sequence[int]) -> int:
@@ -110,13 +110,13 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
     if equation.params.get("dimensions") is not None:
         return VARYING
     source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    parts, found = dims_of(state), list[int]()
+    parts, new_dims = dims_of(state), list[int]()
     for before, after in _groups(source, target):
         if set(before) & set(parts):
-            found += after
+            new_dims += after
     # What was one row each is now a dim of several: a row laid after others, or a term.
-    gone = math.prod(source[d] for d in parts) == 1 < math.prod(target[d] for d in found)
-    return split(*found) | ROW if gone and found else like(split(*found), state)
+    gone = math.prod(source[d] for d in parts) == 1 < math.prod(target[d] for d in new_dims)
+    return split(*new_dims) | ROW if gone and new_dims else like(split(*new_dims), state)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -160,12 +160,12 @@ def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
 
 def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a buffer after a write."""
-    into, update, *place = states
-    if join_all(place) not in FIXED:
+    into, update, *index = states
+    if join_all(index) not in FIXED:
         return VARYING if (into, update) != (ZERO, ZERO) else ZERO
-    whole, part = (v.aval.shape for v in equation.invars[:2])
+    full, part = (v.aval.shape for v in equation.invars[:2])
     if is_split(update):
-        update = like(split(*[d for d in dims_of(update) if whole[d] == part[d]]), update)
+        update = like(split(*[d for d in dims_of(update) if full[d] == part[d]]), update)
     return join(into, update)
 
 

@@ -82,12 +82,12 @@ def join_all(states: Iterable[int]) -> int:
     return total
 
 
-def moved(state: int, places: Sequence[int | None] | dict[int, int]) -> int:
+def moved(state: int, targets: Sequence[int | None] | dict[int, int]) -> int:
     """Return a state after its dims moved to `places[dim]`; None or missing = removed."""
     if not is_split(state):
         return state
-    found = places if isinstance(places, dict) else dict(enumerate(places))
-    new = [found.get(dim) for dim in dims_of(state)]
+    new_dims = targets if isinstance(targets, dict) else dict(enumerate(targets))
+    new = [new_dims.get(dim) for dim in dims_of(state)]
     return like(split(*[dim for dim in new if dim is not None]), state)
 
 

@@ -77,7 +77,7 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is no violation."""
+        """True if there is no violation."""
         return not self.violations
 
     def line(self) -> str:
@@ -145,8 +145,8 @@ def audit_program(
     names = _Names(manual, model, layout)
     body = manual.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
-    places = {axis: dim_of(layout.batch_spec(), axis) for axis in sizes}
-    tokens = {axis: split(dim) for axis, dim in places.items() if dim is not None}
+    indices = {axis: dim_of(layout.batch_spec(), axis) for axis in sizes}
+    tokens = {axis: split(dim) for axis, dim in indices.items() if dim is not None}
     interpreter = Interpreter(sizes, sum_dtypes, tokens)
     inputs = [
         tuple(EQUAL if (dim := dim_of(spec, axis)) is None else split(dim) for axis in sizes)
@@ -154,10 +154,10 @@ def audit_program(
     ]
     outputs = interpreter.run(body, inputs, Path(body), live=True)
     violations = [_explained(alarm, names) for alarm in interpreter.alarms]
-    for place, states in enumerate(outputs):
+    for index, states in enumerate(outputs):
         for axis, state in zip(sizes, states, strict=True):
             if state == PARTIAL:
-                violations.append(_unsummed(names.output(place), axis, body, body.outvars[place]))
+                violations.append(_unsummed(names.output(index), axis, body, body.outvars[index]))
     violations += _narrow_gradients(Path(body), names, sizes, jnp.dtype(gradient_dtype))
     return Audit(
         axes=sizes,
@@ -174,8 +174,8 @@ def find_manual(program: Any) -> Any:
         if equation.primitive.name == "shard_map":
             return equation
         for inner in core.jaxprs_in_params(equation.params):
-            if (found := find_manual(inner)) is not None:
-                return found
+            if (nested := find_manual(inner)) is not None:
+                return nested
     return None
 
 
@@ -190,34 +190,34 @@ class _Names:
         num_out = len(manual.params["out_specs"])
         self.first_gradient = max(num_out - 1 - self.num_leaves, 0) or num_out
         # Constants of the program come before the parameters.
-        given = list(manual.params["in_specs"])
+        in_specs = list(manual.params["in_specs"])
         specs = jax.tree.leaves(layout.param_specs(model.axes), is_leaf=lambda x: isinstance(x, P))
         specs = [spec_over(spec, layout.manual_axes) for spec in specs]
-        places = range(len(given) - len(specs) + 1)
+        indices = range(len(in_specs) - len(specs) + 1)
         ndims = [variable.aval.ndim for variable in manual.params["jaxpr"].invars]
-        wanted = [(spec, len(dims)) for spec, (_, dims) in zip(specs, leaves, strict=True)]
-        found = list(zip(given, ndims, strict=True))
-        fits = (place for place in places if found[place : place + len(specs)] == wanted)
-        self.first_param = next(fits, len(given))
+        expected = [(spec, len(dims)) for spec, (_, dims) in zip(specs, leaves, strict=True)]
+        inputs = list(zip(in_specs, ndims, strict=True))
+        fits = (index for index in indices if inputs[index : index + len(specs)] == expected)
+        self.first_param = next(fits, len(in_specs))
 
-    def output(self, place: int) -> str:
+    def output(self, index: int) -> str:
         """Return the name of a result."""
-        if 0 <= place - self.first_gradient < self.num_leaves:
-            return f"the gradient of {self.params[place - self.first_gradient]}"
-        if place == self.first_gradient + self.num_leaves:
+        if 0 <= index - self.first_gradient < self.num_leaves:
+            return f"the gradient of {self.params[index - self.first_gradient]}"
+        if index == self.first_gradient + self.num_leaves:
             return "the gradient norm"
         return "a sum that the model returns (loss, weight, ...)"
 
-    def gradient(self, places: Iterable[int]) -> str | None:
+    def gradient(self, indices: Iterable[int]) -> str | None:
         """Return the name of the gradient among results, if it is one."""
-        found = {p for p in places if 0 <= p - self.first_gradient < self.num_leaves}
-        return self.output(found.pop()) if len(found) == 1 else None
+        gradients = {p for p in indices if 0 <= p - self.first_gradient < self.num_leaves}
+        return self.output(gradients.pop()) if len(gradients) == 1 else None
 
-    def parameter(self, places: Iterable[int]) -> str | None:
+    def parameter(self, indices: Iterable[int]) -> str | None:
         """Return the name of the parameter among arguments, if it is one."""
-        found = [p - self.first_param for p in places]
-        found = [p for p in found if 0 <= p < self.num_leaves]
-        return f"parameter {self.params[found[0]]}" if len(found) == 1 else None
+        parameters = [p - self.first_param for p in indices]
+        parameters = [p for p in parameters if 0 <= p < self.num_leaves]
+        return f"parameter {self.params[parameters[0]]}" if len(parameters) == 1 else None
 
 
 _FIXES = {
@@ -243,8 +243,8 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
         kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
     line = line_of(alarm.equation)
     if line is not None and is_own(line):  # a user's own model comes first
-        theirs = (model_line(equation) for equation in made)
-        line = next((other for other in theirs if other and not is_own(other)), line)
+        model_lines = (model_line(equation) for equation in made)
+        line = next((other for other in model_lines if other and not is_own(other)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
     value = gradient or names.parameter(inputs_reached(path, [alarm.operand]))
     return Violation(
@@ -274,30 +274,30 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
 
 
 def _narrow_gradients(
-    path: Path, names: _Names, sizes: dict[str, int], wanted: Any
+    path: Path, names: _Names, sizes: dict[str, int], expected: Any
 ) -> list[Violation]:
     """Return violations of gradients summed in fewer bits than the settings allow."""
-    found = []
+    violations = []
     # Operands of other equations need not have a dtype: tokens have none.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):
         dtypes = [v.aval.dtype for v in equation.invars]
         narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
         axes = [axis for axis in names_of(equation) if axis in sizes]
-        if not narrow or narrow[0] == wanted or not axes:
+        if not narrow or narrow[0] == expected or not axes:
             continue
         gradient = names.gradient(outputs_reached(path, equation.outvars))
         if gradient is None:
             continue
         line = line_of(equation)
-        found.append(
+        violations.append(
             Violation(
                 kind="dtype",
                 axis=axes[0],
                 value=gradient,
                 line=str(line) if line else "",
                 code=line.text if line else "",
-                text=f"is added up in {narrow[0]}, precision.reduce_dtype is {wanted}",
+                text=f"is added up in {narrow[0]}, precision.reduce_dtype is {expected}",
                 fix=_FIXES["dtype"],
             )
         )
-    return found
+    return violations

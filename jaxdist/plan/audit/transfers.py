@@ -60,7 +60,7 @@ class Transfer:
 
 def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
     """Return the collectives of a program over the axes in `sizes`, largest first."""
-    found: dict[Any, Transfer] = {}
+    transfers: dict[Any, Transfer] = {}
     for equation, times, in_branch in _walk(body, 1, False):
         axes = tuple(axis for axis in sizes if axis in names_of(equation))
         name = equation.primitive.name
@@ -80,8 +80,8 @@ def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
                 num_bytes=times * math.prod(aval.shape) * aval.dtype.itemsize,
             )
             key = (one.purpose, one.kind, one.axes, one.dtype)
-            found[key] = _added(found[key], one) if key in found else one
-    return sorted(found.values(), key=lambda one: -one.num_bytes)
+            transfers[key] = _added(transfers[key], one) if key in transfers else one
+    return sorted(transfers.values(), key=lambda one: -one.num_bytes)
 
 
 def purpose_of(equation: Any) -> str:
@@ -134,14 +134,14 @@ def _needed(program: Any) -> list[Any]:
 
     The gradient of an embedding leaves an unused forward behind.
     """
-    found, wanted = [], set(filter(_is_variable, program.outvars))
+    needed, used = [], set(filter(_is_variable, program.outvars))
     for equation in reversed(program.eqns):
         # That a collective names an axis is an effect too; others are callbacks, which do run.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-        if acts or not wanted.isdisjoint(equation.outvars):
-            found.append(equation)
-            wanted |= set(filter(_is_variable, equation.invars))
-    return found[::-1]
+        if acts or not used.isdisjoint(equation.outvars):
+            needed.append(equation)
+            used |= set(filter(_is_variable, equation.invars))
+    return needed[::-1]
 
 
 def _is_variable(operand: Any) -> bool:

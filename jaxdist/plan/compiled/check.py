@@ -325,12 +325,12 @@ def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
     sends = lambda c: step.runs(c) * c.wire_bytes
     large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
     if waited := [c for c in large if not c.overlapped]:
-        total, whole = sum(map(sends, waited)), sum(step.wire_bytes().values())
+        total, sent = sum(map(sends, waited)), sum(step.wire_bytes().values())
         worst = max(waited, key=sends)
         yield Remark(
             "synchronous",
             f"{len(waited)} collectives above {in_bytes(_SYNCHRONOUS_BYTES)} overlap with nothing, "
-            f"{percent(total / whole, 0)} of what a step sends ({in_bytes(total)}); the largest is "
+            f"{percent(total / sent, 0)} of what a step sends ({in_bytes(total)}); the largest is "
             f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
         )
     narrow: dict[str, set[str]] = {}

@@ -105,7 +105,7 @@ def read_collectives(
         UnknownHLO: part of the text is unknown.
     """
     num_devices = math.prod(mesh.values())
-    module, found = parse(text), []
+    module, collectives = parse(text), []
     is_product = _product_finder(module)
     for site in _walk(module):
         shapes = [shape for shape in site.result.shapes if shape.num_bytes >= SCALAR_BYTES]
@@ -113,10 +113,10 @@ def read_collectives(
         size = 2 if site.kind == "collective-permute" else len(groups[0])
         if not shapes or size == 1:
             continue
-        whole = size if site.kind == "reduce-scatter" else 1
-        total = whole * sum(shape.num_bytes for shape in shapes)
+        factor = size if site.kind == "reduce-scatter" else 1
+        total = factor * sum(shape.num_bytes for shape in shapes)
         per_node = gpus_per_node or num_devices
-        found.append(
+        collectives.append(
             Collective(
                 kind=site.kind,
                 axes=axes,
@@ -133,18 +133,18 @@ def read_collectives(
                 op_name=site.inner.op_name or site.started.op_name,
             )
         )
-    return found
+    return collectives
 
 
 def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
     """Return (target, instruction) of every custom call, including uncalled computations."""
-    found = []
+    calls = []
     for instructions in parse(text).computations.values():
         for instruction in instructions:
             target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
             if instruction.opcode.startswith("custom-call") and target:
-                found.append((target[1], instruction))
-    return found
+                calls.append((target[1], instruction))
+    return calls
 
 
 # --- the walk ------------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ def _computation(
     module: Module, name: str, inside: Callable[[str], list[_Site]]
 ) -> Iterator[_Site]:
     instructions = module.computations[name]
-    for place, instruction in enumerate(instructions):
+    for index, instruction in enumerate(instructions):
         opcode, called = instruction.opcode, module.called(instruction)
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
-            yield _site(kind, instructions, place, instruction, opcode != kind)
+            yield _site(kind, instructions, index, instruction, opcode != kind)
         elif opcode == "async-start":
-            yield from _wrapped(module, instructions, place, called)
+            yield from _wrapped(module, instructions, index, called)
         elif opcode in _ENDS:
             continue
         elif _SUSPECT.search(opcode):
@@ -197,38 +197,38 @@ def trips_of(instruction: HloInstruction) -> int:
     Raises:
         UnknownHLO: the compiler did not state it.
     """
-    found = _TRIPS.search(instruction.attributes)
-    if found is None:
+    match = _TRIPS.search(instruction.attributes)
+    if match is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
-    return int(found[1])
+    return int(match[1])
 
 
 def _wrapped(
-    module: Module, instructions: list[HloInstruction], place: int, called: list[str]
+    module: Module, instructions: list[HloInstruction], index: int, called: list[str]
 ) -> Iterator[_Site]:
     """Yield the collective inside the computation of an `async-start`, if it holds one."""
     for child in called:
         for inner in module.computations[child]:
             if inner.opcode in KINDS:
-                yield _site(inner.opcode, instructions, place, inner, True)
+                yield _site(inner.opcode, instructions, index, inner, True)
             elif _SUSPECT.search(inner.opcode):
                 raise UnknownHLO(f"unknown collective {inner.opcode!r}: {inner}")
 
 
 def _site(
-    kind: str, instructions: list[HloInstruction], place: int, inner: HloInstruction, split: bool
+    kind: str, instructions: list[HloInstruction], index: int, inner: HloInstruction, split: bool
 ) -> _Site:
-    started = instructions[place]
+    started = instructions[index]
     if not split:
         return _Site(kind=kind, started=started, inner=inner, result=started)
-    end = end_of(instructions, place)
+    end = end_of(instructions, index)
     return _Site(
         kind=kind,
         started=started,
         inner=inner,
         # The type of a start holds operands and results alike; that of its end the results alone.
         result=inner if inner is not started else instructions[end],
-        meanwhile=tuple(i for i in instructions[place + 1 : end] if i.opcode in _COMPUTES),
+        meanwhile=tuple(i for i in instructions[index + 1 : end] if i.opcode in _COMPUTES),
         overlapped='"is_sync":true' not in started.attributes,
     )
 
@@ -250,22 +250,22 @@ def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
     return is_product
 
 
-def end_of(instructions: list[HloInstruction], place: int) -> int:
-    """Return the index of the instruction that awaits the one started at index `place`.
+def end_of(instructions: list[HloInstruction], index: int) -> int:
+    """Return the index of the instruction that awaits the one started at index `index`.
 
     Raises:
         UnknownHLO: there is none.
     """
-    started = instructions[place]
+    started = instructions[index]
     prefix = started.opcode.removesuffix("-start")
     name = started.name
-    for index in range(place + 1, len(instructions)):
-        other = instructions[index]
+    for end in range(index + 1, len(instructions)):
+        other = instructions[end]
         if name in other.operand_names:
             if other.opcode == f"{prefix}-update":
                 name = other.name
             elif other.opcode == f"{prefix}-done":
-                return index
+                return end
     raise UnknownHLO(f"started and never awaited: {started}")
 
 
@@ -292,7 +292,7 @@ def _axes(
 ) -> tuple[str, ...]:
     """Return the mesh axes that groups span, or the one axis inside which they are neighbors."""
     names, sizes = list(mesh), list(mesh.values())
-    wanted = {frozenset(group) for group in groups}
+    expected = {frozenset(group) for group in groups}
     size = len(groups[0])
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     in_use = [i for i, length in enumerate(sizes) if length > 1]
@@ -301,7 +301,7 @@ def _axes(
             if math.prod(sizes[i] for i in spanned) != size:
                 continue
             last = np.moveaxis(ids, spanned, range(-count, 0)) if count else ids
-            if {frozenset(row) for row in last.reshape(-1, size).tolist()} == wanted:
+            if {frozenset(row) for row in last.reshape(-1, size).tolist()} == expected:
                 return tuple(names[i] for i in spanned)
     pairs = [(group[0], other) for group in groups for other in group[1:]]
     if len(within := _permuted_axes(pairs, mesh)) == 1:

@@ -76,8 +76,8 @@ class HloInstruction:
     @property
     def op_name(self) -> str:
         """Source in the traced program."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     def __str__(self) -> str:
         return f"{self.name} = {self.type} {self.opcode}({self.operands}){self.attributes}"[:300]
@@ -207,41 +207,41 @@ def pairs_of(instruction: HloInstruction) -> list[tuple[int, int]]:
     Raises:
         UnknownHLO: there are none.
     """
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", instruction.attributes)
-    if found is None:
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", instruction.attributes)
+    if match is None:
         raise UnknownHLO(f"no source_target_pairs: {instruction}")
-    return [(int(s), int(t)) for s, t in re.findall(r"\{(\d+),(\d+)\}", found[1])]
+    return [(int(s), int(t)) for s, t in re.findall(r"\{(\d+),(\d+)\}", match[1])]
 
 
 def _listed(text: str, num_devices: int) -> list[list[int]] | None:
-    found = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", text)
-    if found is None:
+    match = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", text)
+    if match is None:
         return None
-    groups = re.findall(r"\{([\d,\s]*)\}", found[1])
+    groups = re.findall(r"\{([\d,\s]*)\}", match[1])
     if not groups:
         return [list(range(num_devices))]
     return [[int(i) for i in group.split(",")] for group in groups]
 
 
 def _reshaped(text: str, num_devices: int) -> list[list[int]] | None:
-    found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
+    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
         return None
-    shape = _numbers(found[1])
+    shape = _numbers(match[1])
     if len(shape) != 2:
         raise UnknownHLO(f"replica groups that are no list of lists: {text[:200]}")
-    return _arranged(found[2], found[3]).reshape(shape).tolist()
+    return _arranged(match[2], match[3]).reshape(shape).tolist()
 
 
 def _named(text: str, num_devices: int) -> list[list[int]] | None:
-    found = re.match(
+    match = re.match(
         r"mesh\[([^\]]*)\]"
         r"(?:, ?device_ids=\(\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}",
         text,
     )
-    if found is None:
+    if match is None:
         return None
-    mesh, ids, source, order, spanned = found.groups()
+    mesh, ids, source, order, spanned = match.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
     parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", spanned)
     if not sizes or re.sub(r"'[^']*'(?::\(\d+\)\d+)?|[, ]", "", spanned):

@@ -25,7 +25,7 @@ FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saving:
+class CheckpointCost:
     """Checkpoints of a job, over all devices.
 
     Attributes:
@@ -52,20 +52,20 @@ def checkpoint_bytes(job: Job) -> float:
     return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)
 
 
-def saving_of(
+def checkpoint_cost(
     job: Job,
     *,
     failures_per_day: float,
     storage_bytes_per_s: float,
     restart_s: float,
-) -> Saving:
+) -> CheckpointCost:
     """Return the best checkpoint interval, and its cost together with failures."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     write = size / storage_bytes_per_s
     mean = DAY_S / failures_per_day if failures_per_day else math.inf
     interval = max(daly(copy, mean), write)
-    return Saving(
+    return CheckpointCost(
         bytes=size,
         copy_s=copy,
         write_s=write,
@@ -96,7 +96,7 @@ def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bill:
+class RunCost:
     """Cost of a complete run: days with lost time, hours of all GPUs, money (USD)."""
 
     tokens: float
@@ -112,25 +112,25 @@ class Limits:
     days: float = 0.0
     money: float = 0.0
 
-    def late(self, cost: Bill) -> bool:
+    def late(self, cost: RunCost) -> bool:
         """Return whether a run takes longer than allowed."""
         return 0 < self.days < cost.days
 
-    def dear(self, cost: Bill) -> bool:
+    def dear(self, cost: RunCost) -> bool:
         """Return whether a run costs more than allowed."""
         return 0 < self.money < cost.money
 
 
-def bill(
+def run_cost(
     *, tokens: float, tokens_per_s: float, num_gpus: int, price: float, lost: float = 0.0
-) -> Bill:
+) -> RunCost:
     """Return the cost of a number of tokens; `lost` is the share of time without progress."""
     seconds = tokens / tokens_per_s / (1 - lost)
     hours = seconds / HOUR_S * num_gpus
-    return Bill(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
+    return RunCost(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
-def break_even(saving: Saving, *, price_share: float, restart_s: float) -> float:
+def break_even(saving: CheckpointCost, *, price_share: float, restart_s: float) -> float:
     """Return the interruptions per day at which cheaper GPUs cost as much as stable ones."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0

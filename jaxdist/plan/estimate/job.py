@@ -37,7 +37,7 @@ from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of, decoder_of, trace
 from jaxdist.plan.estimate.software import OURS, Software
 
-Place = Literal["param", "moment", "gradient", "whole"]
+Role = Literal["param", "moment", "gradient", "gathered"]
 """Which layout an array of a weight's shape has: the parameter's, its moments', its microbatch
 gradient's, or gathered over every axis that shards it (only `tensor` and stages still split)."""
 
@@ -47,7 +47,7 @@ WIDE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How another trainer's step differs from ours, to compare with published runs.
+    """Differences of another trainer's step, to compare with published runs.
 
     Attributes:
         products_dtype: dtype of matrix products if it is not the compute dtype ("float8").
@@ -96,13 +96,13 @@ def stages_of(
         rows_per_example=rows_per_example,
     )
     kinds = [{action.kind for action in tick if action} for tick in schedule.ticks]
-    longest = Counter(max(found, key=_LENGTH.__getitem__) for found in kinds if found)
+    longest = Counter(max(tick, key=_LENGTH.__getitem__) for tick in kinds if tick)
     return Stages(
         schedule=schedule,
         report=simulate(schedule, RECOMPUTE),
         longest=longest,
         num_loops=len(plan_loops(schedule)),
-        mixes=any({"forward", "backward"} <= found for found in kinds),
+        mixes=any({"forward", "backward"} <= tick for tick in kinds),
     )
 
 
@@ -174,7 +174,7 @@ class Job:
 
     @functools.cached_property
     def attention_call(self) -> AttentionCall | None:
-        """How a block attends; None if it does not, or does more than once."""
+        """Call of attention in a block; None unless there is exactly one."""
         return attention_of(self.model, self.seq_len)
 
     @property
@@ -313,7 +313,7 @@ class Job:
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """How devices that share rows exchange keys and values; None if rows are not shared."""
+        """Exchange of keys and values between devices that share rows; None if none do."""
         return self.plan.exchange
 
     @functools.cached_property
@@ -361,13 +361,13 @@ class Job:
         """Placement of arrays, as in training."""
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
-    def size(self, weight: Weight, place: Place) -> int:
+    def size(self, weight: Weight, role: Role) -> int:
         """Return the elements on one device of an array with a weight's shape."""
-        return weight.size // self._placed(weight.dims, place)[1]
+        return weight.size // self._placed(weight.dims, role)[1]
 
-    def total(self, weights: Iterable[Weight], place: Place) -> int:
+    def total(self, weights: Iterable[Weight], role: Role) -> int:
         """Return the elements on one device of several arrays with weights' shapes."""
-        return sum(self.size(weight, place) for weight in weights)
+        return sum(self.size(weight, role) for weight in weights)
 
     @functools.cached_property
     def layers(self) -> tuple[Weight, ...]:
@@ -381,7 +381,7 @@ class Job:
 
     def is_gathered(self, weight: Weight) -> bool:
         """Return whether a weight is sharded over data or fsdp and gathered before use."""
-        return self.size(weight, "param") < self.size(weight, "whole")
+        return self.size(weight, "param") < self.size(weight, "gathered")
 
     def gathered_dim(self, weight: Weight) -> int:
         """Return the dim of a weight that fsdp and ZeRO shard; -1 if there is none."""
@@ -392,12 +392,12 @@ class Job:
         rules, by_name = {**mesh_axes.rules(), **self.layout.rules}, mesh_axes.by_name()
         return {dim for dim, axis in rules.items() if axis and by_name[axis].weights == "gathered"}
 
-    def axes(self, weight: Weight, place: Place) -> tuple[str, ...]:
+    def axes(self, weight: Weight, role: Role) -> tuple[str, ...]:
         """Return the mesh axes that split an array with a weight's shape, in mesh order."""
-        return self._placed(weight.dims, place)[0]
+        return self._placed(weight.dims, role)[0]
 
     @functools.cached_property
-    def _placed(self) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
+    def _placed(self) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
         rules = tuple(sorted(self.layout.rules.items()))
         return _placements(self.spec, self.config.mesh.zero, rules)
 
@@ -411,7 +411,7 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 @functools.lru_cache(maxsize=4096)
 def _placements(
     spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
-) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
+) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
     """Return (dims, role) -> mesh axes that split such an array, and into how many parts."""
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
@@ -421,12 +421,14 @@ def _placements(
     }
 
     @functools.cache
-    def placed(dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
-        if place == "whole":
-            found = set(axes_of(layout.param_specs(dims))) - set(axes_of(layout.gather_specs(dims)))
+    def placed(dims: Dims, role: Role) -> tuple[tuple[str, ...], int]:
+        if role == "gathered":
+            splits = set(axes_of(layout.param_specs(dims))) - set(
+                axes_of(layout.gather_specs(dims))
+            )
         else:
-            found = set(axes_of(specs[place](dims)))
-        axes = tuple(axis for axis in spec.sizes if axis in found)
+            splits = set(axes_of(specs[role](dims)))
+        axes = tuple(axis for axis in spec.sizes if axis in splits)
         return axes, math.prod(spec[axis] for axis in axes)
 
     return placed

@@ -21,7 +21,7 @@ from jaxdist.core.types import Dims
 from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import attention
-from jaxdist.plan.estimate.job import WIDE, Job, Place
+from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.model_trace import row_of
 from jaxdist.plan.estimate.muon import matrix_bytes
@@ -72,10 +72,10 @@ class MemoryEstimate:
     @property
     def parts(self) -> dict[str, float]:
         """Bytes by class in the phase that needs most."""
-        found = {**self.state, **self.phases[self.peak]}
+        parts = {**self.state, **self.phases[self.peak]}
         if self.workspace_bytes:
-            found["attention workspace"] = self.workspace_bytes
-        return {name: size for name, size in found.items() if size}
+            parts["attention workspace"] = self.workspace_bytes
+        return {name: size for name, size in parts.items() if size}
 
     def largest(self, number: int) -> str:
         """Return the largest classes, with their sizes, as text."""
@@ -164,7 +164,7 @@ def _phases(job: Job) -> dict[str, Parts]:
     # around for backward, and two layers' work is alive at once.
     ahead, beside = {}, {}
     if job.unrolls:
-        ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "whole")}
+        ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "gathered")}
         beside = {"the next layer's activations": costs_of(job).working()}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head, **ahead},
@@ -175,7 +175,7 @@ def _phases(job: Job) -> dict[str, Parts]:
             **layer_grads,
             **relaid,
             "head gradient": WIDE * job.total(job.outer, "param"),
-            "embedding gradient": WIDE * job.total(costs_of(job).embedding_tables(), "whole"),
+            "embedding gradient": WIDE * job.total(costs_of(job).embedding_tables(), "gathered"),
         },
         **_updates(job),
     }
@@ -224,10 +224,10 @@ def _layer(job: Job) -> Parts:
     if not depth:
         return {}
     gathered = [w for w in job.layers if job.is_gathered(w)]
-    whole = job.total(job.layers, "whole") / depth
+    one_layer = job.total(job.layers, "gathered") / depth
     return {
-        "gathered weights": job.compute_bytes * whole + _transposed_table(job),
-        "whole gradients": WIDE * job.total(gathered, "whole") / depth,
+        "gathered weights": job.compute_bytes * one_layer + _transposed_table(job),
+        "whole gradients": WIDE * job.total(gathered, "gathered") / depth,
         "activations": costs_of(job).working(),
     }
 
@@ -236,7 +236,7 @@ def _transposed_table(job: Job) -> float:
     """A tied table transposed for the head: before it is cast, unless it is gathered."""
     costs = costs_of(job)
     tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
-    return WIDE * job.total(tables, "whole") * costs.is_tied()
+    return WIDE * job.total(tables, "gathered") * costs.is_tied()
 
 
 def _updates(job: Job) -> dict[str, Parts]:
@@ -248,8 +248,8 @@ def _updates(job: Job) -> dict[str, Parts]:
     reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
     phases: dict[str, Parts] = {"update": {**reduced, **new}}
-    if whole := matrix_bytes(job):
-        phases["orthogonalisation"] = {**reduced, "whole matrices": whole}
+    if size := matrix_bytes(job):
+        phases["orthogonalisation"] = {**reduced, "whole matrices": size}
     return phases
 
 
@@ -262,7 +262,7 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
     turn = {
         "logits": head.get("logits", 0.0),
         "head activations": head.get("head activations", 0.0),
-        "head gradient": WIDE * job.total(job.outer, "whole"),
+        "head gradient": WIDE * job.total(job.outer, "gathered"),
     }
     return {
         "loss": {**common, **kept, **turn},
@@ -281,14 +281,14 @@ def _scattering(job: Job) -> Parts:
     """
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"
-    place: Place = "whole" if once else "gradient"
-    totals = job.total(job.layers, place) + job.total(job.outer, "whole")
-    finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, place)]
+    role: Role = "gathered" if once else "gradient"
+    totals = job.total(job.layers, role) + job.total(job.outer, "gathered")
+    finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, role)]
     at_once = 0.5 if job.stages.num_loops <= 2 else 1.0
-    held = job.compute_bytes * job.total(job.layers, "whole") if once else 0.0
+    held = job.compute_bytes * job.total(job.layers, "gathered") if once else 0.0
     return {
         "accumulated gradients": WIDE * totals,
-        "transposed gradients": WIDE * at_once * job.total(finer, place),
+        "transposed gradients": WIDE * at_once * job.total(finer, role),
         "gathered weights": held,
     }
 
@@ -300,32 +300,32 @@ def _stage(job: Job) -> dict[str, float]:
     once = job.config.pipeline.gather == "step"
     stream = job.compute_bytes * job.stream_tokens * job.stream_width
     slots = report.activation_slots + 1 + report.cotangent_slots + 1
-    totals = WIDE * job.total(job.layers, "whole" if once else "gradient")
-    found: dict[str, float] = {
-        "gathered weights": job.compute_bytes * job.total(job.outer, "whole"),
-        "accumulated gradients": totals + WIDE * job.total(job.outer, "whole"),
+    totals = WIDE * job.total(job.layers, "gathered" if once else "gradient")
+    parts: dict[str, float] = {
+        "gathered weights": job.compute_bytes * job.total(job.outer, "gathered"),
+        "accumulated gradients": totals + WIDE * job.total(job.outer, "gathered"),
         "stashed inputs": slots * stream,
     }
     if once:
-        found["gathered weights"] += job.compute_bytes * job.total(job.layers, "whole")
+        parts["gathered weights"] += job.compute_bytes * job.total(job.layers, "gathered")
     if schedule.num_virtual_stages > 1:
         # Pieces where they run; and one in use, one on its way and the copy it is turned into.
         sets = 1 + 3 / schedule.num_virtual_stages
-        found["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
+        parts["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
         # A switch between forward and backward cannot add in place to the largest gradient. Weights
         # with equal dims count as one, as if the model had fused them (gate and up).
         by_dims = Counter[Dims]()
         for weight in job.layers:
             by_dims[weight.dims] += job.size(weight, "gradient")
-        found["accumulated gradients"] += WIDE * max(by_dims.values())
+        parts["accumulated gradients"] += WIDE * max(by_dims.values())
     if schedule.splits_backward:
         # The spare slot, the idle value, the one just made, and what the one at work keeps.
         held = report.pending_slots + 4
-        found["deferred weight gradients"] = (
+        parts["deferred weight gradients"] = (
             held * job.layers_per_virtual_stage * costs_of(job).deferred_per_layer()
         )
-    return found
+    return parts
 
 
 def _layer_of_stage(job: Job) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jaxdist.hardware import GPUS, Cluster, gpu_of
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
-from jaxdist.plan.estimate.search import Choice, search
+from jaxdist.plan.estimate.search import Candidate, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
@@ -58,10 +58,10 @@ class Budget:
 
         `host_of` names the host of each process; a process without an entry has its own.
         """
-        found = _cluster_of(devices, host_of or {})
-        if found is None:
+        cluster_and_limit = _cluster_of(devices, host_of or {})
+        if cluster_and_limit is None:
             return None
-        cluster, limit = found
+        cluster, limit = cluster_and_limit
         return cls._of_job(Job.of(config, spec, cluster, model), limit)
 
     @classmethod
@@ -159,7 +159,7 @@ class Budget:
 
     def _fix(self, usable: float) -> str:
         """Return the smallest change that brings the estimate within `usable` bytes."""
-        choice = dataclasses.replace(Choice.of(self.job), usable_bytes=usable)
+        choice = dataclasses.replace(Candidate.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."
         best = search(self.job.config, self.job.cluster, self.job.model).best
@@ -184,10 +184,10 @@ def needs_of(
     host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
     """Return mesh -> (bytes that one GPU needs, usable bytes); None without GPUs."""
-    found = _cluster_of(devices, host_of or {})
-    if found is None:
+    cluster_and_limit = _cluster_of(devices, host_of or {})
+    if cluster_and_limit is None:
         return None
-    cluster, limit = found
+    cluster, limit = cluster_and_limit
 
     def needs(spec: MeshSpec) -> tuple[float, float]:
         return estimate_memory(Job.of(config, spec, cluster, model)).total_bytes, limit

@@ -283,7 +283,7 @@ def _cost(
     summed = sum(reduced)
 
     def residuals(differentiated: Any, others: Any) -> Any:
-        return jax.vjp(lambda *given: function(*given, *others), *differentiated)[1]
+        return jax.vjp(lambda *leaves: function(*leaves, *others), *differentiated)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(residuals, differentiated, others))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)

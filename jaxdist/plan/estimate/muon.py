@@ -35,14 +35,14 @@ class MatrixShare:
         return self.matrices * self.rows * self.columns
 
 
-def orthogonalised(job: Job) -> list[MatrixShare]:
+def orthogonalized(job: Job) -> list[MatrixShare]:
     """Return a device's share of each stack that Muon updates; [] with another optimizer."""
     if job.config.optim.optimizer != "muon":
         return []
     moving = [w for w in job.weights if not is_frozen(job.config.optim, w.name.replace(".", "/"))]
     axes = {w.name: w.dims for w in moving}
     hidden, sides = hidden_matrices(axes), sides_of(axes)
-    found = []
+    shares = []
     for weight in moving:
         if not hidden[weight.name]:
             continue
@@ -52,7 +52,7 @@ def orthogonalised(job: Job) -> list[MatrixShare]:
         stacked = size(parts.stacked) // (job.spec[PIPELINE] if weight.is_stacked else 1)
         devices = math.prod(job.spec[axis] for axis in group)
         rows, columns = size(parts.rows), size(parts.columns)
-        found.append(
+        shares.append(
             MatrixShare(
                 matrices=-(-stacked // devices),
                 rows=rows,
@@ -61,7 +61,7 @@ def orthogonalised(job: Job) -> list[MatrixShare]:
                 is_padded=stacked % devices > 0,
             )
         )
-    return found
+    return shares
 
 
 def matrix_bytes(job: Job) -> float:
@@ -70,7 +70,7 @@ def matrix_bytes(job: Job) -> float:
     The largest stack three times (sent, received and transposed, result); of the others the padded
     copies, which are made in advance.
     """
-    shares = sorted(orthogonalised(job), key=lambda share: share.size)
+    shares = sorted(orthogonalized(job), key=lambda share: share.size)
     if not shares:
         return 0.0
     largest = shares.pop()

@@ -34,7 +34,7 @@ from jaxdist.settings.schema import flag_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class Candidate:
     """Settings on a mesh: memory of one device and its limit, time of a step."""
 
     job: Job
@@ -43,7 +43,7 @@ class Choice:
     usable_bytes: float
 
     @classmethod
-    def of(cls, job: Job, memory: MemoryEstimate | None = None) -> Choice:
+    def of(cls, job: Job, memory: MemoryEstimate | None = None) -> Candidate:
         """Return the cost of a job; `memory` saves a second estimate."""
         return cls(
             job=job,
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether one device can hold it."""
+        """True if one device can hold it."""
         return self.memory.total_bytes <= self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
@@ -79,13 +79,13 @@ _MAY_CHANGE = (
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
     """Return flag -> value of the settings that a search or an advice may change."""
-    found = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
+    settings = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
     pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
     exchange = {"mesh.context_attention": config.mesh.context_attention}
     return {
         "zero": config.mesh.zero,
         **(exchange if spec[CONTEXT] > 1 else {}),
-        **found,
+        **settings,
         **{f"pipeline.{name}": value for name, value in pipeline.items()},
     }
 
@@ -95,7 +95,7 @@ CONTEXT_FROM = 16_384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -105,13 +105,13 @@ class Found:
         num_tried: settings whose cost was estimated.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Candidate, ...]
     refused: dict[MeshSpec, str]
     num_tried: int
     seconds: float
 
     @property
-    def best(self) -> Choice | None:
+    def best(self) -> Candidate | None:
         """The fastest that fits."""
         return self.choices[0] if self.choices and self.choices[0].fits else None
 
@@ -122,7 +122,7 @@ def search(
     model: Model | None = None,
     *,
     stages: bool = True,
-) -> Found:
+) -> SearchResult:
     """Find the best settings on every mesh of the cluster.
 
     The run's own mesh is ignored. `stages=False` skips pipelines, and is several times faster.
@@ -146,7 +146,7 @@ def search(
         tried += len(here)
         if here:
             choices.append(min(here, key=_rank))
-    return Found(
+    return SearchResult(
         choices=tuple(sorted(choices, key=_rank)),
         refused=refused,
         num_tried=tried,
@@ -154,7 +154,7 @@ def search(
     )
 
 
-def why_not(choice: Choice, best: Choice) -> str:
+def why_not(choice: Candidate, best: Candidate) -> str:
     """Return why a choice loses against the best one; "" for the best itself."""
     if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
         return ""
@@ -165,8 +165,8 @@ def why_not(choice: Choice, best: Choice) -> str:
         )
     if choice.time.seconds < 1.005 * best.time.seconds:
         return "as fast, but a more complex mesh"
-    theirs, ours = choice.time.parts, best.time.parts
-    more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
+    losing, winning = choice.time.parts, best.time.parts
+    more = {name: s - winning.get(name, 0.0) for name, s in losing.items()}
     cause = max(more, key=lambda name: more[name])
     why = _CAUSES.get(cause, cause)
     if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
@@ -196,7 +196,7 @@ _CAUSES = {
 }
 
 
-def _rank(choice: Choice) -> tuple[bool, float, int]:
+def _rank(choice: Candidate) -> tuple[bool, float, int]:
     """Return a sort key: fitting ones by speed and simplicity, then the others by memory."""
     split = sum(axis.complexity for axis in choice.job.spec.used)
     split += choice.job.config.mesh.zero
@@ -219,7 +219,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 # --- settings on one mesh -------------------------------------------------------------------------
 
 
-def _on_mesh(job: Job) -> Iterator[Choice]:
+def _on_mesh(job: Job) -> Iterator[Candidate]:
     """Yield for each variant the first microbatch count that fits, or the smallest in memory."""
     limit = usable_bytes(job)
     for variant in _variants(job):
@@ -236,7 +236,7 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
             if memory.state_bytes > limit:  # no number helps; the most of them may lack least
                 jobs = jobs[-1:]
         if least is not None:
-            yield Choice.of(*least)
+            yield Candidate.of(*least)
 
 
 def _variants(job: Job) -> Iterator[Job]:
@@ -256,14 +256,14 @@ def exchanges(job: Job) -> list[str]:
 
     Only the current one if rows are not shared.
     """
-    found = []
+    names = []
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):
             changed = job.changed("mesh", context_attention=name)
             _ = changed.attention  # raises where the kernel asked for by name cannot serve it
             if changed.exchange is not None:
-                found.append(name)
-    return found or [job.config.mesh.context_attention]
+                names.append(name)
+    return names or [job.config.mesh.context_attention]
 
 
 def _best_exchanges(job: Job) -> list[str]:
@@ -282,28 +282,28 @@ def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-def _zeros(given: int, spec: MeshSpec) -> list[int]:
+def _zeros(current: int, spec: MeshSpec) -> list[int]:
     if not any(axis.weights == "replicated" for axis in spec.used):
         return [0]
-    return sorted({0, 1, given})
+    return sorted({0, 1, current})
 
 
 def _remats(job: Job) -> list[str]:
-    given, found = job.config.train.remat, policies_of(job)
-    return found if given in (*found, "auto") else [given, *found]
+    current, policies = job.config.train.remat, policies_of(job)
+    return policies if current in (*policies, "auto") else [current, *policies]
 
 
 def _pipelines(job: Job) -> list[dict[str, Any]]:
     """Return the changes of the pipeline's settings to try."""
-    given, stages = job.config.pipeline, job.spec[PIPELINE]
+    current, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
-    counts = {given.num_virtual_stages, 1}
-    if given.schedule != "1f1b":
+    counts = {current.num_virtual_stages, 1}
+    if current.schedule != "1f1b":
         counts |= {v for v in (2, 4) if job.model.num_layers % (v * stages) == 0}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
-        gathers = [given.gather]
+        gathers = [current.gather]
     return [{"num_virtual_stages": v, "gather": g} for v in sorted(counts) for g in gathers]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.remat import policies_of
-from jaxdist.plan.estimate.search import Choice
+from jaxdist.plan.estimate.search import Candidate
 
 _SMALL_CHUNK = 256
 """Tokens whose logits exist at once where memory is short."""
@@ -20,26 +20,26 @@ class Change:
 
     flags: str
     why: str
-    choice: Choice
+    choice: Candidate
     slowdown: float
 
 
-def smallest_changes(choice: Choice) -> list[Change]:
+def smallest_changes(choice: Candidate) -> list[Change]:
     """Return single changes that make a choice fit on its mesh, least disturbing first."""
-    found = []
+    changes = []
     for flags, why, job in _changes(choice):
         changed = _costs(choice, job)
         if changed.fits:
             slowdown = choice.time.tokens_per_s / changed.time.tokens_per_s - 1
-            found.append(Change(flags=flags, why=why, choice=changed, slowdown=slowdown))
-    return found
+            changes.append(Change(flags=flags, why=why, choice=changed, slowdown=slowdown))
+    return changes
 
 
-def _costs(choice: Choice, job: Job) -> Choice:
-    return dataclasses.replace(Choice.of(job), usable_bytes=choice.usable_bytes)
+def _costs(choice: Candidate, job: Job) -> Candidate:
+    return dataclasses.replace(Candidate.of(job), usable_bytes=choice.usable_bytes)
 
 
-def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
+def _changes(choice: Candidate) -> Iterator[tuple[str, str, Job]]:
     """Yield (flags, effect, the job with them)."""
     job = choice.job
     config, spec = job.config, job.spec
@@ -53,8 +53,8 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
             yield flag, "fewer rows at once, the same batch", changed
             break
     order = policies_of(job)
-    place = order.index(job.remat) if job.remat in order else 0
-    for remat in order[place + 1 :]:
+    index = order.index(job.remat) if job.remat in order else 0
+    for remat in order[index + 1 :]:
         changed = job.changed("train", remat=remat)
         yield f"--train.remat {remat}", "backward recomputes more and keeps less", changed
     if any(axis.weights == "replicated" for axis in spec.used) and config.mesh.zero == 0:

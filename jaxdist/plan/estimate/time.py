@@ -20,7 +20,7 @@ from jaxdist.plan.estimate import attention, products, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
-from jaxdist.plan.estimate.muon import orthogonalised
+from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
@@ -86,7 +86,7 @@ def estimate_time(job: Job) -> StepTime:
         "attention": attention_s,
         "memory-bound kernels": memory,
         "launch gaps": launches,
-        "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalisation_s(job),
+        "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalization_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
@@ -162,7 +162,7 @@ def _attention_share(job: Job) -> float:
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
 
 
-def _orthogonalisation_s(job: Job) -> float:
+def _orthogonalization_s(job: Job) -> float:
     """Seconds of Muon's products, which are always in float32."""
     work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
@@ -241,7 +241,7 @@ def optimizer_work(job: Job) -> Work:
 def orthogonalization_flops(job: Job) -> float:
     """Return the float32 FLOPs of five Newton-Schulz steps on a device's matrices."""
     total = 0.0
-    for share in orthogonalised(job):
+    for share in orthogonalized(job):
         low, high = sorted((share.rows, share.columns))
         total += share.matrices * 5 * (4 * low * low * high + 2 * low**3)
     return total

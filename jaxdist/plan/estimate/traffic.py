@@ -20,7 +20,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import DecoderShape
-from jaxdist.plan.estimate.muon import orthogonalised
+from jaxdist.plan.estimate.muon import orthogonalized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     scatters = depth * (1 if once else job.num_microbatches)
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
-    in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
+    in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
     # Stages gather what they round afterwards; vectors are not gathered at all.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
@@ -118,7 +118,7 @@ def _vectors(job: Job) -> Iterator[Moved]:
 
 def _matrices(job: Job) -> Iterator[Moved]:
     """Muon's matrices: exchanged to one device each, and back."""
-    for share in orthogonalised(job):
+    for share in orthogonalized(job):
         yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
 
@@ -131,7 +131,7 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.weights:
         if _is_sharded_kind(job, weight) == sharded:
-            groups.setdefault((weight.is_stacked, job.axes(weight, "whole")), []).append(weight)
+            groups.setdefault((weight.is_stacked, job.axes(weight, "gathered")), []).append(weight)
     for (_, splits), weights in sorted(groups.items(), reverse=True):
         yield weights, tuple(axis for axis in _summed(job, "split") if axis not in splits)
 
