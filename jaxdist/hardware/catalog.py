@@ -132,10 +132,10 @@ def _gpu_from(
         fields["compute_capability"] = str(table["compute_capability"])
     if "like" in table:
         like = str(table["like"]).lower()
-        if "peak_tflops" in table:  # another chip: the power limit of the first says nothing of it
+        if "peak_tflops" in table:  # another chip: the power limit of the first does not apply
             fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
         return dataclasses.replace(catalog[aliases.get(like, like)], name=name, **fields)
-    # No device calls itself this: only the planner knows it.
+    # No device has this kind: only the planner uses the GPU.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
 
 
@@ -149,7 +149,7 @@ def _read_catalog() -> dict[str, Gpu]:
 
 
 GPUS: dict[str, Gpu] = _read_catalog()
-"""Every GPU known here, by the name that `--gpus` takes."""
+"""GPUs of the catalog, by their name in `--gpus`."""
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
@@ -244,6 +244,6 @@ def _parse_cluster(text: str, catalog: Mapping[str, Gpu]) -> Cluster:
         low = number // per_node * per_node
         raise ConfigError(
             f"gpus {text!r}: {number} GPUs do not fill nodes of {per_node}. Use "
-            f"{name}:{low} or {name}:{low + per_node}, or say the nodes: {name}:NODESxGPUS."
+            f"{name}:{low} or {name}:{low + per_node}, or give the nodes: {name}:NODESxGPUS."
         )
     return Cluster.of(gpu, number)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 GIB = 2**30
 
 HOST_BYTES_PER_S = 10e9
-"""Between one GPU and its host: PCIe 4.0 with all GPUs of a node copying at once."""
+"""Bandwidth between a GPU and its host: PCIe 4.0, all GPUs of a node copying at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

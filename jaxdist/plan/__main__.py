@@ -21,7 +21,7 @@ from jaxdist import runtime
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; return the exit code, 0 whatever the verdict is."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic must never start a GPU
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # estimates must never start a GPU
     from jaxdist.plan.options import clusters_of, read_gpus, read_plan
 
     config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")

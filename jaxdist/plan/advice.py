@@ -44,7 +44,7 @@ from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percen
 from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
-"""Of a step's time, what fewer bits must leave at most to be worth another learning curve."""
+"""Products in fewer bits are suggested if a step takes less than this share of its time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
     if faster:
         yield Advice(
             "number format",
-            f"--precision.matmul-dtype: a step would be shorter by an estimated {', '.join(faster)}"
+            f"--precision.matmul-dtype would shorten a step by an estimated {', '.join(faster)}"
             ", with a loss that must be compared over a few hundred steps first.",
         )
 
@@ -252,8 +252,8 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
             for name in allowed
         ]
         sentences.append(
-            f"With {rows} the busiest device attends to more keys than the mean one, which the "
-            f"times count: {', '.join(shares)}."
+            f"With {rows} the busiest device attends to more keys than the average, which the "
+            f"times include: {', '.join(shares)}."
         )
     missing = [name for name in _EXCHANGES if name not in allowed]
     if missing:
@@ -261,12 +261,12 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     yield Advice("context attention", " ".join(sentences))
 
 
-_UNEVEN = 0.05  # less is not worth a sentence
+_UNEVEN = 0.05  # smaller shares are not mentioned
 _EXCHANGES = {
-    "ring": "keys and values travel from device to device while those at hand are multiplied",
+    "ring": "keys and values travel from device to device while the local ones are multiplied",
     "all_gather": "every device gets all keys and values",
-    "all_to_all": "devices exchange heads for positions, so that each attends to whole rows",
-    "hybrid": "neighbours exchange heads for positions, and keys and values travel between groups",
+    "all_to_all": "devices exchange heads for positions, so that each attends to complete rows",
+    "hybrid": "neighbors exchange heads for positions, and keys and values travel between groups",
 }
 
 
@@ -281,14 +281,14 @@ def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterato
         offers = "; ".join(_offer(size) for size in sizes.best[:4])
         yield Advice(
             "other GPUs",
-            f"The fewest of each kind, by doubling, that fit the run{_within(plan, sizes)}, "
-            f"cheapest first: {offers}.",
+            f"The smallest count of each type (doubling the count) that fits the run"
+            f"{_within(plan, sizes)}, cheapest first: {offers}.",
         )
     elif not sizes.tried:
         yield Advice(
             "other GPUs",
-            "No number of any kind holds the run on a mesh that is legal for a batch of "
-            f"{plan.base.train.global_batch_size} rows, whatever it may cost. Use a smaller model, "
+            "No count of any type fits the run, on any mesh that is legal for a batch of "
+            f"{plan.base.train.global_batch_size} rows. Use a smaller model, "
             "a shorter train.seq_len or a larger batch, which more GPUs can share.",
         )
     else:
@@ -301,7 +301,7 @@ def _within(plan: Plan, sizes: Sizes) -> str:
     if plan.limits != Limits():
         return ", within the deadline and budget"
     if all(size.cost.days <= USUAL_DAYS for size in sizes.best):
-        return f" and end within {USUAL_DAYS:.0f} days"
+        return f" and ends within {USUAL_DAYS:.0f} days"
     return f", the fastest number of each, as none ends within {USUAL_DAYS:.0f} days"
 
 
@@ -316,7 +316,7 @@ def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
     """Return that the limits cannot be met, and limits that could be."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
-        "Impossible: no number of any kind is in time and within budget for a batch of "
+        "Impossible: no count of any type meets deadline and budget with a batch of "
         f"{plan.base.train.global_batch_size} rows."
     ]
     if in_time is not None and plan.limits.money:
@@ -324,7 +324,7 @@ def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
     if affordable is not None and plan.limits.days:
         hours = math.ceil(24 * affordable.cost.days)
         sentences.append(f"--deadline {hours}h would do: {_offer(affordable)}.")
-    sentences.append("So would fewer tokens, or a larger batch, which more GPUs can share.")
+    sentences.append("Fewer tokens or a larger batch, which more GPUs can share, would do too.")
     return " ".join(sentences)
 
 
@@ -356,7 +356,7 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
     return text if four is None else f"{text} {_offer(four)}."
 
 
-_WORTH_IT = 1.6  # times as fast with twice the GPUs
+_WORTH_IT = 1.6  # speedup from twice the GPUs
 
 
 # --- batch and learning rate ----------------------------------------------------------------------
@@ -366,7 +366,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
     job, optim, rows = plan.choice.job, plan.base.optim, plan.base.train.global_batch_size
     text = (
         f"One step is {rows} rows, {job.tokens_per_step:,} {job.model.unit}, on any number of "
-        f"GPUs, so optim.peak_lr={optim.peak_lr:g} stays right. If you change "
+        f"GPUs, so optim.peak_lr={optim.peak_lr:g} remains valid. If you change "
         "train.global_batch_size, multiply the rate by its "
         f"{'ratio' if optim.optimizer == 'sgd' else 'square root'}: {_lr_scaling(plan)} does it."
     )

@@ -16,7 +16,7 @@ from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origin
 
 COMMAND = "jaxdist.plan"
 _MOST_CELLS = 4096
-"""Of a drawn schedule: a terminal shows no more."""
+"""Largest schedule that a terminal can show."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,18 @@ class PlanConfig(RunConfig):
     hardware: str = setting(
         "",
         'TOML file of your own GPUs, a table each: [our-h100], then like = "h100" and what '
-        "differs, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; a wrong key "
-        "is answered with all of them",
+        "differs, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; an unknown "
+        "key is reported with all valid ones",
     )
     tokens: float = setting(
         0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
     )
     deadline: str = setting(
         "",
-        "time that the run may take: 14d (or 14), 36h, 2w; advice names GPUs that meet it; "
+        "longest duration of the run: 14d (or 14), 36h, 2w; advice names GPUs that meet it; "
         "empty = no deadline",
     )
-    budget: float = setting(0.0, "USD that the run may cost; 0 = no limit", ge=0)
+    budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
     price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
     spot_price: float = setting(-1.0, "USD per GPU-hour on spot; -1 = list price", ge=-1)
     preemptions_per_day: float = setting(
@@ -59,7 +59,7 @@ class PlanConfig(RunConfig):
         300.0, "seconds from a failure to the next attempt's first step", ge=0
     )
     compile: bool = setting(
-        True, "check the answer with the GPU compiler, where the extra `plan` is installed"
+        True, "check the plan with the GPU compiler, if the extra `plan` is installed"
     )
     compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
     top: int = setting(6, "largest number of meshes to show", ge=1)
@@ -70,7 +70,7 @@ class PlanConfig(RunConfig):
     stages: int = setting(4, "stages to draw", ge=1)
     microbatches: int = setting(8, "microbatches to draw", ge=1)
     virtual_stages: int = setting(
-        2, "virtual stages on each stage of the schedules that have them, to draw", ge=1
+        2, "virtual stages to draw on each stage, in schedules that have them", ge=1
     )
 
     REMOVED: ClassVar[Mapping[str, Removed]] = {
@@ -92,8 +92,8 @@ class PlanConfig(RunConfig):
         ]
         if _days(self.deadline) is None:
             problems.append(
-                f"deadline={self.deadline!r} is no time. Write a number above 0 and its unit: 2w, "
-                "14d or 36h."
+                f"deadline={self.deadline!r} is not a duration. Use a number above 0 with its "
+                "unit: 2w, 14d or 36h."
             )
         if self.show_schedule and self.stages * self.microbatches > _MOST_CELLS:
             problems.append(
@@ -102,8 +102,7 @@ class PlanConfig(RunConfig):
             )
         if not self.gpus and not self.show_schedule:
             problems.append(
-                "no GPUs were named. Say which and how many: --gpus h100:8, or --gpus h100:8x8 for "
-                "8 nodes of 8."
+                "no GPUs were named. Use --gpus h100:8, or --gpus h100:8x8 for 8 nodes of 8."
             )
         return problems
 
@@ -181,7 +180,7 @@ def read_gpus(config: PlanConfig) -> dict[str, Gpu]:
 
 def _priced(gpu: Gpu, config: PlanConfig) -> Gpu:
     price = gpu.price_per_hour if config.price < 0 else config.price
-    # A price of one's own with no spot price: the list's share of it.
+    # A user's price without a spot price: the spot share of the list price.
     spot = gpu.spot_price_per_hour * (price / gpu.price_per_hour if gpu.price_per_hour else 1.0)
     spot = spot if config.spot_price < 0 else config.spot_price
     return dataclasses.replace(gpu, price_per_hour=price, spot_price_per_hour=spot)

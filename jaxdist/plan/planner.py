@@ -33,7 +33,7 @@ from jaxdist.plan.options import PlanConfig
 from jaxdist.settings import ConfigError
 
 _MOST_COMPILATIONS = 3
-"""How many candidates are compiled until one fits."""
+"""Largest number of candidates to compile until one fits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     else:
         candidates = list(result.choices)
         if not candidates:
-            # No mesh is legal: the check says why, and what to change.
+            # No mesh is legal: the check raises with the reason and a fix.
             run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
     choice, check = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
     return _priced(config, cluster, choice, bool(mesh), result, check)

@@ -15,7 +15,7 @@ from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import price_run
 
 _KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
-"""Known kinds of GPU that are compared; that of the question and one's own come on top."""
+"""Kinds of GPU that are always compared, beside the requested kind and the user's own."""
 
 _MOST_GPUS = 4096
 
@@ -67,7 +67,7 @@ def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> 
 
 
 USUAL_DAYS = 90.0
-"""The longest that a run is advised to take where no deadline is given."""
+"""Longest run to recommend without a deadline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def right_sizes(
         here: list[Size] = []
         for size in sizes_of(config, gpu, state_bytes, model):
             here.append(size)
-            if not within.late(size.cost):  # else more of them, which are faster
+            if not within.late(size.cost):  # else try more of them, which are faster
                 best.append(size)
                 break
         tried += here

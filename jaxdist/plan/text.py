@@ -136,7 +136,7 @@ def _traffic(plan: Plan) -> Iterable[str]:
         if flow.wire_bytes >= 1e6
     )
     if job.model.tensor == "auto" and job.spec[TENSOR] > 1:
-        yield "  over tensor: not known, XLA's partitioner places the collectives of this model"
+        yield "  over tensor: unknown, XLA's partitioner places the collectives of this model"
 
 
 def _money(plan: Plan) -> Iterable[str]:
@@ -206,9 +206,9 @@ def _compiled(plan: Plan) -> Iterable[str]:
         return
     accuracy = "an estimate, usually within 5 %"
     if plan.choice.memory.is_rough:
-        accuracy = "an estimate, too high rather than too low for a model that is no decoder"
+        accuracy = "an estimate, and an upper bound for a model that is not a decoder"
     if plan.check is None:
-        yield f"  not asked for (--compile=false): memory is {accuracy}"
+        yield f"  disabled (--compile=false): memory is {accuracy}"
     elif isinstance(plan.check.outcome, NotCompiled):
         yield f"  not compiled: {plan.check.outcome.reason}. {plan.check.outcome.fix}"
         yield f"  the memory above is {accuracy}"
@@ -218,7 +218,7 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     memory = step.memory
     parts = (
         ("arguments (state, batch)", memory.argument_bytes),
-        ("outputs not in their place", memory.output_bytes - memory.alias_bytes),
+        ("outputs without an alias", memory.output_bytes - memory.alias_bytes),
         ("temporary", memory.temporary_bytes),
         ("attention workspace", memory.workspace_bytes),
     )
@@ -269,7 +269,7 @@ def comparison(tables: list[Schedule]) -> str:
         report = simulate(table, RECOMPUTE)
         many = table.num_virtual_stages
         name = table.name + (f" × {many} virtual stages" if many > 1 else "")
-        # Counted in whole stages, schedules with and without virtual stages compare.
+        # Counted in complete stages, to compare schedules with and without virtual stages.
         stash = max(report.peak_stash) / many
         numbers = (percent(report.bubble), f"{report.duration / many:.1f}", f"{stash:.1f}")
         rows.append((name, *numbers, str(report.messages)))

@@ -24,10 +24,10 @@ from jaxdist.plan.audit.states import (
 )
 
 SUMMED = -1
-"""Place of a dim that a product sums over, in place of its dim in the result; -2, ... others."""
+"""Marks a dim that a product sums over, instead of a dim of the result; -2, ... others."""
 
 _GONE = 1000
-"""Place of a dim of which nothing is known."""
+"""Marks a dim that is unknown."""
 
 
 class MissingGather(Exception):
@@ -90,7 +90,7 @@ def _product(
     if all(kept) and common:
         return like(split(*common), *states)
     if len(dims) == 2 and (all(kept) or (True in summed and True in kept)):
-        raise MissingGather("is split, and so is what it is multiplied by, along another dim")
+        raise MissingGather("is split along another dim than the other factor")
     return VARYING
 
 
@@ -125,7 +125,7 @@ def gather(equation: Any, states: Sequence[int]) -> int:
             return table
         index = moved(index, of_index)
         if is_split(index) and not set(dims_of(index)) & set(dims_of(table)):
-            raise MissingGather("is split, and so are the indices that look it up, elsewhere")
+            raise MissingGather("is split along another dim than the indices that look it up")
         return join(table, index) if is_split(index) else VARYING
     if table == PARTIAL:
         return PARTIAL if index in FIXED else VARYING

@@ -71,7 +71,7 @@ def add(equation: Any, states: Sequence[int]) -> int:
     if other in (PARTIAL, ZERO, CONSTANT):
         return PARTIAL
     if other == EQUAL or is_split(other):
-        raise omitted(states, "is added to a value that is whole")
+        raise omitted(states, "is added to a complete value")
     return VARYING
 
 

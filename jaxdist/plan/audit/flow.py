@@ -17,14 +17,14 @@ CARRIERS = operations(
     "pvary reduce_scatter remat2 reshape scan select_n slice split squeeze stack sub transpose "
     "while"
 )
-"""Operations after which a value is still, scaled or cut, the one it was."""
+"""Operations that pass a value on, possibly scaled or cut."""
 
 HOLDERS = operations(
     "after all_gather all_gather_invariant checkpoint cond convert_element_type copy "
     "custom_jvp_call custom_vjp_call dynamic_slice jit name optimization_barrier pcast pjit pvary "
     "remat2 reshape scan slice squeeze transpose while"
 )
-"""Operations after which a weight is still a weight."""
+"""Operations that pass a weight on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def inputs_reached(
     """Return indices of the outermost program's arguments that the variables derive from."""
     reached = _backward(path.program, _variables(variables), through)
     for program, equation in reversed(path.around):
-        # A choice has its index before the operands of its branches, a loop those of its test.
+        # A cond has its index before the operands of its branches, a loop those of its test.
         first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
         invars = equation.invars[first.get(equation.primitive.name, 0) :]
         reached = _backward(
@@ -92,7 +92,7 @@ def origins(program: Any, variable: Any) -> Iterator[Any]:
                     inner.outvars[index], core.Literal
                 ):
                     yield from origins(inner, inner.outvars[index])
-        # What a value only waits for (`core/collective_order.py`) is no part of it.
+        # `after` only orders a value behind others (`core/collective_order.py`).
         made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
         tracked |= _variables(made_of)
 

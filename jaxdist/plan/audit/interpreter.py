@@ -127,7 +127,7 @@ class Interpreter:
             for variable, state in zip(equation.outvars, outputs, strict=True):
                 states[variable] = self._typed(variable.aval, state)
         out = [state_of(v) for v in program.outvars]
-        self._memo[key] = program, out  # the program is kept: its id stands for it
+        self._memo[key] = program, out  # keeps the program alive, so that its id stays unique
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
@@ -184,7 +184,7 @@ class Interpreter:
             if live:
                 operand = equation.invars[error.operand]
                 self._alarm("omitted sum", axis, equation, operand, str(error), path)
-            # What follows is looked at as if the sum had been taken.
+            # Continue as if the sum had been taken.
             result = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
         except MissingGather as error:
             weight = _weight(equation, path)
@@ -258,7 +258,7 @@ class Interpreter:
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         axes = [axis for axis in over if axis in self.sizes]
         if narrow and axes and dtype not in self.sum_dtypes:
-            text = f"is added up in {dtype}"
+            text = f"is summed in {dtype}"
             self._alarm("dtype", axes[0], equation, variable, text, path)
 
     def _alarm(
@@ -289,7 +289,7 @@ class Interpreter:
         fixed, carry = in_states[:constants], in_states[constants : constants + carried]
         rows = [tuple(map(_row, s)) for s in in_states[constants + carried :]]
         inside = path.into(equation, body)
-        if live:  # the first round, whose states are known best
+        if live:  # the first round, whose states are the most precise
             with self._as_first_round():
                 self.run(body, [*fixed, *carry, *rows], inside, live)
         carry = self._fixed_point(
@@ -297,7 +297,7 @@ class Interpreter:
         )
         out = self.run(body, [*fixed, *carry, *rows], inside, live)
         stacked = [
-            tuple(moved(s, range(1, 33)) for s in state)  # below a new first dim
+            tuple(moved(s, range(1, 33)) for s in state)  # after a new first dim
             for state in out[carried:]
         ]
         return [*carry, *stacked]
@@ -334,7 +334,7 @@ class Interpreter:
         which, operands = in_states[0], in_states[1:]
         branches = [branch.jaxpr for branch in equation.params["branches"]]
         self._check_branches(equation, which, branches, path, live)
-        # Over an axis whose devices go different ways nothing can be said of what a branch does.
+        # Results of branches are unknown over an axis whose devices take different branches.
         operands = [
             tuple(
                 s if w in FIXED or s == ZERO else VARYING for w, s in zip(which, state, strict=True)

@@ -32,7 +32,7 @@ def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
     dims = dims_of(state)
     if not set(dims) & set(gone):
         return state
-    # A sum over one element is how jax writes that a dim of size 1 goes; it adds nothing up.
+    # jax removes a dim of size 1 by a sum over its one element, which adds nothing.
     adds_up = math.prod(shape[dim] for dim in dims) > 1
     return PARTIAL if set(dims) <= set(gone) and adds_up else VARYING
 
@@ -114,7 +114,7 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
     for before, after in _groups(source, target):
         if set(before) & set(parts):
             new_dims += after
-    # What was one row each is now a dim of several: a row laid after others, or a term.
+    # One row per device became a dim of several: rows one after another, or terms.
     gone = math.prod(source[d] for d in parts) == 1 < math.prod(target[d] for d in new_dims)
     return split(*new_dims) | ROW if gone and new_dims else like(split(*new_dims), state)
 

@@ -52,7 +52,7 @@ def model_line(equation: Any) -> SourceLine | None:
     """Return the innermost line of a model, the package's or a user's; None if there is none."""
     lines = lines_of(equation)
     inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
-    # What traces the step stands outside of it, and is no model.
+    # The callers that trace the step are not part of a model.
     of_step = lines[: inside[-1]] if inside else lines
     return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
 

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Sequence
 ZERO, CONSTANT, EQUAL, PARTIAL, INDEX, LOOKUP, VARYING = range(-1, -8, -1)
 
 ROW = 1 << 62
-"""Bit of a split state: each device may as well hold a term of a sum."""
+"""Bit of a split state: each device may also hold a term of a sum."""
 
 FIXED = (ZERO, CONSTANT, EQUAL)
-"""States of values that all devices hold alike."""
+"""States of values that are equal on all devices."""
 
 
 def split(*dims: int) -> int:

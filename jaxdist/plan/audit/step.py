@@ -96,14 +96,14 @@ def text_of(audit: Audit) -> str:
     """Return a table of transfers, then the violations, then the verdict."""
     lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
     if any(transfer.at_most for transfer in audit.transfers):
-        lines += ["", "≤: some stand in branches that a pipeline stage takes only in some ticks."]
+        lines += ["", "≤: upper bound; some are in branches that a stage takes only in some ticks."]
     for violation in audit.violations:
         lines += ["", *wrap(str(violation), head="  ✗ ")]
     return "\n".join([*lines, "", audit.line()]).lstrip("\n")
 
 
 def _rows(transfers: Iterable[Transfer]) -> list[tuple[str, ...]]:
-    head = ("what asks for it", "collective", "over", "dtype", "times a step", "bytes a step")
+    head = ("purpose", "collective", "over", "dtype", "times a step", "bytes a step")
     rows: list[tuple[str, ...]] = [head]
     for one in transfers:
         most = "≤ " if one.at_most else ""
@@ -186,7 +186,7 @@ class _Names:
         leaves = jax.tree_util.tree_leaves_with_path(model.axes)
         self.params = [keystr(path, simple=True, separator="/") for path, _ in leaves]
         self.num_leaves = len(leaves)
-        # Sums, gradients, their norm; of evaluation sums alone.
+        # Results are sums, gradients and their norm; only sums in evaluation.
         num_out = len(manual.params["out_specs"])
         self.first_gradient = max(num_out - 1 - self.num_leaves, 0) or num_out
         # Constants of the program come before the parameters.
@@ -221,9 +221,9 @@ class _Names:
 
 
 _FIXES = {
-    "summed twice": "Remove one of the two sums, or take this one of what each device has alone.",
-    "gathered, then summed": "A gathered value is whole already: sum before the gather, or leave "
-    "the sum out.",
+    "summed twice": "Remove one of the two sums, or sum only what each device computed alone.",
+    "gathered, then summed": "A gathered value is complete: sum before the gather, or remove "
+    "the sum.",
     "omitted sum": "Sum it over the axis first (Context.leave, collectives.all_reduce).",
     "parts added": "Sum over the split dim on each device first, or gather the parts.",
     "missing gather": "Gather it over the axis before the product (collectives.all_gather, "
@@ -242,7 +242,7 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
     if kind == "summed twice" and (last := next(moves, None)) is not None:
         kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
     line = line_of(alarm.equation)
-    if line is not None and is_own(line):  # a user's own model comes first
+    if line is not None and is_own(line):  # a user's own model is more useful
         model_lines = (model_line(equation) for equation in made)
         line = next((other for other in model_lines if other and not is_own(other)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
@@ -268,7 +268,7 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
         value=name,
         line=str(line) if line else "",
         code=line.text if line else "",
-        text="leaves the step as each device's own term of a sum",
+        text="leaves the step as a partial sum of each device",
         fix=_FIXES["omitted sum"],
     )
 
@@ -278,7 +278,7 @@ def _narrow_gradients(
 ) -> list[Violation]:
     """Return violations of gradients summed in fewer bits than the settings allow."""
     violations = []
-    # Operands of other equations need not have a dtype: tokens have none.
+    # Only sums: operands of other equations, such as tokens, may have no dtype.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):
         dtypes = [v.aval.dtype for v in equation.invars]
         narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
@@ -296,7 +296,7 @@ def _narrow_gradients(
                 value=gradient,
                 line=str(line) if line else "",
                 code=line.text if line else "",
-                text=f"is added up in {narrow[0]}, precision.reduce_dtype is {expected}",
+                text=f"is summed in {narrow[0]}, precision.reduce_dtype is {expected}",
                 fix=_FIXES["dtype"],
             )
         )

@@ -98,7 +98,7 @@ def purpose_of(equation: Any) -> str:
     if first.file.endswith("core/parallel/fsdp.py") and kind == "reduce-scatter":
         return "gradient reduction, sharded"
     for file, function, purpose in _PURPOSES:
-        # A purpose without a function stands for the whole file, or folder.
+        # An entry without a function covers the complete file or folder.
         if f"jaxdist/{file}" in first.file and function in first.function:
             return purpose
     line = line_of(equation) or first
@@ -124,7 +124,7 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
         uncertain = in_branch or name in ("cond", "while")
         inner = list(core.jaxprs_in_params(equation.params))
         if name not in ("scan", "cond", "while"):
-            inner = inner[:1]  # a custom rule's own forward and backward are not run here
+            inner = inner[:1]  # forward and backward of a custom rule do not run here
         for part in inner:
             yield from _walk(part, inner_times, uncertain)
 
@@ -136,7 +136,7 @@ def _needed(program: Any) -> list[Any]:
     """
     needed, used = [], set(filter(_is_variable, program.outvars))
     for equation in reversed(program.eqns):
-        # That a collective names an axis is an effect too; others are callbacks, which do run.
+        # Naming an axis is an effect too; all other effects are callbacks, which run.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
         if acts or not used.isdisjoint(equation.outvars):
             needed.append(equation)

@@ -31,7 +31,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import write_toml
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
-"""Brings the compiler: no GPU, driver or CUDA installation is needed."""
+"""Installs the compiler; it needs no GPU, driver or CUDA installation."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SYNCHRONOUS_BYTES = 64 * 2**20
@@ -168,8 +168,8 @@ def missing_compiler() -> NotCompiled | None:
     if jax != plugin:
         return NotCompiled(
             kind="missing",
-            reason=f"the compiler is of jax {plugin}, the program of jax {jax}",
-            fix=f"Install the one that belongs to it: pip install jax-cuda13-plugin=={jax} "
+            reason=f"the compiler belongs to jax {plugin}, the program uses jax {jax}",
+            fix=f"Install the matching one: pip install jax-cuda13-plugin=={jax} "
             f"jax-cuda13-pjrt=={jax}.",
         )
     return None
@@ -190,7 +190,7 @@ def compile_step(
         return NotCompiled(
             kind="refused",
             reason=f"mesh {mesh} needs {mesh.num_devices} GPUs, {cluster} has {cluster.num_gpus}",
-            fix="Name as many GPUs as the mesh takes.",
+            fix="Name as many GPUs as the mesh needs.",
         )
     if (missing := missing_compiler()) is not None:
         return missing
@@ -239,9 +239,9 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        # On "cuda" the plugin would look for a driver; the topology does not need one.
+        # With "cuda" the plugin would load a driver, which the topology does not need.
         "JAX_PLATFORMS": "cpu",
-        # A step compiled for devices that are not here can be neither stored nor loaded.
+        # A step compiled for absent devices can be neither stored nor loaded.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "1",
     }
@@ -254,8 +254,8 @@ def _interpret(
     if code is None:
         return NotCompiled(
             kind="timeout",
-            reason=f"the compilation was ended after {timeout_s:g} s",
-            fix="Give it more time, or believe the estimate.",
+            reason=f"the compilation timed out after {timeout_s:g} s",
+            fix="Raise --compile-timeout-s, or use the estimate.",
             details=details,
         )
     try:
@@ -263,8 +263,8 @@ def _interpret(
     except json.JSONDecodeError:
         return NotCompiled(
             kind="failed",
-            reason=f"the compiler gave up: {_last_error(log, code)}",
-            fix="Believe the estimate; the details hold the compiler's own words.",
+            reason=f"the compiler failed: {_last_error(log, code)}",
+            fix="Use the estimate. The details hold the compiler's output.",
             details=details,
         )
     if "refused" in facts:
@@ -307,16 +307,16 @@ def _log_remarks(log: str) -> Iterator[Remark]:
     if rematerialized:
         yield Remark(
             "rematerialization",
-            f"the partitioner gathers {len(rematerialized)} arrays whole because it knows no "
-            f"cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only a model "
-            "whose tensor parallelism is left to XLA can meet this.",
+            f"the partitioner gathers {len(rematerialized)} arrays completely because it found "
+            f"no cheaper resharding ({', '.join(rematerialized[:3])}). This "
+            "affects only models whose tensor parallelism is left to XLA.",
         )
     limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
     if limits:
         yield Remark(
             "memory",
-            f"before placing its buffers the compiler wanted them below {limits[-1]} and could not "
-            "get there by recomputing. Trust the total, not that it compiled.",
+            f"before buffer assignment the compiler aimed at {limits[-1]} and could not reach it "
+            "by recomputing. It compiles anyway, so check the total.",
         )
 
 

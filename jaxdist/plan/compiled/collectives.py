@@ -25,9 +25,9 @@ KINDS = (
 )
 
 SCALAR_BYTES = 64
-"""Arrays below this are loss sums, counts and norms: a latency, not traffic; left out."""
+"""Smaller arrays are loss sums, counts and norms, which cost latency but no traffic."""
 
-# Operations that run a computation once; the others that name one pass it an element at a time.
+# Operations that run a computation once, and those that run it for each element.
 _RUNS_ONCE = ("call", "fusion", "custom-call", "async-start")
 _PER_ELEMENT = (
     *("all-reduce", "reduce-scatter", "reduce", "reduce-window", "all-reduce-start"),
@@ -226,7 +226,7 @@ def _site(
         kind=kind,
         started=started,
         inner=inner,
-        # The type of a start holds operands and results alike; that of its end the results alone.
+        # The type of a start includes its operands; that of its end has only the results.
         result=inner if inner is not started else instructions[end],
         meanwhile=tuple(i for i in instructions[index + 1 : end] if i.opcode in _COMPUTES),
         overlapped='"is_sync":true' not in started.attributes,

@@ -14,10 +14,10 @@ from jaxdist.hardware import Gpu
 from jaxdist.settings import ConfigError
 
 CUDNN = (9, 12, 0)
-"""Version of cuDNN that programs are planned for; jax[cuda13] installs this or a later one."""
+"""Assumed version of cuDNN; jax[cuda13] installs this or a later one."""
 
 CUDA = (13, 0, 0)
-"""The same of the CUDA runtime."""
+"""Assumed version of the CUDA runtime."""
 
 _KIB = 2**10
 
@@ -65,14 +65,14 @@ def target_text(gpu: Gpu) -> str:
     architecture = _ARCHITECTURES.get(gpu.compute_capability)
     if architecture is None:
         raise ConfigError(
-            f"GPU {gpu.name!r} has compute capability {gpu.compute_capability!r}, which the "
-            f"compiler cannot be told about here. Known: {', '.join(_ARCHITECTURES)}."
+            f"GPU {gpu.name!r} has compute capability {gpu.compute_capability!r}, whose "
+            f"limits are unknown here. Known: {', '.join(_ARCHITECTURES)}."
         )
     major, minor = gpu.compute_capability.split(".")
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * _KIB,  # without opting in, everywhere
+        "shared_memory_per_block": 48 * _KIB,  # without opt-in, on every GPU
         "shared_memory_per_block_optin": architecture.shared_kib_per_block * _KIB,
         "shared_memory_per_core": architecture.shared_kib * _KIB,
         "threads_per_core_limit": architecture.max_threads,

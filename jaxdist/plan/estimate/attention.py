@@ -92,9 +92,9 @@ def workspace(job: Job) -> int:
     """Return the scratch bytes of cuDNN's backward, which the compiler's account leaves out."""
     if job.attention != "cudnn" or job.decoder is None:
         return 0
-    # An exchange of heads for positions leaves heads × positions as they are.
+    # Exchanging heads for positions does not change heads × positions.
     rows = heads(job) * job.tokens
-    if job.config.data.packs_documents:  # each document of a call is a row to cuDNN
+    if job.config.data.packs_documents:  # cuDNN treats each document as a row
         rows *= DOCUMENTS
     grouped = job.decoder.num_kv_heads != job.decoder.num_heads
     return cudnn_scratch(rows, job.decoder.head_dim, shares_keys=grouped, gpu=job.cluster.gpu)

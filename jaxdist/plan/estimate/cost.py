@@ -21,7 +21,7 @@ from jaxdist.plan.estimate.memory import estimate_memory
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
-"""Of GPUs, hosts and network that end a job (Llama 3's training: 0.47)."""
+"""Failures of GPUs, hosts and network that end a job (Llama 3's training: 0.47)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

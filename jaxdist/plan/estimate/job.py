@@ -38,8 +38,8 @@ from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of,
 from jaxdist.plan.estimate.software import OURS, Software
 
 Role = Literal["param", "moment", "gradient", "gathered"]
-"""Which layout an array of a weight's shape has: the parameter's, its moments', its microbatch
-gradient's, or gathered over every axis that shards it (only `tensor` and stages still split)."""
+"""Layout of an array with a weight's shape: that of the parameter, its moments, its microbatch
+gradient, or the gathered weight (only `tensor` and stages still split it)."""
 
 WIDE = 4
 """Bytes of a float32: parameters, accumulated gradients, losses."""
@@ -107,7 +107,7 @@ def stages_of(
 
 
 _LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
-"""Kinds by how long they last: a backward repeats its forward."""
+"""Kinds ordered by duration: a backward repeats its forward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,7 +100,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
-    if offload:  # the scheduler copies as late as it can: gradients are complete by then
+    if offload:  # the scheduler fetches as late as possible, when gradients are complete
         for name in _updates(job):
             phases[name] = {**phases[name], "fetched moments": moments}
     return MemoryEstimate(
@@ -151,17 +151,17 @@ def _phases(job: Job) -> dict[str, Parts]:
     accumulated = _accumulated(job)
     head, relaid = _head(job), _transposed_weights(job)
     middle = job.num_fp8_layers / max(1, job.layers_per_stage) * job.total(job.layers, "param")
-    # Gradients of the layers in 8 bits are an array of their own before they join the others'.
+    # Gradients of layers in fp8 are a separate array before they are merged.
     layer_grads = {"layer gradients": WIDE * (job.total(job.layers, "param") + middle)}
-    # Those of gathered weights are cleared before the loss, the others after it.
+    # Gradients of gathered weights are zeroed before the loss, the others after it.
     gathered = [weight for weight in job.layers if job.is_gathered(weight)]
     cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     waiting = cleared if costs_of(job).reorders_heads() else {}
-    # In a straight line, by the totals of compiled programs: weights are cast ahead, also turned
-    # around for backward, and two layers' work is alive at once.
+    # Unrolled layers, by the totals of compiled programs: weights are cast in advance, also
+    # transposed for backward, and the working memory of two layers is alive at once.
     ahead, beside = {}, {}
     if job.unrolls:
         ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "gathered")}
@@ -184,7 +184,7 @@ def _phases(job: Job) -> dict[str, Parts]:
 def _kept(job: Job) -> Parts:
     costs = costs_of(job)
     in_layers = job.layers_per_virtual_stage * costs.kept_per_layer()
-    if job.schedule is None:  # a stage keeps what it rounds as it was
+    if job.schedule is None:  # a stage saves the unrounded values
         in_layers -= job.num_fp8_layers * costs.saved_by_fp8()
     return {"kept activations": in_layers + costs.kept_outside()}
 
@@ -309,7 +309,7 @@ def _stage(job: Job) -> dict[str, float]:
     if once:
         parts["gathered weights"] += job.compute_bytes * job.total(job.layers, "gathered")
     if schedule.num_virtual_stages > 1:
-        # Pieces where they run; and one in use, one on its way and the copy it is turned into.
+        # All pieces, plus one in use, one in transit and its transposed copy.
         sets = 1 + 3 / schedule.num_virtual_stages
         parts["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
@@ -320,7 +320,7 @@ def _stage(job: Job) -> dict[str, float]:
             by_dims[weight.dims] += job.size(weight, "gradient")
         parts["accumulated gradients"] += WIDE * max(by_dims.values())
     if schedule.splits_backward:
-        # The spare slot, the idle value, the one just made, and what the one at work keeps.
+        # The spare slot, the idle value, the newest one, and the values of the one in work.
         held = report.pending_slots + 4
         parts["deferred weight gradients"] = (
             held * job.layers_per_virtual_stage * costs_of(job).deferred_per_layer()
@@ -331,6 +331,6 @@ def _stage(job: Job) -> dict[str, float]:
 def _layer_of_stage(job: Job) -> dict[str, float]:
     parts = dict(_layer(job))
     weights = parts.pop("gathered weights")
-    if job.config.pipeline.gather == "step":  # all of the stage's are held, and whole, already
+    if job.config.pipeline.gather == "step":  # the stage already holds all gathered weights
         return {"activations": parts["activations"]}
     return {**parts, "layer's weights": weights}

@@ -166,8 +166,8 @@ class Budget:
         if best is not None:
             return f"Use {best.command(self.job.config)}."
         return (
-            "No mesh of these GPUs holds it: ask `jaxdist plan` how many would, or take a smaller "
-            "model or shorter rows."
+            "It fits no mesh of these GPUs. Run `jaxdist plan` to find how many it needs, or use a "
+            "smaller model or shorter rows."
         )
 
 
@@ -206,7 +206,7 @@ def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Clu
         return None
     processes = {device.process_index for device in devices}
     nodes = len({host_of.get(process, str(process)) for process in processes})
-    # Of an unknown GPU only capability and memory matter here.
+    # For an unknown GPU only capability and memory matter here.
     gpu = gpu_of(first.device_kind) or dataclasses.replace(
         GPUS["h100"],
         name=first.device_kind,

@@ -337,7 +337,7 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         dtype=jnp.dtype(dtype),
         enter=counted,
         leave=counted,
-        # Of no platform: a kernel of the CPU's own would leave out keys that are counted here.
+        # No platform: the CPU's kernel would skip keys that are counted here.
         attend=attention.make_attend(attention.AttentionPlan("none")),
         token_loss=losses.make_token_loss(),
         token_logps=make_token_logps(),

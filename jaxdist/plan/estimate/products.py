@@ -23,14 +23,13 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.model_costs import Shape, costs_of
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Tiles of the result that cuBLAS chooses from; the smallest for products that fill no wave."""
+"""Tile sizes of cuBLAS; the smallest are for products that do not fill a wave."""
 
 _SMALL_TILE = 0.15
-"""A tile of half the size reaches 2 to the minus this of the rate: it reads more for each
-product."""
+"""A tile of half the size reaches 2 to the minus this of the rate: it reads more per product."""
 
 _EXPOSED_WRITES = 0.85
-"""Of the time in which results in 16 bits are written to memory, the part that nothing hides."""
+"""Exposed share of the time for writing 16-bit results to memory."""
 
 _PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
 """Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
@@ -38,31 +37,31 @@ _PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.
 From the best products measured (Bekman; gpu_benchmark) and the data sheets' limits: A100 268 of 312
 TFLOP/s at 400 W, A6000 131 of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of
 989 at 700 W; H100 PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 then follow within 12 %.
-Blackwell by its data sheet, 0.6 times Hopper's watts per FLOP/s, taken to throttle a little more;
-T4 as its products were estimated before: no measurement of either was at hand.
+Blackwell by its data sheet (0.6 times Hopper's watts per FLOP/s, assumed to throttle a little more)
+and T4 by earlier estimates: no measurement of either was available.
 """
 
 _RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85, "float4": 0.5}
 """Energy of an operation in other formats, in 16-bit operations. TF32 runs at half the rate with
-the same power; in 8 bits as if 0.66 of an H100's 1,979 TFLOP/s were reached at best: assumed. In 4
-bits assumed too, with no measurement at hand."""
+the same power. 8 bits assume that an H100 reaches 0.66 of its 1,979 TFLOP/s at best. 4 bits are an
+assumption too: no measurement was available."""
 
 _STATIC = 0.12
 """Share of its power limit that a GPU draws whatever its clock: leakage, memory, links."""
 
 _UNKNOWN_CLOCK = 0.85
-"""Share of the boost clock of a GPU whose power limit is not known."""
+"""Share of the boost clock if the power limit is unknown."""
 
 _CASTS = 0.90
-"""Of products in 8 or 4 bits, the rate that is left when operands are scaled and rounded first.
-Assumed to be the same with a scale for each block."""
+"""Share of the rate of 8- and 4-bit products that remains after scaling and rounding operands.
+Assumed to be the same for block scales."""
 
 NARROW_PEAKS = {
     "fp8": ("float8", "float8"),
     "mxfp8": ("float8", "float8"),
     "nvfp4": ("float4", "float8"),
 }
-"""`precision.matmul_dtype` -> the peaks of its products forward and backward."""
+"""`precision.matmul_dtype` -> dtypes whose peaks hold for its forward and backward products."""
 
 
 def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:

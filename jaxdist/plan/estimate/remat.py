@@ -19,15 +19,15 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 POLICIES = (
     "none",
     "dots",
-    "names:qkv,attention,attention_out",  # of a decoder's products the largest alone is repeated
+    "names:qkv,attention,attention_out",  # repeats only the MLP's first product
     "names:attention,attention_out",
     "names:attention",
     "full",
 )
-"""What auto chooses from, from the one that keeps most to the one that keeps least."""
+"""Candidates of "auto", from the one that saves most to the one that saves least."""
 
 TOLERANCE = 0.05
-"""How far the estimate of memory may be off."""
+"""Relative error of the memory estimate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,23 +32,23 @@ _FIXED = {
     "notice": Seconds(low=0.05, likely=0.07, high=0.15),
     # Up to COLLECT_S of the launcher, and its kill of survivors that hang.
     "relaunch": Seconds(low=0.3, likely=1.06, high=2.6),
-    # Forks of a process that has imported; the high end is one that imports for itself.
+    # Forks of a process with all imports; the high end is a fresh process.
     "imports": Seconds(low=0.04, likely=0.04, high=4.15),
     "setup": Seconds(low=0.5, likely=1.99, high=4.0),
 }
 _JOIN_S, _JOIN_S_PER_GPU = 0.26, 5 / 2048
 _START_GPUS_S = 10.0
-"""The high end of the start of drivers and communicators: unmeasured."""
+"""High end for starting drivers and communicators: unmeasured."""
 _RESTORE_S, _STEP_S = 1.10, 0.34
-"""Of the tiny model, whose bytes and products take no time."""
+"""Measured with the tiny model, whose bytes and products take no time."""
 _VERIFIED_BYTES_PER_S = 1.5e9
-"""Read and compared with its sums by one process (`scripts/bench/results/checkpoint.md`)."""
+"""Reading and verifying checksums, per process (`scripts/bench/results/checkpoint.md`)."""
 LOCAL_BYTES_PER_S = 3e9
-"""A node reads from its local disk: half of what one PCIe 4.0 NVMe disk is specified to do."""
+"""Local disk of a node: half of the specification of one PCIe 4.0 NVMe disk."""
 _CACHED_S, _CACHED_SHARE = 0.47, 1 / 5
-"""The step from the compile cache: of the tiny model, and at most as a share of a compilation."""
+"""Loading the step from the compile cache: the tiny model, and a share of a compilation."""
 _COMPILE_S = 30.0
-"""A compilation where none was tried: XLA:GPU takes seconds to a minute."""
+"""A compilation if none was measured: XLA:GPU takes seconds to a minute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ _MAY_CHANGE = (
     *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
     "precision.compute_dtype",
 )
-"""What a search or an advice may change besides ZeRO's stage and the pipeline's settings."""
+"""Settings that a search or an advice may change, beside ZeRO's stage and the pipeline's."""
 
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
@@ -91,7 +91,7 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
 
 
 CONTEXT_FROM = 16_384
-"""Tokens of a row from which meshes that split it are looked at; a device holds shorter ones."""
+"""Row length in tokens from which meshes with a context axis are searched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def search(
             continue
         try:
             here = list(_on_mesh(Job.of(config, spec, cluster, model)))
-        except ConfigError as error:  # no exchange of this mesh has the attention kernel asked for
+        except ConfigError as error:  # no exchange of this mesh supports the named attention kernel
             refused[spec] = error.problems[0]
             continue
         tried += len(here)
@@ -206,13 +206,12 @@ def _rank(choice: Candidate) -> tuple[bool, float, int]:
 
 
 _COMPLEXITY_COST = 0.05
-"""A mesh must be faster by this share for each degree of complexity, the estimate's own error."""
+"""Required speedup per degree of complexity of a mesh: the error of the estimate."""
 
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
-    # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
+    # The search chooses microbatches and exchange itself: check only that some choice is legal.
     config = with_section(config, "train", num_microbatches=0)
-    # So is how devices that share rows exchange.
     return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
 
 
@@ -228,12 +227,12 @@ def _on_mesh(job: Job) -> Iterator[Candidate]:
         while jobs:
             tried = jobs.pop(0)
             memory = estimate_memory(tried)
-            # More microbatches need not take less: from two on their gradients are accumulated.
+            # More microbatches may need more memory: from two on gradients are accumulated.
             if least is None or memory.total_bytes < least[1].total_bytes:
                 least = tried, memory
             if memory.total_bytes <= limit:
-                break  # more microbatches would only be slower
-            if memory.state_bytes > limit:  # no number helps; the most of them may lack least
+                break  # more microbatches are only slower
+            if memory.state_bytes > limit:  # no count fits; the largest may come closest
                 jobs = jobs[-1:]
         if least is not None:
             yield Candidate.of(*least)
@@ -260,7 +259,7 @@ def exchanges(job: Job) -> list[str]:
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):
             changed = job.changed("mesh", context_attention=name)
-            _ = changed.attention  # raises where the kernel asked for by name cannot serve it
+            _ = changed.attention  # raises if the named kernel does not support it
             if changed.exchange is not None:
                 names.append(name)
     return names or [job.config.mesh.context_attention]
@@ -312,6 +311,6 @@ def _by_microbatches(job: Job) -> list[Job]:
     examples = job.rows // rows_per_example(job.model.objective)
     counts = [n for n in range(1, examples + 1) if examples % n == 0]
     if job.spec[PIPELINE] > 1:
-        # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
+        # Enough to keep stages busy; more shrink the bubble and do not enlarge the stash.
         counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
     return [job.changed("train", num_microbatches=count) for count in counts]

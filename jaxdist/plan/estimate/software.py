@@ -60,20 +60,19 @@ OURS = Software(
     # on Blackwell 0.55 forward, and less backward. On a T4 a third forward, and half of that
     # backward, which is assumed. No card of ours has confirmed any.
     attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60, "9.0": 0.50, "10.0": 0.45},
-    # Read off our compiled programs, whose element-wise kernels are counted in
+    # Counted in our compiled programs; their elementwise kernels are listed in
     # scripts/bench/results/gpu_program.md: norms, residuals and casts are not all in one kernel.
     stream_passes=16,
     query_passes=6,
     hidden_passes=3,
     backward_passes=2.5,
     memory=0.80,
-    # What compiled schedules wait for (gpu_program.md): of 8B with fsdp=4,tp=2 34 % in one group
-    # of rows and 4 % in two, of 70B with fsdp=16,tp=8 79 % and 47 %. The worse of both.
+    # Exposed share in compiled schedules (gpu_program.md): 8B with fsdp=4,tp=2 34 % in one group
+    # of rows and 4 % in two; 70B with fsdp=16,tp=8 79 % and 47 %. The worse of both is used.
     hidden_in_tensor=0.20,
     hidden_in_groups=0.50,
 )
-"""Our step as XLA compiles it; unmeasured on a GPU, and with no allowance for the slowest of
-several."""
+"""Our step as XLA compiles it: unmeasured on a GPU, without a loss to the slowest of several."""
 
 
 ATTENTION_HALF = 250

@@ -11,7 +11,7 @@ from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.search import Candidate
 
 _SMALL_CHUNK = 256
-"""Tokens whose logits exist at once where memory is short."""
+"""Suggested number of tokens whose logits exist at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ from jaxdist.plan.estimate.traffic import Flow
 
 LIKELY = (0.85, 1.15)
 """Four of five published runs took between these shares of their estimate: the rows of
-`scripts/bench/results/plan_anchors.md` but its two large tables, all of them other software than
-ours."""
+`scripts/bench/results/plan_anchors.md` without its two large tables. None ran our software."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,10 +208,10 @@ def layer_backward(job: Job) -> Work:
 
 
 _STACK_PASSES = 3
-"""How often what a layer keeps passes through memory besides its kernels: a copy into the layers'
-stack reads and writes it, and a copy out of it does again for about half, what products and
-attention read; other kernels read a slice where it lies. Between remat policies the compiled
-programs of GPT-2, 1.7B and 8B differ by 2.5 to 4.1 passes over what one keeps and the other not."""
+"""Passes over a layer's saved values in addition to its kernels. A copy into the layers' stack
+reads and writes them; a copy out of it does so for about half, the inputs of products and
+attention; other kernels read a slice of the stack. Compiled programs of GPT-2, 1.7B and 8B with
+two remat policies differ by 2.5 to 4.1 passes over the values that only one of them saves."""
 
 
 def _stacked(job: Job, costs: ModelCosts) -> Work:
@@ -258,7 +257,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count
         return total, 0.0, 3 * launch * layers * count
-    # A stage's backward goes forward again first.
+    # A stage's backward first repeats the forward.
     again = forward if job.engine.stage_recomputes else Work()
     total = (forward + backward + again) * (layers * count) + ends * count + extra
     spent = rates.seconds(total)
@@ -269,7 +268,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
         "weight": 0.0,
     }
     if job.stages.schedule.splits_backward:
-        # Taken apart, nothing is recomputed a second time: all is kept.
+        # A split backward recomputes nothing a second time: it saves everything.
         kept = costs.recomputed(forward)
         actions["weight"] = rates.seconds(
             Work(products=forward.products) * job.layers_per_virtual_stage
@@ -287,8 +286,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
 # --- communication --------------------------------------------------------------------------------
 
 _OVERLAPPED = ("weights", "gradients")
-"""Purposes whose collectives overlap with all other work; a ring's with attention, the rest block
-it."""
+"""Purposes whose collectives overlap with all compute; rings overlap with attention only."""
 
 
 def _exposed(

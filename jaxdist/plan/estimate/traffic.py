@@ -76,7 +76,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
-    # Stages gather what they round afterwards; vectors are not gathered at all.
+    # Stages gather before rounding; vectors are not gathered.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
     yield shard, Traffic("all-gather", "weights", c * in_layer, (depth - fp8) * passes)
     yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
@@ -175,7 +175,7 @@ def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
     if plan is None or job.attention_call is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
-    # Fewer key/value heads than neighbours are repeated before they are exchanged.
+    # Key/value heads are repeated before the exchange if there are fewer than neighbors.
     repeats = max(1, plan.inner * tensor // shape.num_kv_heads)
     return {
         "query_bytes": each * (shape.num_heads * shape.head_dim // tensor),
@@ -254,8 +254,8 @@ def wire_bytes(kind: str, total: float, size: int) -> float:
 _START_S = 8.4e-6
 _RING_HOP_S, _RING_NODE_HOP_S = 3.4e-6, 9.6e-6
 _TREE_HOP_S, _TREE_NODE_HOP_S = 1.2e-6, 8.5e-6
-"""Launch, and one step inside a node and between nodes, as NCCL itself reckons when it chooses an
-algorithm (src/graph/tuning.cc): a ring of long messages, and a tree."""
+"""Launch, and one hop inside a node and between nodes, for a ring of long messages and for a tree:
+the constants that NCCL uses to choose an algorithm (src/graph/tuning.cc)."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
