@@ -11,7 +11,7 @@ from jaxdist.plan.estimate import cost
 
 
 def test_a_bill_is_tokens_over_speed():
-    bill = cost.bill(tokens=3.6e9, tokens_per_s=1e6, num_gpus=8, price=2.0, lost=0.5)
+    bill = cost.run_cost(tokens=3.6e9, tokens_per_s=1e6, num_gpus=8, price=2.0, lost=0.5)
     assert bill.gpu_hours == pytest.approx(16.0)
     assert (bill.days, bill.money) == (pytest.approx(2 / 24), pytest.approx(32.0))
 

@@ -256,7 +256,7 @@ def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
     assert len(found["meshes"]) > 4 and found["refused"]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "upper bound" in text and "over tensor: not known" in text
+    assert "upper bound" in text and "over tensor: unknown" in text
 
 
 def test_the_removed_page_names_its_replacement(tmp_path):
