@@ -71,7 +71,7 @@ def build(*, seq_len: int, config: DecoderConfig = LLAMA) -> Model:
         return context.leave(rows)
 
     def block(params, x, batch, context):
-        positions = context.places(batch["tokens"].shape[1])
+        positions = context.position_ids(batch["tokens"].shape[1])
         h = context.enter(norm(x, params["ln_1"]))
         q, k, v = (jnp.einsum("bsd,dhk->bshk", h, params[name]) for name in "qkv")
         h = context.attend(rotate(q, positions), rotate(k, positions), v, AttentionMask())
