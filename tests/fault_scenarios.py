@@ -167,7 +167,7 @@ def _directory_gone(job: Job, _: int, generator: random.Random) -> tuple[float, 
     since, began = job.position(), time.monotonic()
     job.take_away()
     try:
-        detected = job.wait_for_line(r"is gone: is its file system still mounted", since)
+        detected = job.wait_for_line(r"is missing: is its file system still mounted", since)
         time.sleep(generator.uniform(0.0, 3.0))
     finally:
         job.bring_back()

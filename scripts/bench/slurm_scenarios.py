@@ -211,4 +211,4 @@ def test_the_runs_of_a_sweep_are_the_tasks_of_an_array(cluster):
     ended = [json.loads((path.parent / "summary.json").read_text()) for path in found]
     assert {summary["exit_reason"] for summary in ended} == {"finished"}
     done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("finished before") == 2, done.stdout
+    assert done.returncode == 0 and done.stdout.count("already finished") == 2, done.stdout
