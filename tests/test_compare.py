@@ -156,7 +156,7 @@ def run_directory(path, losses, ledger="ab", seed=1):
     return RunDirectory.existing(path)
 
 
-def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
+def test_records_show_where_settings_data_and_losses_diverge(tmp_path, capsys):
     a = run_directory(tmp_path / "a", [3.0, 2.0, 1.0])
     same = run_directory(tmp_path / "same", [3.0, 2.0, 1.0, 0.5])
     b = run_directory(tmp_path / "b", [3.0, np.nextafter(2.0, 3), 1.0], ledger="cd", seed=2)
@@ -170,7 +170,7 @@ def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
     assert "seed: 1 | 2" in capsys.readouterr().out
 
 
-def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_difference(tmp_path):
+def test_steps_are_rerun_from_the_newest_equal_checkpoint_before_the_difference(tmp_path):
     """A log that differs although later checkpoints are equal."""
     state, device = {"w": np.zeros(2, np.float32)}, jax.devices()[0]
     runs = [run_directory(tmp_path / n, [3.0, x, 1.0]) for n, x in (("a", 2.0), ("b", 2.5))]
@@ -184,7 +184,7 @@ def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_differ
 
 
 @pytest.mark.parametrize("fields", [{}, {"segments": None}], ids=["stream", "packed"])
-def test_steps_are_done_again_with_the_kernel_of_training(tmp_path, monkeypatch, fields):
+def test_steps_are_rerun_with_the_kernel_of_training(tmp_path, monkeypatch, fields):
     runs = tuple(run_directory(tmp_path / name, [3.0]) for name in "ab")
     flags = [flag for flag in FLAGS if "mesh" not in flag]
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
@@ -212,7 +212,7 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, name):
         read_divergence(*runs)
 
 
-def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):
+def test_the_run_whose_records_differ_from_the_rerun_is_reported(tmp_path):
     runs = [run_directory(tmp_path / n, x) for n, x in (("a", [3.0, 2.0]), ("b", [3.0, 2.5]))]
     numbers = ({"loss": loss, "grad_norm": 1.0} for loss in (3.0, 2.0))
     again = [RerunStep(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]

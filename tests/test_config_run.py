@@ -23,7 +23,6 @@ from jaxdist.models.weights import num_params as count
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.settings.schema import fields_of
-from jaxdist.tools.launch.local import make_launch_plan
 from jaxdist.tools.launch.local import read_config as launch_config
 
 pytestmark = pytest.mark.smoke
@@ -346,8 +345,8 @@ def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):
     resumed = read_run(["--resume=~/run"], command="jaxdist.train", check_rules=False)
     assert resumed.seed == 7
     assert str(RunDirectory.existing("~/run").path) == str(tmp_path / "run")
-    plan = make_launch_plan(launch_config(["--nproc-per-node=1", "--run-dir=~/run"]))
-    assert str(plan.run_dir) == str(tmp_path / "run")
+    plan = launch_config(["--nproc-per-node=1", "--run-dir=~/run"])
+    assert str(plan.run_directory) == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_inspect_shows_step_mesh_and_every_array(run, capsys):
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/1"])
-def test_any_path_into_a_run_names_its_checkpoints(run, capsys, inside):
+def test_any_path_into_a_run_selects_its_checkpoints(run, capsys, inside):
     assert main(["inspect", str(run / inside), "--json=true"]) == 0
     assert json.loads(capsys.readouterr().out)["at"] == (1 if inside.endswith("1") else 2)
     assert main(["inspect", str(run / inside), "--json=true", "--step=1"]) == 0
@@ -114,7 +114,7 @@ def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
 
-def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
+def test_verify_arrays_detects_damage_that_file_checksums_miss(run, tmp_path, capsys):
     copy = copied(run, tmp_path) / "checkpoints" / "2"
     document = json.loads((copy / "meta" / "metadata").read_text())
     document["arrays"]["params/layers/w"]["checksum"] ^= 1
@@ -127,7 +127,7 @@ def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
     assert "params/layers/w" in capsys.readouterr().out
 
 
-def test_diff_says_what_differs_and_by_how_much(run, tmp_path, capsys):
+def test_diff_reports_arrays_and_the_size_of_differences(run, tmp_path, capsys):
     step_1, step_2 = (str(run / "checkpoints" / name) for name in "12")
     assert main(["diff", step_1, step_1]) == 0
     assert "5 arrays identical, 0 differ" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_diff_says_what_differs_and_by_how_much(run, tmp_path, capsys):
     assert found["at"] == list(np.unravel_index(np.abs(a - b).argmax(), a.shape))
 
 
-def test_diff_of_other_trees_names_what_is_missing_or_reshaped(run, tmp_path, capsys):
+def test_diff_of_different_trees_reports_missing_and_reshaped_arrays(run, tmp_path, capsys):
     other = state()
     other["params"]["table"] = jnp.full((10, 4), jnp.nan)
     other["params"]["new"] = jnp.ones(1)
@@ -305,7 +305,7 @@ def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
     np.testing.assert_array_equal(host(params["embed"]["table"]), table.astype(np.float32))
 
 
-def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
+def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     import shutil
 
     from jaxdist.checkpoint import CheckpointError, crc32, manifest
@@ -379,7 +379,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_answered_with_the_fix(run, tmp_path, case):
+def test_errors_of_wrong_input_name_the_fix(run, tmp_path, case):
     words, *facts = WRONG[case]
     with pytest.raises(ConfigError) as caught:
         main([word.format(run=run, tmp=tmp_path) for word in words])
@@ -387,14 +387,14 @@ def test_wrong_input_is_answered_with_the_fix(run, tmp_path, case):
     assert missing("\n".join(caught.value.problems), *facts) == []
 
 
-def test_an_illegal_mesh_is_refused_before_anything_is_written(trained, tmp_path):
+def test_an_illegal_mesh_is_rejected_before_anything_is_written(trained, tmp_path):
     with refused("pp=8", "num_layers="):
         main(["reshard", str(trained[0]), str(tmp_path / "out"), "--mesh=pp=8"])
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb, capsys):
+def test_every_verb_has_a_help_text(verb, capsys):
     with pytest.raises(SystemExit) as left:
         main([verb, "--help"])
     assert left.value.code == 0
@@ -429,14 +429,14 @@ def begun(folder: Path) -> Path:
     return folder
 
 
-def test_what_was_cut_off_is_replaced(tmp_path):
+def test_an_interrupted_conversion_is_replaced(tmp_path):
     out = begun(tmp_path / "out")
     with making_run(new_run_directory(str(out))):
         assert not (out / "checkpoints" / "0").exists()
     assert not (out / "unfinished.txt").exists()
 
 
-def test_files_of_others_beside_a_marker_are_kept(tmp_path):
+def test_unknown_files_next_to_a_marker_are_kept(tmp_path):
     out = begun(tmp_path / "out")
     (out / "mine.txt").write_text("kept")
     with refused("not empty"):
@@ -449,7 +449,7 @@ def test_files_of_others_beside_a_marker_are_kept(tmp_path):
     assert (out / "mine.txt").exists() and (notes / "unfinished.txt").exists()
 
 
-def test_a_second_command_leaves_the_first_its_files(tmp_path):
+def test_a_second_command_keeps_the_files_of_the_first(tmp_path):
     out = locate(tmp_path / "out")
     with making_run(new_run_directory(str(out))):
         (out / "checkpoints" / "0").make_directory()

@@ -58,11 +58,11 @@ def test_equal_findings_of_many_processes_are_one_and_keep_their_hosts():
         ([warning("a", "t", "f"), error("b", "t", "f")], False, 1),
     ],
 )
-def test_exit_code_is_one_for_errors_and_by_wish_for_warnings(findings, strict, code):
+def test_exit_code_is_one_for_errors_and_with_strict_for_warnings(findings, strict, code):
     assert exit_code(merge([("a", findings)]), strict=strict) == code
 
 
-def test_a_warning_without_a_fix_is_a_mistake_of_ours():
+def test_a_warning_needs_a_fix():
     with pytest.raises(ValueError, match=r"^disk\b"):
         warning("disk", "slow", "")
 
@@ -104,7 +104,7 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
+def test_a_harmful_variable_is_reported_with_its_fix(environ, severity, words):
     (finding,) = variables.check_variables(
         environ,
         num_gpus=8,
@@ -131,7 +131,7 @@ def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
     ],
     ids=lambda environ: next(iter(environ)),
 )
-def test_variables_that_do_no_harm_are_left_alone(environ):
+def test_harmless_variables_are_not_reported(environ):
     found = variables.check_variables(
         environ,
         num_gpus=8,
@@ -148,14 +148,14 @@ def test_settings_of_gpus_do_not_matter_on_a_laptop_or_in_a_simulation():
     assert severities(variables.check_variables(environ, num_gpus=8, simulated=True)) == ["ok"]
 
 
-def test_libraries_that_shadow_those_of_jax_are_named(tmp_path):
+def test_libraries_that_shadow_those_of_jax_are_reported(tmp_path):
     (tmp_path / "libcudnn.so.9").touch()
     environ = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
     (finding,) = variables.check_variables(environ, num_gpus=1)
     assert str(tmp_path) in finding.text and "libcudnn.so.9" in finding.text
 
 
-def test_a_flag_that_xla_does_not_know_is_found_in_a_child():
+def test_an_unknown_xla_flag_is_detected_in_a_child_process():
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     assert variables.unreadable_flags(clean) == []
     (finding,) = variables.unreadable_flags({**clean, "XLA_FLAGS": "--xla_gpu_graph_level=0"})
@@ -178,13 +178,13 @@ CUDA = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "driver": "5
         ({**GOOD, "jax": "0.11.2"}, {}, "jax 0.11.2 with jaxlib 0.10.2"),
     ],
 )
-def test_versions_that_do_not_go_together_are_errors(versions, nvidia, words):
+def test_incompatible_versions_are_errors(versions, nvidia, words):
     facts, finding = software.check_versions(versions, nvidia)
     assert facts.severity == "ok" and finding.severity == "error"
     assert words in finding.text
 
 
-def test_versions_that_go_together_are_fine():
+def test_compatible_versions_are_fine():
     assert severities(software.check_versions(GOOD, CUDA)) == ["ok"]
 
 
@@ -204,7 +204,7 @@ def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
     assert code_digest(tmp_path) not in (before, changed)
 
 
-def test_the_process_with_other_code_is_named():
+def test_the_process_with_other_code_is_reported():
     same = {"code": "aaa", "jax": "0.10.2", "tokenizers": "1"}
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
     found = software.compare(everyone)
@@ -216,14 +216,14 @@ def test_the_process_with_other_code_is_named():
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_settings_without_meaning_are_refused_together():
+def test_invalid_settings_are_rejected_together():
     with pytest.raises(ConfigError) as refused:
         read_doctor(["--disk_mib=-1", "--wait_s=0", "--num_processes=2"])
     text = str(refused.value)
     assert "disk_mib=-1" in text and "wait_s=0" in text and "runtime.coordinator_address" in text
 
 
-def test_room_for_checkpoints_is_asked_for_the_models_size():
+def test_space_for_checkpoints_depends_on_the_model_size():
     config = read_doctor(["--config", str(ROOT / "configs" / "llama3_8b.toml")])
     kept = config.checkpoint.max_to_keep + config.checkpoint.best[1] + 2  # written, halfway
     one = num_params(config.build_model()) * (4 + config.optim.moment_bytes)
@@ -251,7 +251,7 @@ def test_the_command_reports_a_healthy_simulation_as_json(simulated):
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_start_ends_with_one_and_says_why(tmp_path):
+def test_a_job_that_cannot_start_exits_with_1_and_the_reason(tmp_path):
     environ = {**environment(), "XLA_FLAGS": "--xla_gpu_graph_level=0", "JAX_DISABLE_JIT": "1"}
     words = ["--simulate", "4", "--mesh", "dp=3", "--disk_mib=0"]
     done = subprocess.run(
@@ -297,7 +297,7 @@ def processes(tmp_path: Path, *, shared: bool, **environ: str):
 
 
 @pytest.mark.slow
-def test_two_real_processes_meet_compare_and_add_up(tmp_path):
+def test_two_real_processes_connect_compare_and_reduce(tmp_path):
     # A proxy that leads nowhere must not keep them apart.
     codes, record, said = processes(tmp_path, shared=True, http_proxy="http://127.0.0.1:1")
     assert codes == [0, 0], said
@@ -313,7 +313,7 @@ def test_two_real_processes_meet_compare_and_add_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_real_processes_with_two_directories_both_end_with_one(tmp_path):
+def test_two_real_processes_with_two_directories_exit_with_1(tmp_path):
     codes, record, said = processes(tmp_path, shared=False)
     assert codes == [1, 1], said
     (wrong,) = [f for f in record["findings"] if f["severity"] == "error"]

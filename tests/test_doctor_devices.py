@@ -51,7 +51,7 @@ class Elsewhen:
 
 
 @pytest.mark.parametrize(("offset_s", "severity"), [(0.0, "ok"), (-3.0, "warning"), (70, "error")])
-def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
+def test_a_wrong_clock_is_measured(offset_s, severity):
     visit = processes.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
     assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
     back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
@@ -60,7 +60,7 @@ def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
     assert clocks.severity == severity and "on a and b" in clocks.text
 
 
-def test_a_pair_that_cannot_meet_is_named():
+def test_a_pair_that_cannot_connect_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()
     visit = processes.visit([("127.0.0.1", 1), closed], own=0)
@@ -90,7 +90,7 @@ def test_one_directory_is_one_and_is_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_directories_of_the_same_name_on_each_host_are_found_out(tmp_path):
+def test_directories_of_the_same_name_on_each_host_are_detected(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
     (finding,) = look([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
@@ -99,13 +99,13 @@ def test_directories_of_the_same_name_on_each_host_are_found_out(tmp_path):
     assert missing(finding.text, "process 2 on c", "1 of 3 (2)") == []
 
 
-def test_a_host_without_the_right_to_write_is_named(tmp_path):
+def test_a_host_without_write_access_is_reported(tmp_path):
     found = look([tmp_path, tmp_path / "missing"])
     assert "process 1 on b cannot write" in found[0].text
     assert "No such file" in found[0].text
 
 
-def test_a_token_that_comes_late_is_waited_for(tmp_path):
+def test_a_late_token_is_awaited(tmp_path):
     late = threading.Timer(0.3, processes.Token(tmp_path, "x", 0).write)
     late.start()
     assert processes.read_tokens(tmp_path, "x", [0], patience_s=5) == [0]
@@ -120,7 +120,7 @@ def test_simulated_devices_compute_the_same_bits():
     assert severities(devices.check_compute([alone], ["a"], simulated=True)) == ["ok"]
 
 
-def test_a_device_that_computes_other_bits_once_is_named():
+def test_a_device_that_once_computes_other_bits_is_reported():
     good = {"seconds": 1.0, "digests": [7, 7, 7]}
     bad = {"seconds": 1.0, "digests": [7, 9, 7]}
     (finding,) = devices.check_compute([[good, good], [good, bad]], ["a", "b"], simulated=False)
@@ -128,7 +128,7 @@ def test_a_device_that_computes_other_bits_once_is_named():
     assert "device 1 of process 1 on b" in finding.text and "1 of 3" in finding.text
 
 
-def test_a_slow_device_is_named_but_not_in_a_simulation():
+def test_a_slow_device_is_reported_but_not_in_a_simulation():
     times = [[{"seconds": s, "digests": [7]} for s in (1.0, 1.02, 1.7, 0.99)]]
     (finding,) = devices.check_compute(times, ["a"], simulated=False)
     assert finding.severity == "warning"
@@ -149,7 +149,7 @@ def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
     assert all(g.right and g.seconds > 0 for g in itertools.chain(*groups.values()))
 
 
-def test_the_whole_group_adds_up_and_nobody_else(monkeypatch):
+def test_the_sum_covers_exactly_the_group(monkeypatch):
     mesh = MeshSpec(data=2, tensor=2).build(jax.devices()[:4])
     seen = []
     monkeypatch.setattr(
@@ -159,7 +159,7 @@ def test_the_whole_group_adds_up_and_nobody_else(monkeypatch):
     assert seen == [[0, 2], [1, 3], [0, 1], [2, 3]]
 
 
-def test_a_collective_that_loses_a_summand_is_found_out(monkeypatch):
+def test_a_collective_that_loses_a_summand_is_detected(monkeypatch):
     real = devices.all_reduce
     monkeypatch.setattr(
         devices,
@@ -187,7 +187,7 @@ def test_bandwidth_is_what_goes_over_each_link():
     assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)
 
 
-def test_a_slow_group_is_named_by_host_and_devices():
+def test_a_slow_group_is_reported_with_hosts_and_devices():
     found = check_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
     assert severities(found) == ["note", "warning"]
     assert "devices 0,1 of process 1 on b" in found[1].text
@@ -202,7 +202,7 @@ def test_a_wrong_sum_is_an_error_whatever_the_speed():
     assert found[0].severity == "error" and "devices 2,3 of process 0 on a" in found[0].text
 
 
-def test_links_far_below_their_figure_are_told():
+def test_links_far_below_their_bandwidth_are_reported():
     found = check_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
     assert severities(found) == ["note", "warning"]
     assert "NCCL_DEBUG=INFO" in found[1].fix

@@ -38,13 +38,13 @@ def test_a_query_of_healthy_gpus_reads_back():
         (HEALTHY.replace(" 31,", " 85,"), "warning", "85 °C"),
     ],
 )
-def test_an_ill_gpu_is_named(line, severity, words):
+def test_a_bad_gpu_is_reported(line, severity, words):
     found = gpus.check_gpus(gpus.read_query(line))
     assert [f.severity for f in found[1:]] == [severity]
     assert words in found[1].text
 
 
-def test_what_a_gpu_does_not_tell_is_no_finding():
+def test_unsupported_values_of_a_gpu_are_no_finding():
     line = HEALTHY.replace(" 0, 16, 16", " [N/A], [Not Supported], [N/A]")
     assert severities(gpus.check_gpus(gpus.read_query(line))) == ["ok"]
 
@@ -88,13 +88,13 @@ def test_a_full_nvlink_host_is_read_and_fine():
     ],
     ids=["pcie", "bridged_pairs", "lame_gpu"],
 )
-def test_links_that_are_missing_or_lame_are_named(link, severity, words):
+def test_missing_or_slow_links_are_reported(link, severity, words):
     (finding,) = gpus.check_topology(gpus.read_topology(matrix(link, 4)))
     assert finding.severity == severity
     assert words in finding.text
 
 
-def test_no_topology_says_nothing():
+def test_no_topology_gives_no_finding():
     assert gpus.check_topology(gpus.read_topology("")) == []
     assert gpus.check_topology(gpus.read_topology("NVIDIA-SMI has failed")) == []
     assert gpus.check_topology(gpus.read_topology(matrix(lambda i, j: "", 1))) == []
@@ -110,7 +110,7 @@ def test_the_disk_test_reads_what_it_wrote_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_gives_other_bytes_back_is_an_error(tmp_path, monkeypatch):
+def test_a_disk_that_returns_other_bytes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: os.pwrite(fd, b"other", 1 << 19))
     assert host.examine_disk(tmp_path, 1 << 20)[-1].severity == "error"
 
@@ -143,7 +143,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
         (host.check_cores(1, num_gpus=0), "ok"),
     ],
 )
-def test_what_a_host_gives_is_judged_by_what_a_run_needs(finding, severity):
+def test_resources_of_a_host_are_rated_by_the_needs_of_a_run(finding, severity):
     assert finding.severity == severity
 
 
@@ -165,7 +165,7 @@ Slurmctld(primary) at ctl is UP
 """
 
 
-def test_the_clusters_settings_are_read_and_told():
+def test_the_settings_of_the_cluster_are_reported():
     found = host.check_slurm(SCONTROL)
     assert severities(found) == ["note", "note"]
     assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
@@ -177,6 +177,6 @@ def test_a_cluster_that_does_not_requeue_is_a_warning():
     assert severities(host.check_slurm("KillWait = UNLIMITED\nSlurmdTimeout = 60 sec\n")) == ["ok"]
 
 
-def test_outside_a_job_slurm_is_not_asked(monkeypatch):
+def test_outside_a_job_slurm_is_not_queried(monkeypatch):
     monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
     assert host.examine_slurm({}) == []

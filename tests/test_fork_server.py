@@ -56,7 +56,7 @@ def start(server, word: str):
     return process, os.fdopen(readable)
 
 
-def test_a_fork_is_a_program_of_its_own_and_ends_alone(server):
+def test_a_fork_is_an_independent_process(server):
     running, output = start(server, "wait")
     assert json.loads(output.readline()) == {
         "name": "__main__",
@@ -111,7 +111,7 @@ def test_a_fork_has_all_that_training_imports(tmp_path):
 
 
 @pytest.mark.parametrize(("failures", "forks"), [(0, True), (1, True), (2, False)])
-def test_a_job_that_fails_again_without_a_checkpoint_imports_for_itself(
+def test_after_two_failures_without_a_checkpoint_processes_are_fresh(
     tmp_path, monkeypatch, failures, forks
 ):
     """A fork may be what its processes fail by."""

@@ -37,7 +37,7 @@ from jaxdist.tools.launch.membership import LegalSizes
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_every_pod_finds_its_place(nodes):
+def test_every_pod_resolves_its_process_id(nodes):
     found = job_set(config(name="llama", nodes=nodes))
     assert job(found)["completionMode"] == "Indexed"
     assert job(found)["completions"] == job(found)["parallelism"] == nodes
@@ -74,7 +74,7 @@ def test_every_pod_finds_its_place(nodes):
         (143, "RestartJobSet"),
     ],
 )
-def test_exit_codes_mean_to_kubernetes_what_they_mean_to_us(code, expected):
+def test_kubernetes_reacts_to_exit_codes_as_documented(code, expected):
     assert outcome(job_set(config(max_restarts=7)), code) == expected
 
 
@@ -84,7 +84,7 @@ def test_the_manifest_of_all_flags_is_the_golden_one():
 
 
 @pytest.mark.parametrize("given", [config(), EVERYTHING], ids=["least", "everything"])
-def test_the_models_of_the_api_take_every_field(given):
+def test_the_models_of_the_api_accept_every_field(given):
     """Kubeflow's, made from the schemas that JobSet and Kubernetes publish."""
     api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra")
     found = job_set(given)
@@ -113,14 +113,14 @@ def test_pods_have_the_time_of_the_last_save():
 
 
 @pytest.mark.parametrize("spelling", ["join_timeout_s", "join-timeout-s"])
-def test_pods_wait_long_for_each_other_unless_told(spelling):
+def test_pods_have_a_long_join_timeout_by_default(spelling):
     assert "--runtime.join-timeout-s=1800" in container(job_set(config()))["args"]
     own = [f"--runtime.{spelling}", "60"]
     assert container(job_set(config(arguments=own)))["args"][1:] == own
 
 
 @pytest.mark.parametrize("form", [["--config={}"], ["--config", "{}"]])
-def test_a_config_file_goes_along(tmp_path, form):
+def test_a_config_file_is_sent_as_a_config_map(tmp_path, form):
     file = tmp_path / "own.toml"
     file.write_text('[train]\n# "quoted": and more\nsteps = 400\n')
     words = [word.format(file) for word in form]
@@ -179,7 +179,7 @@ def test_kubernetes_replaces_nothing_in_arguments_and_variables():
         ({"stop_timeout_s": 5}, ["stop_timeout_s=5", "30 or more"]),
     ],
 )
-def test_texts_of_another_form_and_paths_outside_volumes_are_refused(fields, facts):
+def test_malformed_texts_and_paths_outside_volumes_are_rejected(fields, facts):
     (problem,) = problems_of(config(**fields))
     assert all(fact in problem for fact in facts), problem
 
@@ -201,7 +201,7 @@ def test_other_spellings_are_accepted(fields):
     ("image", "warned"),
     [("a/b:1", 0), ("a/b", 1), ("a/b:latest", 1), ("host:5000/b", 1), ("a/b@sha256:01", 0)],
 )
-def test_an_image_without_version_is_warned_about(image, warned):
+def test_an_image_without_version_gives_a_warning(image, warned):
     assert len([*config(image=image).warnings()]) == warned
 
 
@@ -233,7 +233,7 @@ def test_dry_run_sends_nothing(cluster, capsys):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (None, 2)])
-def test_the_manifest_is_handed_to_kubectl(cluster, code, expected):
+def test_the_manifest_is_passed_to_kubectl(cluster, code, expected):
     cluster.code = code
     assert kubernetes.main([*FLAGS, "--name=mine"]) == expected
     if code is not None:
@@ -242,13 +242,13 @@ def test_the_manifest_is_handed_to_kubectl(cluster, code, expected):
         assert yaml.safe_load(text)["metadata"]["name"] == "mine"
 
 
-def test_bad_flags_are_all_refused_at_once(cluster):
+def test_all_bad_flags_are_rejected_together(cluster):
     with refused("--image", "--env", "nodes=0", "--volume", num_problems=4):
         kubernetes.main(["--env=A", "--nodes=0"])
     assert cluster.calls == []
 
 
-def test_bad_arguments_of_the_training_are_refused(cluster, monkeypatch):
+def test_bad_training_arguments_are_rejected(cluster, monkeypatch):
     monkeypatch.setattr(kubernetes, "read_sizes", lambda arguments: 2)
     assert kubernetes.main([*FLAGS, "--", "--no-such=1"]) == 2
     assert cluster.calls == []
@@ -289,7 +289,7 @@ LINES = [
 ]
 
 
-def test_commands_on_the_page_speak_of_the_same_job(cluster, capsys):
+def test_commands_on_the_page_belong_to_the_same_job(cluster, capsys):
     """Those of python are run by test_readme; the others name what these make."""
     (words,) = (line for line in LINES if line[2:4] == ["jaxdist.launch", "kubernetes"])
     assert kubernetes.main(words[4:]) == 0

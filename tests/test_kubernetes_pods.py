@@ -124,7 +124,7 @@ def restores_of(records: list[dict]) -> list[tuple[int, str]]:
     return [(r["step"], r.get("tier", "run")) for r in records if r.get("event") == "restore"]
 
 
-def test_a_pod_that_must_leave_has_all_saved_and_made_anew(hosts, bucket, tmp_path, undisturbed):
+def test_after_a_pod_is_deleted_all_save_and_new_pods_resume(hosts, bucket, tmp_path, undisturbed):
     """On a bucket, with empty disks afterwards."""
     url = "s3://bucket/run"
     env = {"AWS_ENDPOINT_URL": bucket}
@@ -143,7 +143,7 @@ def test_a_pod_that_must_leave_has_all_saved_and_made_anew(hosts, bucket, tmp_pa
     assert bits_of(records) == undisturbed()
 
 
-def test_a_killed_container_and_a_lost_node_cost_what_was_not_saved(hosts, tmp_path, undisturbed):
+def test_a_killed_container_and_a_lost_node_lose_only_unsaved_steps(hosts, tmp_path, undisturbed):
     """On a volume. Containers that start again in their pods find the local saves there."""
     cluster = cluster_for(hosts, tmp_path, volume=("runs:/srv",))
     cluster.start()

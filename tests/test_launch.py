@@ -13,11 +13,11 @@ from refusals import missing, refused, snapshot
 
 from jaxdist import runtime
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.local import make_launch_plan, read_config
+from jaxdist.tools.launch.local import read_config
 from jaxdist.tools.launch.worker_group import GroupResult
 
 
-def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
+def test_processes_get_their_ids_and_print_with_a_prefix(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -33,7 +33,7 @@ def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
     assert (logs / "attempt-0-process-1.out").read_text() == "1 2 1 1\n"
 
 
-def test_first_failure_is_named_with_its_traceback_and_the_rest_is_ended(tmp_path):
+def test_first_failure_is_reported_with_its_traceback_and_the_rest_is_killed(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -105,7 +105,7 @@ BLAMED = {
 
 
 @pytest.mark.parametrize(("body", "code", "facts"), BLAMED.values(), ids=BLAMED)
-def test_the_process_with_the_cause_is_named(tmp_path, body, code, facts):
+def test_the_process_with_the_cause_is_reported(tmp_path, body, code, facts):
     launched = Launched(tmp_path, body, "--nproc-per-node=2", "--max-restarts=0")
     ended, _, err = launched.end()
     assert ended == code
@@ -124,16 +124,14 @@ def test_the_process_with_the_cause_is_named(tmp_path, body, code, facts):
     ],
     ids=["config", "preempted", "damaged", "diverged", "interrupted", "done"],
 )
-def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
+def test_final_exit_codes_are_not_restarted(tmp_path, body, code):
     launched = Launched(tmp_path, f"(RUN / f'ran-{{ATTEMPT}}').touch()\n{body}")
     assert launched.end()[0] == code
     assert [path.name for path in launched.run_dir.glob("ran-*")] == ["ran-0"]
 
 
 @pytest.mark.parametrize(("nnodes", "told"), [(1, False), (2, True)])
-def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
-    tmp_path, nnodes, told
-):
+def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(tmp_path, nnodes, told):
     from jaxdist.config.resilience import ResilienceConfig
     from jaxdist.run.resilience.watchdog import Watchdog
     from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
@@ -165,7 +163,7 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
         ("The tasks have crashed", "process 0"),
     ],
 )  # fmt: skip
-def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
+def test_lost_peers_are_reported_with_their_hosts(tmp_path, listed, lost):
     from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
 
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
@@ -232,7 +230,7 @@ def test_new_checkpoints_below_a_corrupt_one_refill_the_budget(tmp_path, monkeyp
     assert list(subject.checkpoints()) == [50, 51, 52]
 
 
-def test_going_on_from_a_newer_local_save_refills_the_budget(tmp_path, monkeypatch):
+def test_resuming_from_a_newer_local_save_refills_the_budget(tmp_path, monkeypatch):
     from jaxdist.checkpoint.local.lineage import Lineage, write
     from jaxdist.runtime.storage import locate
     from jaxdist.tools.launch import supervisor
@@ -269,7 +267,7 @@ def test_each_attempt_gets_a_new_port(tmp_path):
     assert len(ports) == len(set(ports)) == 3
 
 
-def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
+def test_a_stop_request_reaches_all_and_ends_with_the_save(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -289,7 +287,7 @@ def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
     assert len(list(launched.run_dir.glob("saved-*"))) == 2
 
 
-def test_what_does_not_stop_is_killed_in_the_end(tmp_path):
+def test_processes_that_ignore_a_stop_request_are_killed(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -306,7 +304,7 @@ def test_what_does_not_stop_is_killed_in_the_end(tmp_path):
     assert missing(err, "process 0", "was killed") == []
 
 
-def test_processes_die_with_a_killed_launcher(tmp_path):
+def test_processes_end_with_a_killed_launcher(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -370,7 +368,7 @@ def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
     assert code == 75, err
 
 
-def test_words_reach_the_console_when_the_disk_is_full(tmp_path):
+def test_output_reaches_the_console_when_the_disk_is_full(tmp_path):
     """A reader that ended with its file would leave the process blocked on a full pipe."""
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
@@ -382,7 +380,7 @@ def test_words_reach_the_console_when_the_disk_is_full(tmp_path):
     assert err.count(os.strerror(errno.ENOSPC)) == 1
 
 
-def test_a_program_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_program_is_one_error_line(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "attempt-0-process-0.error.json").write_text("{}")
     before = snapshot(tmp_path)
@@ -398,11 +396,11 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_train_gets_one_run_directory_for_all_attempts():
-    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--steps", "5"]))
+    plan = read_config(["--nproc-per-node", "2", "--", "--steps", "5"])
     assert plan.command[1:3] == ["-m", "jaxdist.train"]
-    assert plan.command[-1] == f"--run-dir={plan.run_dir}"
-    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"]))
-    assert str(plan.run_dir) == "runs/mine"
+    assert plan.command[-1] == f"--run-dir={plan.run_directory}"
+    plan = read_config(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"])
+    assert str(plan.run_directory) == "runs/mine"
     assert plan.command[-2:] == ["--run_dir", "runs/mine"]
 
 
@@ -429,7 +427,7 @@ def test_flags_of_the_program_before_the_dashes_are_explained():
         ),
     ],
 )
-def test_flags_that_cannot_be_are_refused(flags, text):
+def test_invalid_flags_are_rejected(flags, text):
     with pytest.raises(ConfigError) as caught:
         read_config(flags.split())
     assert text in str(caught.value) and len(caught.value.problems) == 1
@@ -452,5 +450,5 @@ def test_the_launcher_imports_no_jax():
         (["--program=./worker"], 3),
     ],
 )
-def test_what_writes_no_checkpoint_is_not_started_again_unless_asked(flags, restarts):
-    assert make_launch_plan(read_config(flags)).restart_policy.max_restarts == restarts
+def test_commands_without_checkpoints_are_not_restarted_by_default(flags, restarts):
+    assert read_config(flags).restart_policy.max_restarts == restarts

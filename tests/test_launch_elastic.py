@@ -12,7 +12,7 @@ from launched import Launched
 from refusals import missing
 
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.local import make_launch_plan, read_config
+from jaxdist.tools.launch.local import read_config
 from jaxdist.tools.launch.membership import (
     ElasticConfig,
     LegalSizes,
@@ -76,13 +76,13 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
         assert ([h.rank for h in choice.members], choice.nproc_per_node, choice.devices) == expected
 
 
-def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
+def test_a_host_that_lost_all_gpus_is_left_out():
     hosts = [a_host(0, 8, gpus=False), a_host(1, 2)]
     choice = choose_members(hosts, a_plan(), LegalSizes())
     assert [h.rank for h in choice.members] == [1]
 
 
-def test_simulated_devices_are_not_dealt_out():
+def test_simulated_devices_are_not_divided():
     hosts = [a_host(0, 8, nproc_per_node=2, gpus=False)]  # two processes that simulate four each
     assert choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[6], simulate=4)) is None
     choice = choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[4, 6], simulate=4))
@@ -94,7 +94,7 @@ def test_simulated_devices_are_not_dealt_out():
     assert choose_members(hosts, a_plan("1:1"), LegalSizes(legal=[1, 2], simulate=4)) is None
 
 
-def test_ranges_that_never_make_a_legal_job_are_refused():
+def test_ranges_without_a_legal_job_are_rejected():
     plan = a_plan("3:3", "1:1")
     (line,) = impossible(plan, LegalSizes(legal=[1, 2, 4], simulate=1))
     assert "--nnodes 1:1 × --nproc-per-node 3:3" in line and "1, 2, 4 devices" in line
@@ -135,25 +135,21 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
         ),
     ],
 )
-def test_bad_ranges_say_what_is_allowed(flags, facts):
+def test_errors_of_bad_ranges_name_the_allowed_values(flags, facts):
     with pytest.raises(ConfigError) as caught:
         read_config(flags)
     assert missing(str(caught.value), *facts) == []
 
 
-def test_training_is_told_that_it_is_elastic():
-    plan = make_launch_plan(read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"]))
-    assert plan.command[-1] == "--mesh.elastic=true" and plan.nproc_per_node == 2
-    plan = make_launch_plan(
-        read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
-    )
+def test_training_gets_the_elastic_flag():
+    plan = read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"])
+    assert plan.command[-1] == "--mesh.elastic=true"
+    plan = read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
     assert plan.command.count("--mesh.elastic=true") == 1
-    plan = make_launch_plan(
-        read_config(["--nproc-per-node", "1:2", "--program", "python worker.py"])
-    )
+    plan = read_config(["--nproc-per-node", "1:2", "--program", "python worker.py"])
     assert plan.command == ["python", "worker.py"]
-    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--mesh", "dp=2"]))
-    assert "--mesh.elastic=true" not in plan.command and plan.elastic is None
+    plan = read_config(["--nproc-per-node", "2", "--", "--mesh", "dp=2"])
+    assert "--mesh.elastic=true" not in plan.command and not plan.is_elastic
 
 
 def launch(*flags: str) -> subprocess.CompletedProcess:
@@ -179,13 +175,13 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
         (["--no-such=1"], "--no-such is not a setting"),
     ],
 )
-def test_what_can_never_be_trained_is_refused_before_anything_starts(tmp_path, flags, text):
+def test_impossible_training_is_rejected_before_anything_starts(tmp_path, flags, text):
     done = launch("--nproc-per-node=1:2", f"--run-dir={tmp_path / 'run'}", "--", *flags)
     assert done.returncode == 2 and text in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_sizes_are_those_of_the_mesh_where_it_is_elastic():
+def test_legal_sizes_are_those_of_an_elastic_mesh():
     train = ["--simulate=2", "--mesh=dp=4,tp=2"]
     assert read_sizes([*train, "--mesh.elastic=true"]) == LegalSizes(legal=[2, 4, 8], simulate=2)
     assert read_sizes(train) == LegalSizes(legal=None, simulate=2)
@@ -287,7 +283,7 @@ def test_launchers_of_any_program_shrink_and_grow(start):
 
 
 @pytest.mark.slow
-def test_a_second_launcher_with_the_same_rank_is_refused_and_harms_nobody(start):
+def test_a_second_launcher_with_the_same_rank_is_rejected(start):
     hosts = [start(0), start(1)]
     hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
     code, _, err = start(1).end()
@@ -307,9 +303,7 @@ def test_a_spent_budget_ends_every_host_with_its_code(start):
 
 
 @pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--steps=1", 1)])
-def test_what_is_printed_in_place_of_sizes_is_help_only_where_it_was_asked_for(
-    monkeypatch, flag, code
-):
+def test_output_other_than_sizes_is_an_error_except_for_help(monkeypatch, flag, code):
     done = types.SimpleNamespace(returncode=0, stdout="something else")
     monkeypatch.setattr(subprocess, "run", lambda *args, **settings: done)
     assert read_sizes([flag]) == code

@@ -150,5 +150,5 @@ def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
     print(f"named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after")
 
 
-def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(hosts, tmp_path, uncut):
+def test_a_cut_link_ends_both_hosts_and_they_resume(hosts, tmp_path, uncut):
     cut_and_mend(hosts, tmp_path, uncut, "heartbeat")

@@ -140,7 +140,7 @@ def test_all_hosts_start_at_once(world):
     }
 
 
-def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
+def test_a_missing_host_is_awaited_only_until_the_timeout(world):
     hosts = [world.start(1), world.start(2)]
     world.run(JOIN_S - 2)
     assert not any(h.is_running for h in hosts)
@@ -149,7 +149,7 @@ def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
     assert any("(n2), 1 short of 3" in line for line in hosts[0].lines)
 
 
-def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
+def test_the_leader_waits_for_a_host_that_still_counts_its_gpus(world):
     world.plan = a_plan("1:1", "1:2", rdzv_timeout_s=JOIN_S)
     early = world.start(0)
     late = Rendezvous(world.folder, 1, "n1", heartbeat_timeout_s=LOST_S, clock=world.clock)
@@ -163,7 +163,7 @@ def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
     assert len(early.rounds) == 1
 
 
-def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
+def test_too_few_hosts_give_up_with_exit_code_75(world):
     world.plan = a_plan("1:1", "2:3", rdzv_timeout_s=JOIN_S)
     host = world.start(0)
     world.run(JOIN_S + 3)
@@ -171,7 +171,7 @@ def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
     assert any(missing(line, "--nnodes 2:3", "n0") == [] for line in host.lines)
 
 
-def test_stale_files_fool_nobody(world, tmp_path):
+def test_stale_files_are_ignored(world, tmp_path):
     world.start(0), world.start(1), world.start(2)
     world.run(3)
     for rank in range(3):
@@ -184,7 +184,7 @@ def test_stale_files_fool_nobody(world, tmp_path):
     assert host.ranks == [1] and host.rounds[-1].number == 1
 
 
-def test_a_job_that_was_over_before_ends_nothing_now(world):
+def test_the_end_of_an_earlier_job_is_ignored(world):
     world.plan = a_plan("1:1", "1:1", rdzv_timeout_s=JOIN_S)
     first = world.start(0)
     world.run(2)
@@ -196,7 +196,7 @@ def test_a_job_that_was_over_before_ends_nothing_now(world):
     assert again.is_running and again.code is None
 
 
-def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
+def test_a_lost_host_is_detected_by_its_missing_heartbeat(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     world.kill(2)
@@ -211,7 +211,7 @@ def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
 
-def test_a_lost_leader_is_followed_by_the_next(world):
+def test_the_next_rank_replaces_a_lost_leader(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     world.kill(0)
@@ -221,7 +221,7 @@ def test_a_lost_leader_is_followed_by_the_next(world):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_host_that_comes_back_is_taken_in_without_a_failure(world, rank):
+def test_a_host_that_comes_back_joins_without_a_failure(world, rank):
     hosts = {r: world.start(r) for r in range(3)}
     world.run(4)
     world.kill(rank)
@@ -239,7 +239,7 @@ def test_a_host_that_comes_back_is_taken_in_without_a_failure(world, rank):
     assert [h.ranks for h in hosts.values()] == [[0, 1, 2]] * 3
 
 
-def test_processes_that_do_not_tell_each_other_are_all_asked(world):
+def test_processes_that_do_not_forward_a_stop_request_all_receive_it(world):
     world.trains = False
     hosts = [world.start(rank) for rank in (0, 1)]
     world.run(JOIN_S + 3)
@@ -248,7 +248,7 @@ def test_processes_that_do_not_tell_each_other_are_all_asked(world):
     assert all(h.group.is_stopping for h in hosts)
 
 
-def test_who_is_not_needed_waits_as_a_spare_and_ends_with_the_job(world):
+def test_a_surplus_host_waits_as_a_spare_and_ends_with_the_job(world):
     world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
@@ -285,7 +285,7 @@ def test_a_final_failure_ends_spares_and_members_alike(world, code):
     assert [h.code for h in hosts[1:]] == [code, code]
 
 
-def test_a_host_that_was_asked_to_leave_is_not_waited_for(world):
+def test_a_host_with_a_stop_request_is_not_awaited(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     hosts[2].group.request_stop()
@@ -300,7 +300,7 @@ def test_a_host_that_was_asked_to_leave_is_not_waited_for(world):
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
 
-def test_a_member_whose_part_has_failed_is_not_waited_for_without_end(world):
+def test_a_failed_member_ends_the_round_after_the_timeout(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     hosts[1].ends(1)
@@ -311,7 +311,7 @@ def test_a_member_whose_part_has_failed_is_not_waited_for_without_end(world):
     assert missing(cause, "host 1 (n1)", "ended") == []
 
 
-def test_done_is_done_when_all_are(world):
+def test_the_job_is_done_after_all_members_are(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     hosts[0].ends(0)
@@ -359,7 +359,7 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     assert host.code == 75
 
 
-def test_a_save_on_one_host_alone_that_nobody_asked_for_ends_the_launch(world):
+def test_a_save_of_a_single_host_without_a_stop_request_ends_the_launch(world):
     world.plan = a_plan("1:1", "1:1")
     host = world.start(0)
     world.run(2)
@@ -367,7 +367,7 @@ def test_a_save_on_one_host_alone_that_nobody_asked_for_ends_the_launch(world):
     assert not host.agent.continues_after_save()
 
 
-def test_a_beating_launcher_of_the_same_rank_is_refused(tmp_path, monkeypatch):
+def test_a_live_launcher_of_the_same_rank_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.1)
     first = Rendezvous(tmp_path, 1, "n1", heartbeat_timeout_s=3)
     assert first.claim_rank() is None
@@ -377,7 +377,7 @@ def test_a_beating_launcher_of_the_same_rank_is_refused(tmp_path, monkeypatch):
     assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim_rank() is None
 
 
-def test_files_are_whole_at_any_moment_and_rubbish_is_no_host(tmp_path):
+def test_damaged_files_are_ignored(tmp_path):
     (tmp_path / "host-3.json").write_text('{"rank": 3, "uu')
     (tmp_path / "host-4.json").write_text("[]")
     (tmp_path / "round.json").write_text("{}")

@@ -9,7 +9,7 @@ from launched import Launched
 from refusals import missing, snapshot
 
 
-def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
+def test_a_missing_run_directory_is_awaited_and_not_recreated(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -43,7 +43,7 @@ def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monke
     assert missing(capsys.readouterr().err, tmp_path / "nowhere", "giving up") == []
 
 
-def test_a_run_directory_whose_file_server_is_away_is_waited_for(tmp_path, monkeypatch):
+def test_a_run_directory_on_an_unreachable_server_is_awaited(tmp_path, monkeypatch):
     from jaxdist.tools.launch import supervisor
 
     def stale(path):

@@ -154,7 +154,7 @@ def test_config_differences_name_what_is_not_set(tmp_path, capsys):
     assert rows_of(capsys.readouterr().out)["optim.kind"] == ["not set", "lion"]
 
 
-def test_equal_configs_are_said_to_be_equal(tmp_path, capsys):
+def test_equal_configs_are_reported_as_equal(tmp_path, capsys):
     main([make_run(tmp_path, "one", [1.0]), make_run(tmp_path, "two", [1.0])])
     assert "no difference" in capsys.readouterr().out
 
@@ -199,7 +199,7 @@ def test_a_bare_metrics_file_is_enough(tmp_path, capsys):
     assert run["train_loss"] == 2.0 and run["cost"] is None and "commit" not in run
 
 
-def test_diverged_runs_keep_their_place(tmp_path, capsys):
+def test_diverged_runs_are_compared_too(tmp_path, capsys):
     good = make_run(tmp_path, "good", [3.0, 2.0], evals=[(2, 2.0)])
     bad = make_run(tmp_path, "bad", [3.0, math.nan], evals=[(1, 3.0), (2, math.nan)])
     report = as_json(capsys, good, bad)
@@ -215,7 +215,7 @@ def test_images_are_not_called_tokens(tmp_path, capsys):
     assert rows_of(capsys.readouterr().out)["speed"] == ["800 img/s"]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path, capsys):
+def test_runs_of_the_same_name_get_unique_names(tmp_path, capsys):
     paths = [make_run(tmp_path / root, "run", [1.0]) for root in ("a", "b")]
     assert [run["name"] for run in as_json(capsys, *paths)["runs"]] == ["a/run", "b/run"]
 
@@ -276,7 +276,7 @@ def test_curves_can_run_over_tokens(tmp_path):
     assert points_of(charts["evaluation loss"]) == [(2400, 1)]
 
 
-def test_a_page_without_matplotlib_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_page_without_matplotlib_is_an_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     one = make_run(tmp_path, "one", [1.0])
     assert missing(refused(capsys, one, "--html=page.html"), "--html", "matplotlib") == []
@@ -310,7 +310,7 @@ def refused(capsys, *arguments):
     return str(caught.value)
 
 
-def test_every_missing_run_is_named_at_once(tmp_path, capsys):
+def test_all_missing_runs_are_reported_together(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     said = refused(capsys, str(tmp_path / "none"), one, str(tmp_path))
     first, second = said.splitlines()
@@ -327,24 +327,24 @@ def test_every_missing_run_is_named_at_once(tmp_path, capsys):
         ("metrics.jsonl", "hello\n", r"metrics\.jsonl, line 1 is not JSON"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, capsys, name, content, match):
+def test_a_damaged_file_is_reported(tmp_path, capsys, name, content, match):
     one = make_run(tmp_path, "one", [1.0])
     (tmp_path / "one" / name).write_text(content)
     assert re.search(match, refused(capsys, one))
 
 
-def test_a_run_named_twice_is_refused(tmp_path, capsys):
+def test_a_run_listed_twice_is_rejected(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     assert "listed twice" in refused(capsys, one, one + "/")
 
 
-def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     said = refused(capsys, one, "--html", str(tmp_path / "nowhere" / "page.html"))
     assert missing(said, "nowhere/page.html", os.strerror(errno.ENOENT)) == []
 
 
-def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
+def test_the_command_reports_errors_and_starts_no_device(tmp_path):
     module = [sys.executable, "-m", "jaxdist.report"]
     done = subprocess.run([*module, str(tmp_path / "none")], capture_output=True, text=True)
     assert done.returncode == 2

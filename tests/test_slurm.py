@@ -55,7 +55,7 @@ def test_containers(container, text):
     )
 
 
-def test_a_container_sees_the_run_directory_and_what_is_mounted():
+def test_a_container_mounts_the_run_directory_and_the_given_paths():
     fields = dict(run_dir="/big/run", mount=("/data", "/a b:/inside"))
     text = batch_script(plan(container="image.sif", **fields))
     assert "--bind /data --bind '/a b:/inside' --bind /big/run image.sif" in text
@@ -114,7 +114,7 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
     ],
     ids=["cpu", "range", "batch12", "tasks", "gpus", "six", "idle", "simulated"],
 )
-def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts):
+def test_the_script_of_an_elastic_job_lists_legal_numbers_of_nodes(capsys, command, counts):
     assert main(command) == 0
     said = capsys.readouterr()
     assert re.findall(r"^for count in (.*); do$", said.out, re.M) == [counts]
@@ -142,7 +142,7 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
     ],
     ids=["nodes", "devices", "hidden", "mesh", "sizes", "both"],
 )
-def test_what_an_elastic_job_can_never_run_is_refused_when_it_is_written(capfd, command, texts):
+def test_an_impossible_elastic_job_is_rejected(capfd, command, texts):
     try:
         code, problems = main(command), ""
     except ConfigError as error:
@@ -207,7 +207,7 @@ class Script:
     ("given", "used", "is_said"),
     [(1, None, True), (2, 2, False), (3, 2, True), (4, 4, False), (7, 6, True), (12, 8, True)],
 )
-def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used, is_said):
+def test_a_job_uses_the_largest_legal_number_of_its_nodes(tmp_path, given, used, is_said):
     script = Script(
         tmp_path,
         'echo 0 >"$JAXDIST_EXIT_CODE_FILE"',
@@ -266,7 +266,7 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         "limit_by_term",
     ],
 )
-def test_the_script_queues_again_what_can_go_on(tmp_path, srun, reason, expected):
+def test_the_script_requeues_jobs_that_can_continue(tmp_path, srun, reason, expected):
     script = Script(tmp_path, srun, reason=reason)
     assert script.run() == expected
     if expected[0] == 0:  # SLURM 24.11 may start a finished job again
@@ -326,7 +326,7 @@ def test_script_is_valid_shell(container):
         ({"sbatch": ("--exclusive", "a\nb")}, "--sbatch"),
     ],
 )
-def test_a_plan_names_what_is_wrong(fields, text):
+def test_problems_of_the_flags_are_reported(fields, text):
     assert any(text in line for line in problems_of(plan(**fields)))
 
 
@@ -334,12 +334,12 @@ def test_a_plan_names_what_is_wrong(fields, text):
     ("mesh", "warned"),
     [("tp=8", False), ("dp=2,tp=16", True), ("fsdp=2,tensor=3", True), ("fsdp=16", False)],
 )
-def test_a_tensor_axis_across_nodes_is_warned_about(mesh, warned):
+def test_a_tensor_axis_across_nodes_gives_a_warning(mesh, warned):
     found = list(plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings())
     assert len(found) == warned and all("nodes of 8 GPUs" in warning for warning in found)
 
 
-def test_gpus_without_cores_are_warned_about():
+def test_gpus_without_cores_give_a_warning():
     (warning,) = plan(gpus_per_node=2).warnings()
     assert "--cpus-per-task" in warning
     assert [*plan(gpus_per_node=2, cpus_per_task=1).warnings(), *plan().warnings()] == []
@@ -355,19 +355,19 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert "sbatch mine.sbatch" in capsys.readouterr().out
 
 
-def test_bad_flags_are_all_refused_at_once():
+def test_all_bad_flags_are_rejected_together():
     with pytest.raises(ConfigError) as caught:
         main(["--time", "never", "--nodes", "0", "--max-restarts=-1"])
     assert len(caught.value.problems) == 3
 
 
-def test_training_arguments_are_judged_when_the_script_is_written(capfd, tmp_path, monkeypatch):
+def test_training_arguments_are_checked_when_the_script_is_written(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["--time", "60", "--", "--stepz=3"]) == 2
     assert "--steps" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_script_that_cannot_be_written_is_named():
+def test_a_script_that_cannot_be_written_is_an_error():
     with refused("--script /proc/nowhere/a"):
         main(["--time", "60", "--program", "true", "--script", "/proc/nowhere/a"])
 
@@ -380,7 +380,7 @@ def test_an_interpreter_without_the_package_ends_the_job_at_once(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_each_attempt_has_a_token_of_its_own(tmp_path):
+def test_each_attempt_has_its_own_token(tmp_path):
     script = Script(tmp_path, 'echo "$JAXDIST_JOB_TOKEN" >>tokens; exit 9')
     script.run()
     script.run(restarts=1)

@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_combination_is_a_run_of_its_own():
+def test_every_combination_is_a_separate_run():
     trials = trials_of(
         ["--steps=7", "--grid", "optim.peak_lr=1e-4,3e-4", "--grid=train.global-batch-size=16,32"]
     )
@@ -51,7 +51,7 @@ def test_every_combination_is_a_run_of_its_own():
     assert [trial.config.run_dir for trial in trials] == [str(trial.path) for trial in trials]
 
 
-def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
+def test_values_may_contain_commas_and_characters_illegal_in_names(tmp_path):
     Path("text.txt").write_text("some text\n" * 100)
     trials = trials_of(
         [
@@ -91,12 +91,12 @@ def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
         ),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused(flags, facts):
+def test_an_invalid_grid_is_rejected(flags, facts):
     with refused("jaxdist.sweep", *facts):
         trials_of(flags)
 
 
-def test_all_problems_of_all_combinations_are_told_before_any_run_starts(monkeypatch):
+def test_problems_of_all_combinations_are_reported_before_any_run_starts(monkeypatch):
     monkeypatch.setattr(command, "train", lambda trial: pytest.fail("a run was started"))
     flags = ["--grid=train.global_batch_size=15,16,17", "--mesh=dp=2", "--simulate=2"]
     with pytest.raises(ConfigError) as caught:
@@ -147,7 +147,7 @@ def trained(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_run_that_fails_is_named_and_done_again_alone(trained, capfd):
+def test_a_failed_run_is_reported_and_only_it_is_repeated(trained, capfd):
     names = [f"optim.peak_lr={rate}" for rate in ("1e-4", "3e-4", "1e-3")]
     assert command.main([RATES, "--steps=3"]) == 1
     lines = capfd.readouterr().out.splitlines()
@@ -193,14 +193,14 @@ def test_a_run_whose_summary_is_damaged_is_not_finished(damage):
 @pytest.mark.parametrize(
     ("ended", "code"), [((75, False), 75), ((130, True), 130), ((0, True), 75)]
 )
-def test_a_sweep_that_is_told_to_stop_begins_no_other_run(monkeypatch, ended, code):
+def test_a_stopped_sweep_starts_no_other_run(monkeypatch, ended, code):
     begun = []
     monkeypatch.setattr(command, "train", lambda trial: begun.append(trial) or ended)
     assert command.main([RATES]) == code
     assert len(begun) == 1
 
 
-def test_sigterm_is_handed_on_and_waited_for(monkeypatch, tmp_path):
+def test_sigterm_is_forwarded_and_awaited(monkeypatch, tmp_path):
     """A program in training's place asks its parent to stop, and leaves only when told itself."""
     program = tmp_path / "python"
     lines = ["#!/bin/sh", "trap 'exit 75' TERM", "kill -TERM $PPID", "sleep 5 &", "wait", "exit 3"]
@@ -274,7 +274,7 @@ def test_each_task_of_an_array_trains_one_combination(capsys):
         assert Path(trial.path, "slurm").is_dir()
 
 
-def test_a_task_that_saved_queues_itself_again_and_no_other(capsys):
+def test_a_task_that_saved_requeues_only_itself(capsys):
     script = array_of(capsys, "--slurm=python=true")
     code, requeued = run_task(script, 1, 'echo 75 > "$JAXDIST_EXIT_CODE_FILE"; exit 75')
     assert (code, requeued) == (75, ["requeue", "7_1"])
@@ -309,6 +309,6 @@ def test_an_array_keeps_its_state_on_a_file_system():
         ("gpus=1", ["gpus"]),
     ],
 )
-def test_a_flag_of_an_array_that_cannot_be_is_refused(flag, facts):
+def test_an_invalid_flag_of_an_array_is_rejected(flag, facts):
     with refused(*facts):
         command.main(["--grid=seed=1,2", "--slurm=time=60", f"--slurm={flag}"])

@@ -32,9 +32,7 @@ def clock_set_back(monkeypatch):
 @pytest.mark.parametrize("script", ["kill -9 $$", "exit 137"])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kills", [0, 1])
-def test_a_killed_process_is_told_from_one_that_ran_out_of_memory(
-    tmp_path, monkeypatch, script, kills, own
-):
+def test_out_of_memory_is_distinguished_from_other_kills(tmp_path, monkeypatch, script, kills, own):
     counts = iter([OomKills(4, own), *[OomKills(4 + kills, own)] * 9])
     monkeypatch.setattr(worker, "count_oom_kills", lambda: next(counts))
     result = run(tmp_path, script)
@@ -48,7 +46,7 @@ def test_a_killed_process_is_told_from_one_that_ran_out_of_memory(
     ("end", "hosts", "waits"),
     [("kill -9 $$", 1, False), ("kill -9 $$", 2, True), ("exit 3", 1, True)],
 )
-def test_who_is_left_has_time_to_report_unless_a_kill_says_it_all(
+def test_remaining_processes_have_time_to_report_except_after_a_kill(
     tmp_path, monkeypatch, end, hosts, waits
 ):
     """On several hosts it was perhaps a launcher that killed, for a cause elsewhere."""
@@ -60,7 +58,7 @@ def test_who_is_left_has_time_to_report_unless_a_kill_says_it_all(
     assert (tmp_path / "reported").exists() == waits
 
 
-def test_a_kill_of_long_ago_explains_nothing(tmp_path, monkeypatch):
+def test_an_old_kill_is_not_reported_as_the_cause(tmp_path, monkeypatch):
     """But one of the last minute does: to free much memory takes the kernel a while."""
     kills, now = iter([0, 1, 1, 1]), [0.0]
     monkeypatch.setattr(worker, "count_oom_kills", lambda: OomKills(next(kills)))
@@ -116,7 +114,7 @@ def test_a_clock_that_is_set_back_leaves_durations_as_they_are(tmp_path, clock_s
     assert 0 <= second - first < 60 and first > 1_900_000_000
 
 
-def test_who_failed_first_does_not_depend_on_the_clock():
+def test_the_first_failure_does_not_depend_on_the_clock():
     """The first wrote its record before the clock was set back by an hour, the second after."""
     failed = []
     for number, (at, wall) in enumerate([(10.0, 7200.0), (11.0, 3601.0)]):
