@@ -54,7 +54,7 @@ class Run:
     ):
         check_type("path", path, isinstance(path, str | os.PathLike), "the path of a run")
         is_step = step is None or (isinstance(step, int) and not isinstance(step, bool))
-        check_type("step", step, is_step, "a whole number or None")
+        check_type("step", step, is_step, "an integer or None")
         check_type("mesh", mesh, isinstance(mesh, str), 'a text such as "tp=2"')
         check_type("weights", weights, weights in get_args(Weights), '"auto", "ema" or "raw"')
         expanded = path if is_url(path) else os.path.expanduser(path)
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return summary.json; {} while the run goes on or after it was killed.
+        """Return summary.json; {} during the run or after it was killed.
 
         Raises:
             ConfigError: the file is damaged.
@@ -216,7 +216,7 @@ class Run:
         names = [sources] if isinstance(sources, str) else sources
         are_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
         check_type("sources", sources, are_names, "a path or URL as text, or a list of them")
-        check_type("max_batches", max_batches, type(max_batches) is int, "a whole number")
+        check_type("max_batches", max_batches, type(max_batches) is int, "an integer")
         dataset = self._opened.open_held_out(list(names))
         return self._opened.evaluate(self.params, dataset, max_batches=max_batches)
 

@@ -18,17 +18,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import jax
 
 from jaxdist import runtime
+from jaxdist.config import settings_of_run
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.run.metrics_log import Record, stream_records
+from jaxdist.run.replay import loss_and_norm
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.setup import Parts, assemble
 from jaxdist.settings import read_settings, setting
-
-if TYPE_CHECKING:
-    from jaxdist.run.metrics_log import Record
-    from jaxdist.run.run_directory import RunDirectory
-    from jaxdist.run.setup import Parts
-    from jaxdist.tools.compare.records import Divergence
-    from jaxdist.tools.compare.rerun import RerunStep
+from jaxdist.tools.compare.records import (
+    Divergence,
+    read_divergence,
+    steps_of,
+    stored_arrays,
+    unequal_arrays,
+)
+from jaxdist.tools.compare.rerun import RerunStep, rerun
 
 _MAX_NAMES = 8
 """Names of one kind listed before "and N more"."""
@@ -62,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("a", "b"),
     )
-    from jaxdist.run.run_directory import RunDirectory
-    from jaxdist.tools.compare.records import read_divergence
-
     runs = RunDirectory.existing(config.a), RunDirectory.existing(config.b)
     divergence = read_divergence(*runs)
     print(f"a: {runs[0].path}\nb: {runs[1].path}")
@@ -94,7 +99,7 @@ def describe(runs: Divergence) -> list[str]:
         few = ", ".join(runs.arrays[:_MAX_NAMES]) + " ..." * (len(runs.arrays) > _MAX_NAMES)
         lines.append(
             f"checkpoints: {len(runs.arrays)} of {runs.num_arrays} arrays differ at step "
-            f"{runs.checkpoint}: {few} (jaxdist convert diff A B says where)"
+            f"{runs.checkpoint}: {few} (see `jaxdist convert diff A B`)"
         )
     if runs.equal_checkpoints:
         lines.append(f"checkpoints: equal up to step {runs.equal_checkpoints[-1]}")
@@ -111,8 +116,6 @@ def _rerun_lines(
             f"not rerun: steps {start + 1} to {last} are more than --max-steps "
             f"{config.max_steps}. Raise it, or keep more checkpoints (checkpoint.max_to_keep)."
         ]
-    from jaxdist.tools.compare.rerun import rerun
-
     parts = _parts_of(config, runs, start)
     checkpoint = divergence.checkpoint
     difference, done = rerun(runs, parts, start, last, checkpoint=checkpoint)
@@ -130,19 +133,12 @@ def _parts_of(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
 ) -> tuple[Parts, Parts]:
     """Assemble both runs with the settings of their checkpoints of `start`, on one mesh."""
-    from jaxdist.config import settings_of_run
-    from jaxdist.core.mesh import MeshSpec
-
     stored = [settings_of_run(run.path, start) for run in runs]
     shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)
     if simulated:
         runtime.simulate(simulated)
     runtime.setup_compilation_cache()
-    import jax
-
-    from jaxdist.run.setup import assemble
-
     devices = jax.devices()
     spec = MeshSpec.parse(shape, len(devices))
     meshes = [dataclasses.replace(own.mesh, shape=str(spec)) for own in stored]
@@ -155,8 +151,6 @@ def _parts_of(
 
 def _meshes_of(run: RunDirectory) -> list[str]:
     """Return the meshes on which a run trained, in order."""
-    from jaxdist.run.metrics_log import stream_records
-
     return [r["mesh"] for r, _ in stream_records(run.metrics) if r.get("event") == "run"]
 
 
@@ -167,8 +161,6 @@ def _recorded_otherwise(
     mesh: str,
 ) -> list[str]:
     """Report the run whose records or checkpoint differ from the rerun on `mesh`."""
-    from jaxdist.tools.compare.records import steps_of, stored_arrays, unequal_arrays
-
     lines = []
     for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
         differences: list[str] = []
@@ -200,8 +192,6 @@ def _recorded_otherwise(
 
 
 def _is_other(step: RerunStep, recorded: Record | None) -> bool:
-    from jaxdist.run.replay import loss_and_norm
-
     return recorded is not None and repr(step.numbers) != repr(loss_and_norm(recorded))
 
 

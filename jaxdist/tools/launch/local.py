@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import socket
@@ -18,7 +19,7 @@ from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible, read_sizes
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Rendezvous
-from jaxdist.tools.launch.supervisor import Agent, FixedAgent, RestartPolicy, Supervisor
+from jaxdist.tools.launch.supervisor import FixedAgent, RestartPolicy, Supervisor
 
 _TRAIN = "jaxdist.train"
 
@@ -178,49 +179,69 @@ class LaunchConfig:
         """Return the run directory from these flags or the program's; "" without one."""
         return self.run_dir or value_of(self.arguments, "run_dir") or ""
 
+    @functools.cached_property
+    def run_directory(self) -> Path:
+        """Return the run directory, by default a new one named after the present time."""
+        now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return Path(os.path.expanduser(self.directory or f"runs/launch-{now}"))
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
-    """The command, its processes and the restart policy on this host.
+    @property
+    def command(self) -> list[str]:
+        """Return the command of each process."""
+        if self.program:
+            return [*shlex.split(self.program), *self.arguments]
+        command = [sys.executable, "-m", self.module, *self.arguments]
+        if self.module == _TRAIN:
+            if value_of(self.arguments, "run_dir") is None:
+                command.append(f"--run-dir={self.run_directory}")  # all attempts are one run
+            if self.is_elastic and value_of(self.arguments, "mesh.elastic") is None:
+                command.append("--mesh.elastic=true")
+        return command
 
-    `nproc_per_node` and `nnodes` are the maxima of ranges. `nproc_per_node` 0 means one process per
-    GPU, counted again for each attempt.
-    """
-
-    command: list[str]
-    nproc_per_node: int
-    nnodes: int
-    elastic: ElasticConfig | None
-    run_dir: Path
-    restart_policy: RestartPolicy
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """Return the policy; commands that write no checkpoint are not restarted by default."""
+        max_restarts = self.max_restarts
+        if max_restarts is None:
+            is_ours = self.module.startswith("jaxdist.") and not self.program
+            is_tool = is_ours and self.module != _TRAIN
+            max_restarts = 0 if is_tool else RestartPolicy.max_restarts
+        return RestartPolicy(
+            max_restarts=max_restarts,
+            backoff_s=self.backoff_s,
+            max_backoff_s=self.max_backoff_s,
+            stop_timeout_s=self.stop_timeout_s,
+            preload=self.preload and self.module == _TRAIN and not self.program,
+        )
 
 
 def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host and return its exit code; `--help` begins with `summary`."""
     config = read_config(argv, summary)
-    plan = make_launch_plan(config)
-    agent: Agent
-    if plan.elastic is None:
-        agent = FixedAgent(
-            plan.nproc_per_node, plan.nnodes, config.node_rank, config.coordinator_address
-        )
-    else:
-        trains = _TRAIN in plan.command
+    nproc_per_node, nnodes = config.ranges()
+    command, agent = config.command, None
+    if config.is_elastic:
         sizes: LegalSizes | int = LegalSizes()
+        trains = _TRAIN in command
         if trains:
-            sizes = read_sizes(plan.command[plan.command.index(_TRAIN) + 1 :])
+            sizes = read_sizes(command[command.index(_TRAIN) + 1 :])
         if isinstance(sizes, int):
             return sizes
-        if problems := impossible(plan.elastic, sizes):
+        limits = {"address": socket.gethostname(), **config.elastic_settings}
+        elastic = ElasticConfig(nproc_per_node=nproc_per_node, nnodes=nnodes, **limits)
+        if problems := impossible(elastic, sizes):
             raise ConfigError(problems)
         rendezvous = Rendezvous(
-            plan.run_dir / "launch",
+            config.run_directory / "launch",
             config.node_rank,
-            plan.elastic.address,
-            heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
+            elastic.address,
+            heartbeat_timeout_s=elastic.heartbeat_timeout_s,
         )
-        agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
-    return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
+        agent = ElasticAgent(elastic, rendezvous, sizes, stop_reaches_all=trains)
+    fixed = FixedAgent(
+        nproc_per_node.maximum, nnodes.maximum, config.node_rank, config.coordinator_address
+    )
+    return Supervisor(command, agent or fixed, config.run_directory, config.restart_policy).run()
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
@@ -228,49 +249,3 @@ def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
     return read_settings(
         LaunchConfig, argv, command="jaxdist.launch", summary=summary, rest="arguments"
     )
-
-
-def make_launch_plan(config: LaunchConfig) -> LaunchPlan:
-    """Return the plan for this host."""
-    nproc_per_node, nnodes = config.ranges()
-    elastic = None
-    if config.is_elastic:
-        limits = {"address": socket.gethostname(), **config.elastic_settings}
-        elastic = ElasticConfig(nproc_per_node=nproc_per_node, nnodes=nnodes, **limits)
-    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run_dir = os.path.expanduser(config.directory or f"runs/launch-{now}")
-    return LaunchPlan(
-        command=_command(config, run_dir),
-        nproc_per_node=nproc_per_node.maximum,
-        nnodes=nnodes.maximum,
-        elastic=elastic,
-        run_dir=Path(run_dir),
-        restart_policy=RestartPolicy(
-            max_restarts=_max_restarts(config),
-            backoff_s=config.backoff_s,
-            max_backoff_s=config.max_backoff_s,
-            stop_timeout_s=config.stop_timeout_s,
-            preload=config.preload and config.module == _TRAIN and not config.program,
-        ),
-    )
-
-
-def _max_restarts(config: LaunchConfig) -> int:
-    """Return the setting; without one 0 for commands that would only fail again."""
-    if config.max_restarts is not None:
-        return config.max_restarts
-    is_ours = config.module.startswith("jaxdist.") and not config.program
-    return 0 if is_ours and config.module != _TRAIN else RestartPolicy.max_restarts
-
-
-def _command(config: LaunchConfig, run_dir: str) -> list[str]:
-    rest = config.arguments
-    if config.program:
-        return [*shlex.split(config.program), *rest]
-    command = [sys.executable, "-m", config.module, *rest]
-    if config.module == _TRAIN:
-        if value_of(rest, "run_dir") is None:
-            command.append(f"--run-dir={run_dir}")  # all attempts are one run
-        if config.is_elastic and value_of(rest, "mesh.elastic") is None:
-            command.append("--mesh.elastic=true")
-    return command
