@@ -276,7 +276,7 @@ def audit_of(model, layout, plan, context):
 
 
 def own_value(x):
-    return jnp.square(collectives.own(jnp.sum(x)))
+    return jnp.square(collectives.mark_device_local(jnp.sum(x)))
 
 
 def test_a_value_that_is_meant_to_be_each_devices_own_is_let_pass():

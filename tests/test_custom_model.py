@@ -17,6 +17,7 @@ from refusals import refused
 from tiny import plan_of
 
 from jaxdist.config import read_run
+from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -173,6 +174,12 @@ def test_a_removed_member_of_the_context_is_rejected_by_name(name, replacement):
     with refused(f"Context.{name}", replacement):
         getattr(Context(), name)
     assert not hasattr(Context(), "other")
+
+
+def test_a_removed_collective_is_rejected_by_name():
+    with refused("collectives.mark_device_local"):
+        collectives.own  # noqa: B018
+    assert not hasattr(collectives, "other")
 
 
 def test_replacements_of_removed_members_exist():

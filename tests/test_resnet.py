@@ -115,7 +115,7 @@ def test_frozen_running_averages_stay():
     frozen = jax.tree.map(lambda dims: True, model.axes)
     frozen["norm"] = jax.tree.map(lambda dims: False, model.axes["norm"])
     shown = jax.tree.map(lambda x: x + 1, params)
-    moved = statistics.move(model.axes, params, params, shown, frozen)
+    moved = statistics.update_running_stats(model.axes, params, params, shown, frozen)
     changed = jax.tree_util.tree_map_with_path(
         lambda path, a, b: (jax.tree_util.keystr(path), bool(np.any(a != b))), moved, params
     )
@@ -155,7 +155,9 @@ def test_layer_equals_pytorch():
         function = jax.grad(weighted, argnums=(0, 1), has_aux=True)
         (grads, dx), (y, sums) = function(params, x, training)
         shown = sums[BATCH_STATISTICS]
-        params = jax.device_get(statistics.move(axes, params, params, params | shown))
+        params = jax.device_get(
+            statistics.update_running_stats(axes, params, params, params | shown)
+        )
         image = torch.from_numpy(x.transpose(0, 3, 1, 2).copy()).requires_grad_()
         out = theirs(image)
         theirs.zero_grad()

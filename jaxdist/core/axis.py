@@ -113,7 +113,7 @@ class Traffic:
     purpose: str
     num_bytes: float
     times: int
-    neighbours: int = 0
+    neighbors: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
-from jaxdist.core.dependences import all_made, when
+from jaxdist.core.dependences import ready_token, wait_for
 
 COLLECTIVES = frozenset(
     (
@@ -168,5 +168,5 @@ def _primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any])
 
 
 _MARK = jax.core.ShapedArray((), np.dtype(bool))
-_after = _primitive("after", lambda x, *marks: x, lambda x, *marks: when(all_made(marks), x))
-_made = _primitive("made", lambda *made: _MARK, lambda *made: all_made(made))
+_after = _primitive("after", lambda x, *marks: x, lambda x, *marks: wait_for(ready_token(marks), x))
+_made = _primitive("made", lambda *made: _MARK, lambda *made: ready_token(made))

@@ -10,7 +10,7 @@ declares it, and a reduction ends it.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Shaped
 
 from jaxdist.core.types import Array
+from jaxdist.settings.declare import ConfigError
 
 Axes: TypeAlias = str | tuple[str, ...]
 Tree = TypeVar("Tree")
@@ -60,10 +61,10 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 OWN_VALUE = "own_value"
-"""Name that `own` gives a value, for whoever reads the traced program."""
+"""Name that `mark_device_local` gives a value, for readers of the traced program."""
 
 
-def own(tree: Tree) -> Tree:
+def mark_device_local(tree: Tree) -> Tree:
     """Declare that every leaf [...] is meant to be each device's own value; moves nothing.
 
     Without it the mesh audit interprets a sum over a device's rows as a term of the sum over all
@@ -73,7 +74,7 @@ def own(tree: Tree) -> Tree:
 
 
 TOKEN_VALUES = "token_values"
-"""Name that `per_token` gives a value, for whoever reads the traced program."""
+"""Name that `per_token` gives a value, for readers of the traced program."""
 
 
 def per_token(x: Array) -> Array:
@@ -169,7 +170,7 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
     [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group` the
     n devices are that many neighbors of the one axis, else all of the group.
     """
-    groups = _neighbours(axes, group) if group and isinstance(axes, str) else None
+    groups = _neighbors(axes, group) if group and isinstance(axes, str) else None
     return lax.all_to_all(
         x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True, axis_index_groups=groups
     )
@@ -225,7 +226,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _neighbours(axis: str, group: int) -> list[list[int]] | None:
+def _neighbors(axis: str, group: int) -> list[list[int]] | None:
     """Return the axis's devices in groups of neighbors; None if all form one group."""
     size = lax.axis_size(axis)
     if group == size:
@@ -239,3 +240,12 @@ def _check_root(root: int, axes: Axes) -> None:
         raise ValueError(
             f"root={root} is not in the group of {size} over {axes}. Use 0..{size - 1}."
         )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Reject a removed function by name, for models of users."""
+        if name == "own":
+            raise ConfigError("collectives.own was removed. Use collectives.mark_device_local.")
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def all_made(marks: Iterable[jax.Array]) -> jax.Array:
+def ready_token(marks: Iterable[jax.Array]) -> jax.Array:
     """Return True, bool [], once every mark, a non-empty array [*dims], is computed."""
     truth = jnp.asarray(True)
     for mark in marks:
@@ -17,13 +17,13 @@ def all_made(marks: Iterable[jax.Array]) -> jax.Array:
     return truth
 
 
-def when(made: jax.Array, x: jax.Array) -> jax.Array:
-    """Pass x [*dims] on unchanged, once `made`, of `all_made`, is there.
+def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
+    """Pass x [*dims] on unchanged, once `ready`, of `ready_token`, is there.
 
     The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
     constant x.
     """
-    return jnp.where(made, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
+    return jnp.where(ready, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
 
 def _element(x: jax.Array) -> jax.Array:

@@ -111,7 +111,7 @@ class StepPlan:
         pipeline: schedule of the stages.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
         gradient_barrier: no gradient of an MLP's inputs is used before all are computed.
-        updates_in_turn: averages, parameters and moments are written one after the other.
+        avoids_donation_copies: averages, parameters, moments are written one after the other.
         orders_collectives: collectives run in one order on all devices.
         offload_optimizer: moments are in host memory.
         avoids_zeroed_buffers: XLA does not zero memory that a loop will fill.
@@ -136,7 +136,7 @@ class StepPlan:
     pipeline: PipelineConfig
     dot: str
     gradient_barrier: bool
-    updates_in_turn: bool
+    avoids_donation_copies: bool
     orders_collectives: bool
     offload_optimizer: bool
     avoids_zeroed_buffers: bool
@@ -198,7 +198,7 @@ def plan_step(
     train, precision, pipeline = settings
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
     dtype = precision.resolve(platform)
-    narrow = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
+    matmul_dtype = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
     is_ring = check is not None and check.use == "ring"
     exchange = exchange_of(model, layout, device.per_node, packed=packed)
     reasons = {} if exchange is None else {"exchange": exchange.reason}
@@ -224,7 +224,7 @@ def plan_step(
     per_body, reasons["layers_per_body"] = layers_of_a_body(
         model, layout, platform, remat, gathers=gathers
     )
-    chunks, reasons["max_row_chunks"] = row_chunks_of(layout, narrow, platform)
+    chunks, reasons["max_row_chunks"] = row_chunks_of(layout, matmul_dtype, platform)
     usual = default_loss_chunk(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.kind
     )
@@ -244,7 +244,7 @@ def plan_step(
         compute_dtype=dtype,
         reduce_dtype=precision.resolve_reduce(dtype),
         microbatch_reduce_dtype=precision.resolve_reduce("float32"),
-        matmul_dtype=narrow,
+        matmul_dtype=matmul_dtype,
         device=device,
         packed=packed,
         remat=remat,
@@ -259,7 +259,7 @@ def plan_step(
         # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
         # copies, on one core, memory that it might write before its last reader is done. A GPU
         # writes all at once. Several devices would need another collective to wait.
-        updates_in_turn=on_cpu and layout.mesh.size == 1,
+        avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
         offload_optimizer=train.offload_optimizer,
         avoids_zeroed_buffers=on_gpu,

@@ -72,7 +72,7 @@ def make_value_and_grad(
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
-        sums, batch_stats = statistics.take(sums, plan.accumulation)
+        sums, batch_stats = statistics.pop_batch_stats(sums, plan.accumulation)
         sums = _sum_over_devices(sums, model, layout)
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
@@ -81,7 +81,7 @@ def make_value_and_grad(
             zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
             grads = jax.tree.map(zero, frozen, grads)
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
-        return sums, statistics.put(model.axes, grads, batch_stats), norm
+        return sums, statistics.insert(model.axes, grads, batch_stats), norm
 
     specs = (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
     return _manual(local, model, layout, plan, *specs)

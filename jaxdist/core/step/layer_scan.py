@@ -42,7 +42,7 @@ def make_run_layers(
     layer = make_layer(model, layout, plan)
     recomputes = plan.remat != "none" or plan.gathers_layers
     unroll = plan.layers_per_body
-    narrow = _make_narrow_layer(model, layout, plan)
+    quantized = _make_quantized_layer(model, layout, plan)
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
@@ -69,7 +69,7 @@ def make_run_layers(
             xs = (first + jnp.arange(count), layers)
             return lax.scan(body, x, xs, unroll=min(unroll, count))
 
-        if narrow is None:
+        if quantized is None:
             x, sums = run(layer, layers, x, first)
             return x, tensor.add_layers(sums)
         # The ends are loops of their own: a branch inside of one would save values of both sides.
@@ -77,7 +77,7 @@ def make_run_layers(
         ends = [jax.tree.map(lambda w, i=i: w[i : i + 1], layers) for i in (0, last)]
         middle = jax.tree.map(lambda w: w[1:last], layers)
         x, sums_first = run(layer, ends[0], x, 0)
-        x, sums_middle = run(narrow.layer, (middle, narrow.round_weights(middle)), x, 1)
+        x, sums_middle = run(quantized.layer, (middle, quantized.round_weights(middle)), x, 1)
         x, sums_last = run(layer, ends[1], x, last)
         parts = (sums_first, sums_middle, sums_last)
         return x, tensor.add_layers(jax.tree.map(lambda *part: jnp.concatenate(part), *parts))
@@ -116,7 +116,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     return layer
 
 
-class _NarrowLayer(NamedTuple):
+class _QuantizedLayer(NamedTuple):
     """A layer whose products have low precision.
 
     Attributes:
@@ -129,7 +129,7 @@ class _NarrowLayer(NamedTuple):
     layer: Callable[..., tuple[Array, Sums]]
 
 
-def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowLayer | None:
+def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _QuantizedLayer | None:
     """Make the layer between the first and the last; None if all layers are alike."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
@@ -142,7 +142,7 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
             """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
             return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
 
-        return _NarrowLayer(lambda layers: (), scaled)
+        return _QuantizedLayer(lambda layers: (), scaled)
     axes = model.axes["layers"]
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     split = jax.tree.map(
@@ -163,7 +163,7 @@ def _make_narrow_layer(model: Model, layout: Layout, plan: StepPlan) -> _NarrowL
         weights = fp8_weights.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
-    return _NarrowLayer(
+    return _QuantizedLayer(
         lambda layers: fp8_weights.round_weights(layers, split, multiplies, plan.compute_dtype),
         layer,
     )

@@ -20,17 +20,17 @@ MOMENTUM = 0.1
 """Share of the newest batch in a running average."""
 
 
-def take(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
+def pop_batch_stats(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
     """Split batch statistics from sums: their mean over microbatches, {} if there are none.
 
     Sums are float32 []; batch statistics are a tree of float32 [...] like the averages.
     """
     rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
-    shown: Any = sums.get(BATCH_STATISTICS, {})
-    return rest, jax.tree.map(lambda x: x / num_microbatches, shown)
+    batch_stats: Any = sums.get(BATCH_STATISTICS, {})
+    return rest, jax.tree.map(lambda x: x / num_microbatches, batch_stats)
 
 
-def put(axes: Params, grads: Params, shown: Params) -> Params:
+def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
     """Return gradients with the batch statistics at the positions of the running averages.
 
     Both are float32, [...] like the parameters.
@@ -38,30 +38,30 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
     Raises:
         TypeError: the model's head did not return them.
     """
-    found = dict(jax.tree_util.tree_leaves_with_path(shown))
+    by_path = dict(jax.tree_util.tree_leaves_with_path(batch_stats))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
         """Return the gradient [*dims], or the batch statistic of that running average."""
         if dims.update != "statistic":
             return grad
-        if path not in found:
+        if path not in by_path:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
                 f"{name} is a running average, and Model.head returned nothing for it. Add "
                 "`jaxdist.models.layers.batch_statistics(module, context)` to its sums."
             )
-        return found[path]
+        return by_path[path]
 
     return jax.tree_util.tree_map_with_path(leaf, axes, grads)
 
 
-def hide(axes: Params, grads: Params) -> Params:
+def mask(axes: Params, grads: Params) -> Params:
     """Return gradients [...] with zeros at the running averages, for the optimizer."""
     zero = lambda dims, g: collectives.zeros_like(g) if dims.update == "statistic" else g
     return jax.tree.map(zero, axes, grads)
 
 
-def move(
+def update_running_stats(
     axes: Params, updated: Params, old: Params, grads: Params, frozen: Params | None = None
 ) -> Params:
     """Return updated parameters [...] with running averages moved from `old` values to the batch's.
@@ -69,10 +69,10 @@ def move(
     `frozen` marks the leaves that stay; None = none does.
     """
 
-    def leaf(dims: Any, new: Array, before: Array, shown: Array, stays: bool) -> Array:
+    def leaf(dims: Any, new: Array, before: Array, batch_stats: Array, stays: bool) -> Array:
         if dims.update != "statistic":
             return new
-        return before if stays else before + MOMENTUM * (shown - before)
+        return before if stays else before + MOMENTUM * (batch_stats - before)
 
     frozen = frozen or jax.tree.map(lambda _: False, axes)
     return jax.tree.map(leaf, axes, updated, old, grads, frozen)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.dependences import all_made, when
+from jaxdist.core.dependences import ready_token, wait_for
 from jaxdist.core.precision import initial_loss_scale, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
@@ -99,7 +99,7 @@ def make_step(
         optimizer.schedule,
         ema_decay=optimizer.ema_decay,
         fetched_to=opt_shardings(model, rule, layout) if plan.offload_optimizer else None,
-        in_turn=plan.updates_in_turn,
+        avoid_donation_copies=plan.avoids_donation_copies,
     )
     batch_sharding = layout.sharding(layout.batch_spec())
     replicated = layout.sharding(P())
@@ -133,12 +133,12 @@ def _make_train(
     *,
     ema_decay: float,
     fetched_to: Any = None,
-    in_turn: bool = False,
+    avoid_donation_copies: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
     """Make a complete step: gradients, the update, and the decision to apply it.
 
     `fetched_to` are the device shardings of optimizer state in host memory, else None. With
-    `in_turn` averages are written first, then parameters, then the optimizer's state.
+    `avoid_donation_copies` averages are written first, then parameters, then the optimizer's state.
 
     Returns:
         (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
@@ -162,15 +162,15 @@ def _make_train(
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
             """Update once more, from a part of the old state that waits for `written`."""
-            made = all_made(x for x in jax.tree.leaves(written) if x.size)
-            waiting = jax.tree.map(lambda x: when(made, x), getattr(state, name))
+            ready = ready_token(x for x in jax.tree.leaves(written) if x.size)
+            waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
 
         ema_params = keep(move_average(state.ema_params, params, ema_decay), state.ema_params)
-        if in_turn and ema_params:
+        if avoid_donation_copies and ema_params:
             params, _ = update_after(ema_params, "params")
         params = keep(params, state.params)
-        if in_turn:
+        if avoid_donation_copies:
             _, opt_state = update_after(params, "opt_state")
         new_state = TrainState(
             step=state.step + 1,
@@ -219,7 +219,7 @@ def make_update(
     ) -> Any:
         """Return (params, opt_state) from gradients like the parameters; others are float32 []."""
         grads = (
-            statistics.hide(model.axes, gradients_and_stats) if averages else gradients_and_stats
+            statistics.mask(model.axes, gradients_and_stats) if averages else gradients_and_stats
         )
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
@@ -233,7 +233,9 @@ def make_update(
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
-            params = statistics.move(model.axes, params, state.params, gradients_and_stats, frozen)
+            params = statistics.update_running_stats(
+                model.axes, params, state.params, gradients_and_stats, frozen
+            )
         return params, opt_state
 
     return update

@@ -48,7 +48,7 @@ def same(equation: Any, states: Sequence[int]) -> int:
 
 
 def name(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a named value; those named by `collectives.own` are no terms."""
+    """Return the state of a named value; those of `mark_device_local` are no terms."""
     is_own = equation.params["name"] == OWN_VALUE and states[0] not in FIXED
     return VARYING if is_own else states[0]
 

@@ -220,7 +220,7 @@ def _stages(job: Job) -> Iterator[Moved]:
 def _flow(job: Job, axes: tuple[str, ...], traffic: Traffic) -> Flow:
     axes = tuple(a.name for a in job.spec.used if a.name in axes)
     kind, each, times = traffic.kind, traffic.num_bytes, traffic.times
-    group = traffic.neighbours or math.prod(job.spec[axis] for axis in axes)
+    group = traffic.neighbors or math.prod(job.spec[axis] for axis in axes)
     inside = min(group, members_per_fabric(job, axes))
     nodes = group // inside
     fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth
