@@ -90,9 +90,6 @@ def _with_commit(name: str, directory: str) -> str:
 
     Without a revision, a run in `directory` keeps its commit, so that the same command resumes with
     the same files.
-
-    Raises:
-        ConfigError: the hub has no such model, or cannot be reached.
     """
     if not hub.is_hub_name(name):
         return name

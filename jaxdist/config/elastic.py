@@ -25,9 +25,6 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
 
     Returned unchanged if `mesh.elastic` is off or no device is missing. Otherwise `mesh.shape` is
     the smaller mesh, which may take fewer devices than there are; see `shrink_reason`.
-
-    Raises:
-        ConfigError: the mesh setting is illegal, or no mesh of so few devices is legal.
     """
     full = config.mesh.spec
     if not config.mesh.elastic or full is None or num_devices >= full.num_devices:

@@ -256,9 +256,6 @@ class RunConfig:
 
         `num_devices` and `memory_bytes` (of one device) come from the backend. `needs` estimates
         the memory of a mesh; without it only the state counts.
-
-        Raises:
-            ConfigError: the mesh setting is illegal, or no mesh of these devices is legal.
         """
         if self.mesh.spec is not None:
             spec = self.mesh.spec.resolve(num_devices)

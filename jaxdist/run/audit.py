@@ -77,9 +77,6 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
     Args:
         parts: of the run.
         fields: of its rows; None = those of a built-in reader.
-
-    Raises:
-        ConfigError: the audit failed on the traced step.
     """
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
@@ -107,9 +104,6 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
     Args:
         parts: of the run.
         fields: as in `audit_parts`.
-
-    Raises:
-        ConfigError: every violation, or the reason why the step cannot be analyzed.
     """
     audit = audit_parts(parts, fields)
     if not audit.is_clean:
@@ -133,9 +127,6 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
 
     Returns:
         The mesh if the step is equal on one device; "" if it was not compared, with a log line.
-
-    Raises:
-        ConfigError: every value that differs, with its axes.
     """
     config, data = _on(parts.config, parts.spec), parts.config.data
     text = text_fields(parts.config.train.seq_len, packed=data.packs_documents)

@@ -35,11 +35,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: numpy and jax scalars to Python's, NaN to "NaN".
-
-    Raises:
-        TypeError: the value is not a scalar, a string, or a list or dict of them.
-    """
+    """Convert a value to JSON types: numpy and jax scalars to Python's, NaN to "NaN"."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

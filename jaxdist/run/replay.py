@@ -140,9 +140,6 @@ def read_history(run: RunDirectory, step: int | None = None) -> History:
     """Return the records of a run up to `step`; None = its newest.
 
     If a step was run more than once, the last one with an anomaly counts, else the last one.
-
-    Raises:
-        ConfigError: the run has no record of the step.
     """
     anomalies = read_anomalies(run.anomalies)
     records = [
@@ -190,9 +187,6 @@ def state_before(
     """Return the state and the loader before a step, recomputed from the last checkpoint.
 
     Nothing is written into the run directory. Updates that the run skipped are skipped again.
-
-    Raises:
-        ConfigError: a step in between has another batch than the run recorded.
     """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)

@@ -99,11 +99,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Return a run to read.
-
-        Raises:
-            ConfigError: there is no run at `path`.
-        """
+        """Return a run to read."""
         run = cls(path, is_writer=False, resumed=True)
         if not run.path.is_directory():
             raise ConfigError(f"run {run.path} is not a directory. {_runs_near(run.path)}")
@@ -201,11 +197,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the table in a file of a run; {} without a file.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """Return the table in a file of a run; {} without a file."""
     try:
         record = parse(path.text()) if path.exists() else {}
     except ValueError as error:

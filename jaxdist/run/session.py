@@ -383,11 +383,7 @@ class Session:
         return code if committed else runtime.EXIT_FAILURE
 
     def _compile_to_fit(self, budget: Budget) -> None:
-        """Compile the step before the state takes memory, with the remat policy that fits.
-
-        Raises:
-            ConfigError: the step takes more memory than there is, and it is not overridden.
-        """
+        """Compile the step before the state takes memory, with the remat policy that fits."""
 
         def compile_with(budget: Budget) -> Any:
             if budget is not self.budget:
@@ -419,11 +415,7 @@ class Session:
         return stats
 
     def _finish_preflight(self) -> None:
-        """Wait for the check of the save path.
-
-        Raises:
-            CheckpointError: checkpoints cannot be saved.
-        """
+        """Wait for the check of the save path."""
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()
         self.forward_events()

@@ -240,9 +240,6 @@ class Parts:
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
         `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
-
-        Raises:
-            ConfigError: there is nothing to load, or the weights do not fit the model.
         """
         target = self.abstract_state().params if target is None else target
         if is_model(path):
@@ -291,9 +288,6 @@ def assemble(
     `needs_of` estimates memory, which determines the default mesh. `host_of` names the host of each
     process; None = one host per process. `model` replaces the one of the settings, and `objective`
     that of the model.
-
-    Raises:
-        ConfigError: every rule that the mesh violates, with legal meshes nearby.
     """
     model = config.build_model() if model is None else model
     if objective is not None:
@@ -398,11 +392,7 @@ def in_examples(parts: Parts, dataset: TrainData) -> Any:
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Reject data of another kind than the model takes, or with too many tokens or classes.
-
-    Raises:
-        ConfigError: the data do not fit the model.
-    """
+    """Reject data of another kind than the model takes, or with too many tokens or classes."""
     kind = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != kind:
         raise ConfigError(

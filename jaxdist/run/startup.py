@@ -76,11 +76,7 @@ def name_of(objective: Objective | None) -> str:
 
 
 def check_objective(config: RunConfig, objective: Objective | None) -> None:
-    """Reject a resume with another objective than that of the run.
-
-    Raises:
-        ConfigError: the objectives differ.
-    """
+    """Reject a resume with another objective than that of the run."""
     starts = _earlier_starts(config) if config.resume != "never" else []
     before, now = (starts[0].get("objective", "") if starts else None), name_of(objective)
     if before not in (None, now):
@@ -109,9 +105,6 @@ def fetch_weights(config: RunConfig) -> None:
     """Fetch the weights that a new run starts from, before a watchdog or a process waits.
 
     A resumed run reads its checkpoint instead.
-
-    Raises:
-        ConfigError: they are on the hub and cannot be fetched.
     """
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
@@ -244,11 +237,7 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
-    """Reject a checkpoint that does not belong to metrics.jsonl; collective.
-
-    Raises:
-        ConfigError: their digests of the data up to `step` differ.
-    """
+    """Reject a checkpoint that does not belong to metrics.jsonl; collective."""
     saved, problem = position.ledger[-1].digest, ""
     if run.is_writer and run.resumed and saved:
         recorded = [r for r in read_outline(run.metrics, step) if r["kind"] == "train"]

@@ -49,9 +49,6 @@ class Writer:
 
         Args:
             requests: {"prompt": text}, or {"messages": [...]} of a chat.
-
-        Raises:
-            ConfigError: every prompt that is empty, too long, or does not fit the template.
         """
         prompts = [self._encode(request) for request in requests]
         problems = [
@@ -112,9 +109,6 @@ def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> 
     """Return a writer for the model of a run, without weights.
 
     With `chat`, prompts are conversations in the chat template of the data settings.
-
-    Raises:
-        ConfigError: the model does not generate text.
     """
     data = parts.config.data
     if parts.model.decoding is None:

@@ -99,9 +99,6 @@ class TrainedRun:
         """Return all rows of the sources; None or [] = the held-out rows of the run.
 
         If the run was imported without a tokenizer, the one of a token folder is used.
-
-        Raises:
-            ConfigError: nothing was held out, or the rows do not fit the model.
         """
         config = self.parts.config
         data = dataclasses.replace(config.data, eval_sources=sources or config.data.eval_sources)
@@ -162,9 +159,6 @@ def open_run(
     checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` uses the
     real devices; `train` replaces settings of that section; `model`, `objective` and `rows` are as
     in `Program`.
-
-    Raises:
-        ConfigError: there is no run, its settings cannot be read, or the mesh is not legal.
     """
     run, named = run_at(path)
     config = settings_of_run(run, step if named is None else named)
@@ -195,11 +189,7 @@ def other_step(step: int | None, named: int | None, run: Location) -> ConfigErro
 
 
 def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:
-    """Return the run that contains a path, and the step if the path is a checkpoint, else None.
-
-    Raises:
-        ConfigError: there is no run, or the path inside it is not a checkpoint.
-    """
+    """Return the run that contains a path, and the step if the path is a checkpoint, else None."""
     inner = locate(path)
     for candidate in (inner, inner.parent, inner.parent.parent):
         if (candidate / "config.toml").exists() or steps_in(candidate / "checkpoints"):

@@ -28,11 +28,7 @@ def help_text(
     rest: str = "",
     section: str = "",
 ) -> str:
-    """Return the help of a command, or of one section of its settings.
-
-    Raises:
-        ConfigError: there is no such section.
-    """
+    """Return the help of a command, or of one section of its settings."""
     groups = dict(groups_of(cls))
     names = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
     if section:

@@ -97,9 +97,6 @@ def read_value(raw: Any, annotation: Any) -> Any:
         annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict. The
             text of a flag is a comma-separated list for list[X] and one item for tuple[X, ...]
             (texts that may contain commas); both also take TOML's `[a, b]`.
-
-    Raises:
-        BadValueError: the value is of another type, or not among the choices.
     """
     if _is_union(annotation):
         if isinstance(raw, FlagText) and raw in ("none", "None"):
