@@ -118,11 +118,10 @@ def run(
         directory,
         job,
         config_text,
+        program,
         budget=budget,
         preemption=preemption,
         trace_requested=trace_requested,
-        on_record=program.on_record,
-        open_log=lambda log_file: program.setup_logging(job.process_id, log_file),
         start_times=times,
     ) as session:
         return train(session)

@@ -10,8 +10,7 @@ from refusals import missing
 
 from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.run.resilience import watchdog
-from jaxdist.run.resilience.heartbeat import Heartbeat, diagnose
-from jaxdist.run.resilience.watchdog import Watchdog
+from jaxdist.run.resilience.watchdog import Heartbeat, Watchdog, diagnose
 
 BEAT_S = 0.05
 

@@ -11,7 +11,7 @@ from jaxdist.checkpoint import CheckpointConfig, CheckpointError
 from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
-from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions
 from jaxdist.runtime import StartTimes
@@ -191,7 +191,7 @@ def test_the_first_step_is_compiled_while_the_save_path_is_tried(monkeypatch, fa
         calls.append("compile")
         return types.SimpleNamespace(memory_analysis=lambda: None)
 
-    times = types.SimpleNamespace(last=lambda: 0.0, keep=lambda seconds: None)
+    times = types.SimpleNamespace(last=lambda: 0.0, store=lambda seconds: None)
     monkeypatch.setattr(session_module, "CompileTimes", lambda parts: times)
     step = types.SimpleNamespace(compile=compile_step, seconds=1.0)
     session = types.SimpleNamespace(

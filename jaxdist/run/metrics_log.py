@@ -7,6 +7,7 @@ written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and Ja
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import logging
@@ -32,6 +33,24 @@ _LOSS = re.compile(rb'"loss":\s*([-+.\deE]+)')
 _RESUME = re.compile(rb'(?!{"kind": "train").*"event":\s*"(?:start|rollback)"')
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class ExitReason(enum.StrEnum):
+    """Exit reason in summary.json and in the `end` event, with the exit code of the process.
+
+    A killed process writes neither. If the watchdog ends a process (exit code 86), the reason is in
+    `logs/abort.json`.
+    """
+
+    FINISHED = "finished"  # 0: all steps are done, and the last state is saved
+    PREEMPTED = "preempted"  # 75: a signal requested the end (also Ctrl-C), after a save
+    STOPPED_BY_CALLBACK = "stopped_by_callback"  # 0: a callback requested the end, after a save
+    INTERRUPTED = "interrupted"  # 130: a second Ctrl-C, without a save
+    NONFINITE_LOSS = "nonfinite_loss"  # 87: NaN or Inf, see resilience.nonfinite_policy
+    LOSS_SPIKE = "loss_spike"  # 87: under resilience.spike_policy
+    SDC = "sdc"  # 85: silent data corruption, under resilience.sdc_policy
+    CHECKPOINT_FAILURE = "checkpoint_failure"  # 1: the last save was not committed
+    ERROR = "error"  # 1, or 2 for a rejected setting: any other exception
 
 
 def plain(value: Any) -> Any:

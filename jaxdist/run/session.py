@@ -24,11 +24,11 @@ from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import NoLabels, evaluate
-from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import Record
+from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.environment import environment, versions
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import CompileTracker, StepTimer
+from jaxdist.run.program import Program
 from jaxdist.run.resilience.anomalies import LossGuard, Rollback
 from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
@@ -40,7 +40,6 @@ from jaxdist.run.step_report import StepReporter
 from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
-from jaxdist.runtime.storage import Location
 
 log = logging.getLogger("jaxdist")
 
@@ -85,12 +84,11 @@ class Session:
         run: RunDirectory,
         job: runtime.JoinedJob,
         config_text: str,
+        program: Program,
         *,
         budget: Budget | None,
         preemption: runtime.Preemption,
         trace_requested: Callable[[], bool],
-        on_record: Callable[[Record], None] = lambda record: None,
-        open_log: Callable[[Location], None] = lambda log_file: None,
         start_times: runtime.StartTimes | None = None,
     ) -> None:
         self.parts, self.run, self.config_text = parts, run, config_text
@@ -132,7 +130,7 @@ class Session:
                     devices=jax.devices(),
                     config_text=config_text,
                     trace_requested=trace_requested,
-                    on_record=on_record,
+                    on_record=program.on_record,
                     is_held=True,
                 )
             )
@@ -143,7 +141,7 @@ class Session:
             self.train_step = self.monitor.track_compiles(self.train_step, "train step")
             if self._compiled:
                 self._finish_preflight()
-            self._commit(open_log, job.process_id)
+            self._commit(program, job.process_id)
             self._stack = stack.pop_all()
         self.reporter = StepReporter(
             monitor=self.monitor,
@@ -161,11 +159,11 @@ class Session:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _commit(self, open_log: Callable[[Location], None], process_id: int) -> None:
+    def _commit(self, program: Program, process_id: int) -> None:
         """Write to the run directory, now that no check can reject this start."""
         self.run.logs.make_directory()  # a concurrent rejected start may have removed it
         self.checkpointer.commit()
-        open_log(self.run.log(process_id))
+        program.setup_logging(process_id, self.run.log(process_id))
         for change in self.run.write_config(self.config_text):
             log.warning("settings changed since this run started: %s", change)
         self.run.write_environment(environment())

@@ -11,7 +11,7 @@ from jaxdist.config.resilience import MAX_SKIPPED_STEPS
 from jaxdist.core.step import Metrics
 from jaxdist.data import Loader
 from jaxdist.data.ledger import Link
-from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped

@@ -12,8 +12,7 @@ from typing import Any
 from jaxdist.config.monitoring import MonitoringConfig, parse_profile_steps
 from jaxdist.data.ledger import Link
 from jaxdist.hardware import gpu_of, peak_flops
-from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import Record, RecordWriter, read_outline
+from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.gpu_stats import GpuStats

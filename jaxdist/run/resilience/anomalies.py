@@ -12,8 +12,7 @@ from typing import Any
 
 from jaxdist import runtime
 from jaxdist.config.resilience import MAX_ROLLBACKS, ResilienceConfig
-from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import decode, encode, skip_reason
+from jaxdist.run.metrics_log import ExitReason, decode, encode, skip_reason
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import locate
 

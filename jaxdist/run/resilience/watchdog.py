@@ -11,12 +11,17 @@ thread cannot exit by itself. When a limit has passed:
 
 The launcher writes the same file for a process that was killed. The other hosts then stop within
 two seconds, without waiting for a missing heartbeat.
+
+Heartbeats are files of the run directory, because the key-value store of the job runs in process 0,
+which may be the stuck one. They are read only if a process makes no progress.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import socket
@@ -25,19 +30,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxdist import runtime
 from jaxdist.config.resilience import ResilienceConfig
-from jaxdist.run.resilience import heartbeat
 from jaxdist.runtime.coordination.failure_broadcast import (
     ABORT_FILE,
     FOLLOWED,
     request_abort,
     write_error_file,
 )
-from jaxdist.runtime.storage import flush_appended, locate
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.storage import Location, flush_appended, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -147,9 +153,9 @@ class Watchdog:
 
     def _beat_once(self) -> None:
         self._beat += 1
-        heartbeat.write(
+        write_heartbeat(
             self._folder,
-            heartbeat.Heartbeat(
+            Heartbeat(
                 process=self.process,
                 host=self._host,
                 pid=os.getpid(),
@@ -162,11 +168,11 @@ class Watchdog:
     def _check_progress(self) -> None:
         """End the job, unless another process does it or this one has made progress."""
         stuck_at = (self._phase, self._since)
-        before = heartbeat.read(self._folder, self.num_processes)
+        before = read_heartbeats(self._folder, self.num_processes)
         if not self._keep_beating(_READINGS_APART):
             return
-        after = heartbeat.read(self._folder, self.num_processes)
-        silent = heartbeat.silent(before, after)
+        after = read_heartbeats(self._folder, self.num_processes)
+        silent = silent_processes(before, after)
         alive = [beat for i, beat in enumerate(after) if beat is not None and i not in silent]
         limit_s = self.limit_s()
         if any(beat.phase not in _STEP_PHASES for beat in alive):
@@ -182,7 +188,7 @@ class Watchdog:
         self._dump_stacks()
         line = (
             f"watchdog: {time.monotonic() - self._since:.0f} s without progress in phase "
-            f"{self._phase} (limit {limit_s:.0f} s). {heartbeat.diagnose(before, after)}. "
+            f"{self._phase} (limit {limit_s:.0f} s). {diagnose(before, after)}. "
             f"Stacks: {self._folder}/process-*.stacks.txt"
         )
         if self._request_abort(line):
@@ -252,3 +258,83 @@ def _stacks() -> str:
             code = at.f_code
             lines.append(f'  File "{code.co_filename}", line {line_number} in {code.co_name}\n')
     return "".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """The last report of a process.
+
+    Attributes:
+        phase: see `Watchdog.enter`.
+        step: last finished step.
+        beat: a count that increases while the process can run Python.
+    """
+
+    process: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    beat: int
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.process} on {self.host} (pid {self.pid}), "
+            f"last step {self.step}, phase {self.phase}"
+        )
+
+
+def _heartbeat_file(folder: Location, process: int) -> Location:
+    """Return the heartbeat file of a process."""
+    return folder / f"process-{process}.progress.json"
+
+
+def write_heartbeat(folder: Location, heartbeat: Heartbeat) -> None:
+    """Replace the file of this process. A full disk is ignored, so that it does not end the run."""
+    with contextlib.suppress(OSError):
+        _heartbeat_file(folder, heartbeat.process).write(
+            json.dumps(dataclasses.asdict(heartbeat)), durable=False
+        )
+
+
+def read_heartbeats(folder: Location, num_processes: int) -> list[Heartbeat | None]:
+    """Return the heartbeats by process; None for a process without one."""
+    heartbeats: list[Heartbeat | None] = [None] * num_processes
+    for process in range(num_processes):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            heartbeats[process] = Heartbeat(**_heartbeat_file(folder, process).json())
+    return heartbeats
+
+
+def silent_processes(
+    before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]
+) -> list[int]:
+    """Return the processes that wrote nothing between two readings (stopped, dead, host dead)."""
+    return [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old == new]
+
+
+def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
+    """Name the process that is behind, in one line, from heartbeats read some beats apart.
+
+    The first that applies: processes without a heartbeat; processes that finished fewer steps;
+    processes in another phase while the others wait in a step.
+    """
+    if stopped := silent_processes(before, after):
+        who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
+        return f"{few(who, 4, '; ')}: no sign of life (stopped, dead, or its host is)"
+    heartbeats = [heartbeat for heartbeat in after if heartbeat is not None]
+    if len(heartbeats) == 1:
+        return f"{heartbeats[0]}: no progress"
+    first = max(heartbeat.step for heartbeat in heartbeats)
+    late = [str(heartbeat) for heartbeat in heartbeats if heartbeat.step < first]
+    if late:
+        return f"{few(late, 4, '; ')}: behind the others, who have finished step {first}"
+    phases = Counter(heartbeat.phase for heartbeat in heartbeats)
+    if len(phases) > 1:
+        waiting = "step" if "step" in phases else phases.most_common(1)[0][0]
+        others = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
+        return f"{few(others, 4, '; ')}: the others wait for it in phase {waiting}"
+    return (
+        f"no process is behind: all {len(heartbeats)} have finished step {first} and are in phase "
+        f"{heartbeats[0].phase}, so a device or the network between them hangs"
+    )

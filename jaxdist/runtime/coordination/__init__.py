@@ -19,7 +19,7 @@ Channels that cannot use the store:
 | TCP check-in | `runtime.rendezvous` | there is no store before joining |
 | TCP, files | `transfer` | gigabytes would pass through process 0's memory |
 | SIGTERM, SIGUSR1 | `runtime.signals` | sent by schedulers; the service forwards them |
-| progress files | `run.resilience.heartbeat` | must be readable if process 0 hangs |
+| progress files | `run.resilience.watchdog` | must be readable if process 0 hangs |
 | `abort.json` | `failure_broadcast` | ends hosts whose peer was killed |
 | launchers' files | `tools.launch.rendezvous` | launchers outlive process 0 |
 | `*.error.json` | `failure_broadcast` | from a process to the launcher on its host |

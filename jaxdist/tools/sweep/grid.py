@@ -10,8 +10,7 @@ import tomllib
 from collections.abc import Sequence
 
 from jaxdist.config import ALIASES, RunConfig, read_run
-from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import decode
+from jaxdist.run.metrics_log import ExitReason, decode
 from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten, read_table
 from jaxdist.runtime.storage import Location, locate, read_url
 from jaxdist.settings import ConfigError, read_settings, setting, without_flags, write_toml
