@@ -174,7 +174,6 @@ def one_device() -> Trace:
     "case",
     [
         Case("deep", "fsdp=2,tp=2"),
-        Case("deep", "dp=2,cp=2", microbatches=2, remat="dots"),
         Case("deep", "pp=2", microbatches=4),
     ],
     ids=str,

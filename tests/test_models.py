@@ -40,7 +40,7 @@ def test_norms_begin_with_a_scale_of_one():
     assert scales and all(np.all(np.asarray(scale) == 1) for scale in scales)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama3.1", "mistral", "qwen3", "gpt2", "gemma2", "gemma3"])
 def test_decoding_with_a_cache_equals_the_full_forward(name):
     """Ragged prompts at once, then one token at a time; every position's logits must agree."""
     model = build({**FAMILIES, **VARIANTS}[name], seq_len=16)
@@ -144,7 +144,7 @@ def packed_batch():
     return {"tokens": tokens, "segments": segments, "positions": positions}
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "mistral", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama3.1", "gpt2", "gemma3"])
 def test_a_packed_document_reads_as_if_it_were_alone(name):
     model = build({**FAMILIES, **VARIANTS}[name], seq_len=16)
     params, batch = random_params(model), packed_batch()
@@ -390,15 +390,14 @@ def dropped_on_one_device():
     "mesh, layout",
     [
         ("1", {"num_microbatches": 2}),
-        ("dp=8", {}),
         ("fsdp=8", {}),
         ("tp=4", {}),
         ("tp=4", {"sequence_parallel": True}),
-        ("dp=2,fsdp=2,tp=2", {"sequence_parallel": True, "num_microbatches": 2}),
     ],
-    ids=["microbatches2", "dp8", "fsdp8", "tp4", "tp4_sequence", "dp2_fsdp2_tp2_microbatches2"],
+    ids=["microbatches2", "fsdp8", "tp4", "tp4_sequence"],
 )
 def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
+    """All axes at once: `test_step.test_dropout_is_the_same_on_every_mesh`."""
     sums, grads = loss_and_gradients(DROPPING, mesh, batch=training_batch(), **layout)
     expected, expected_grads = dropped_on_one_device
     # float32 sums in another order; another key would move the loss by more than 1e-4.

@@ -124,7 +124,7 @@ def test_a_store_that_hangs_after_a_commit_keeps_no_run(server, monkeypatch, cap
 
     def answer(request, ask):
         if hangs.is_set():
-            over.wait(60)
+            over.wait(300)
         return ask(request)
 
     def log(line):
@@ -143,7 +143,7 @@ def test_a_store_that_hangs_after_a_commit_keeps_no_run(server, monkeypatch, cap
             checkpointer.save(step, {"w": jnp.zeros(4)}, {}, force=True)
         assert hangs.is_set() and checkpointer.wait()
         checkpointer.close()
-        assert time.monotonic() - begun < 50  # of the 60 s that it hangs
+        assert time.monotonic() - begun < 200  # of the 300 s that it hangs
         over.set()
     object_servers.forget_clients()
     assert missing(caplog.text, "deleting old checkpoints of s3://bucket/hangs: not done") == []

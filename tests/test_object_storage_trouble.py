@@ -46,7 +46,7 @@ def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limi
     place = locate("s3://bucket/hangs")
 
     def answer(request: Message, ask) -> Message:
-        over.wait(30)
+        over.wait(120)
         return ask(request)
 
     with object_servers.passing_on(server, answer) as address:
@@ -58,7 +58,7 @@ def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limi
         over.set()
     assert away.value.errno == errno.EHOSTUNREACH
     tries = 1 if name == "delete" else 2  # the library does not repeat a silent POST
-    assert 0.95 * tries < took_s < 25, took_s  # of the 30 s that it hangs
+    assert 0.95 * tries < took_s < 100, took_s  # of the 120 s that it hangs
 
 
 def test_an_upload_is_given_time_for_its_size(server, limits):

@@ -281,7 +281,7 @@ def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.1), rtol=2e-4, atol=2e-5)
 
 
-DIVIDED = [("dp=2", 0), ("fsdp=8", 0), ("dp=2,fsdp=2,cp=2", 3), ("pp=2,fsdp=2,tp=2", 0)]
+DIVIDED = [("dp=2,fsdp=2,cp=2", 3), ("pp=2,fsdp=2,tp=2", 0)]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def start(case: Case, layout):
     "case",
     [
         Case(mesh="pp=4,tp=2", family="gpt2"),
-        Case(mesh="pp=2,dp=2,fsdp=2", virtual=2, zero=1),
         Case(mesh="pp=2,dp=4", schedule="zero_bubble", zero=2, family="llama_tied"),
     ],
     ids=str,

@@ -60,7 +60,6 @@ def alone():
     ("mesh", "options"),
     [
         ("dp=2", {}),
-        pytest.param("fsdp=2", {}, marks=pytest.mark.slow),
         pytest.param("dp=2,fsdp=2,tp=2", {"zero": 3}, marks=pytest.mark.slow),
     ],
     ids=str,
