@@ -46,9 +46,9 @@ def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimiz
     directions, _ = make_update(unfrozen)(scaled, unfrozen.init(start), start)
     step, state = step_of(
         Case("rotary", mesh),
-        rule=make_optimizer(config, axes),
+        rule=make_optimizer(config, optim.with_frozen(config, axes)),
         max_grad_norm=clip,
-        frozen=optim.frozen_leaves(config, axes),
+        axes=optim.with_frozen(config, axes),
     )
     state, metrics = step.train(state, place(step, text_batch()), np.inf)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
@@ -79,18 +79,17 @@ STAYING = {
 
 
 def test_frozen_parts_have_no_moments_and_cost_no_products():
-    axes = model_of("rotary").axes
     config = OptimConfig(freeze=["layers/mlp", "layers/attention"])
-    frozen = optim.frozen_leaves(config, axes)
 
-    def program(config, frozen):
-        step, state = step_of(Case("rotary", "1"), rule=make_optimizer(config, axes), frozen=frozen)
+    def program(config):
+        axes = optim.with_frozen(config, model_of("rotary").axes)
+        step, state = step_of(Case("rotary", "1"), rule=make_optimizer(config, axes), axes=axes)
         lowered = step.train.lower(state, place(step, text_batch()), np.inf)
         elements = sum(x.size for x in jax.tree.leaves(state.opt_state))
         return elements, lowered.compile().cost_analysis()["flops"]
 
-    small, few = program(config, frozen)
-    large, many = program(OptimConfig(), None)
+    small, few = program(config)
+    large, many = program(OptimConfig())
     params = initial_state("rotary").params
     inside = sum(
         x.size for x in jax.tree.leaves([params["layers"][k] for k in ("mlp", "attention")])
@@ -109,4 +108,4 @@ def test_what_cannot_be_frozen_is_said():
     (everything,) = optim.frozen_problems(OptimConfig(freeze=sorted(axes)), axes)
     assert missing(everything, "optim.freeze=", "nothing") == []
     with refused(everything, error=ValueError):
-        optim.frozen_leaves(OptimConfig(freeze=sorted(axes)), axes)
+        optim.with_frozen(OptimConfig(freeze=sorted(axes)), axes)

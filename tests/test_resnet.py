@@ -16,6 +16,7 @@ from jaxdist.core.step import make_context, make_value_and_grad, statistics
 from jaxdist.core.types import BATCH_STATISTICS, Context
 from jaxdist.models import ResnetConfig, build
 from jaxdist.models.weights import num_params
+from jaxdist.optim import OptimConfig, with_frozen
 
 
 class TinyConfig(ResnetConfig):
@@ -111,10 +112,10 @@ def test_frozen_running_averages_stay():
     model = build(TINY, seq_len=1)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    frozen = jax.tree.map(lambda dims: True, model.axes)
-    frozen["norm"] = jax.tree.map(lambda dims: False, model.axes["norm"])
+    parts = [name for name in model.axes if name != "norm"]
+    axes = with_frozen(OptimConfig(freeze=parts), model.axes)
     shown = jax.tree.map(lambda x: x + 1, params)
-    moved = statistics.update_running_stats(model.axes, params, params, shown, frozen)
+    moved = statistics.update_running_stats(axes, params, params, shown)
     changed = jax.tree_util.tree_map_with_path(
         lambda path, a, b: (jax.tree_util.keystr(path), bool(np.any(a != b))), moved, params
     )

@@ -279,7 +279,7 @@ def step_of(
     precision: PrecisionConfig | None = None,
     max_grad_norm: float = 0.0,
     ema_decay: float = 0.0,
-    frozen: Params | None = None,
+    axes: Params | None = None,
     objective: Objective | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
@@ -289,7 +289,8 @@ def step_of(
         case: model and mesh.
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
-        max_grad_norm, ema_decay, frozen: as in `Optimizer`.
+        max_grad_norm, ema_decay: as in `Optimizer`.
+        axes: records of the parameters, those of the model by default.
         objective: that of the model by default.
         changes: other fields of `TrainConfig`.
     """
@@ -297,10 +298,11 @@ def step_of(
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     loss_scale = initial_loss_scale(precision.resolve("cpu"))
     config = train_config(case, **changes)
+    model = dataclasses.replace(model, axes=axes or model.axes)
     step = make_step(
         model,
         objective or model.objective,
-        Optimizer(rule, schedule, max_grad_norm, ema_decay, frozen),
+        Optimizer(rule, schedule, max_grad_norm, ema_decay),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
     )

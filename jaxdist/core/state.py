@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array, Model, Params
+from jaxdist.core.weights import GROUPS, merged, trained
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +27,9 @@ class TrainState:
 
     Attributes:
         step: int32 [], optimizer steps done.
-        params: float32 parameters, plain nested dicts, laid out by `Layout.param_specs`.
-        ema_params: exponential moving average of `params`, like them; {} without one.
+        params: parameters, nested dicts, stored and laid out as the records in `Model.axes` say.
+        ema_params: exponential moving average of the trained `params`, None in the places of
+            frozen ones; {} without one.
         opt_state: optax state; its parameter-shaped leaves by `Layout.moment_specs`.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run's random bits; folded with the step, never advanced.
@@ -43,7 +45,12 @@ class TrainState:
     @property
     def eval_params(self) -> Params:
         """Return the parameters to evaluate: their average, if there is one."""
-        return self.ema_params or self.params
+        return merged(self.ema_params, self.params) if self.ema_params else self.params
+
+    @property
+    def groups(self) -> dict[str, Params]:
+        """Return the groups of parameters, by the names of their parts of a checkpoint."""
+        return {group.item: getattr(self, group.item) for group in GROUPS.values()}
 
 
 def init_state(
@@ -57,7 +64,7 @@ def init_state(
     has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
-    """A new state, every leaf created on the devices that hold it; float32 parameters.
+    """A new state, every leaf created on the devices that hold it.
 
     Parameters and random bits depend on `seed` alone. `offload` keeps parameter-shaped optimizer
     state in host memory. `has_ema` keeps an average of the parameters, which starts as a copy of
@@ -112,18 +119,18 @@ def make_state(
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.init(params),
+            opt_state=optimizer.init(trained(params, model.axes)),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             key=run_key,
-            ema_params=copy_params(params) if has_ema else {},
+            ema_params=copy_params(trained(params, model.axes)) if has_ema else {},
         )
 
     return make
 
 
 def copy_params(params: Params) -> Params:
-    """A tree like `params` whose float32 arrays [...] share no memory: both are donated."""
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    """A tree like `params` whose arrays [...] share no memory: both are donated."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 def state_shardings(
@@ -141,7 +148,7 @@ def state_shardings(
     return TrainState(
         step=whole,
         params=params,
-        ema_params=params if has_ema else {},
+        ema_params=trained(params, model.axes) if has_ema else {},
         opt_state=opt_shardings(model, optimizer, layout, offload=offload),
         loss_scale=jax.tree.map(lambda _: whole, loss_scale),
         key=whole,
@@ -159,12 +166,12 @@ def opt_shardings(
 
     A leaf whose shape is not its parameter's (Adafactor's factored moments) stays whole.
     """
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     opt_state = jax.eval_shape(optimizer.init, params)
-    specs = layout.moment_specs(model.axes)
+    specs = layout.moment_specs(trained(model.axes, model.axes))
 
     def leaf(moment: Any, param: Any, spec: P) -> Any:
-        fits = moment.shape == param.shape
+        fits = param is not None and moment.shape == param.shape
         return layout.sharding(spec if fits else P(), "pinned_host" if offload else None)
 
     return optax.tree_utils.tree_map_params(

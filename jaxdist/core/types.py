@@ -75,6 +75,10 @@ def add_sums(left: Sums, right: Sums) -> Sums:
     return {**left, **right, **both}
 
 
+Storage: TypeAlias = Literal["float32", "bfloat16", "int8"]
+Update: TypeAlias = Literal["gradient", "statistic", "none"]
+
+
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
@@ -82,8 +86,8 @@ class Dims(tuple[str | None, ...]):
     `weights.Parameter` describes other parameters.
     """
 
-    storage: Literal["float32", "bfloat16", "int8"] = "float32"
-    update: Literal["gradient", "statistic", "none"] = "gradient"
+    storage: Storage = "float32"
+    update: Update = "gradient"
     keeps_dtype: bool = False
 
     def renamed(self, names: Iterable[str | None]) -> Dims:

@@ -13,16 +13,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.types import Array, Dims
+from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
 
-Storage: TypeAlias = Literal["float32", "bfloat16", "int8"]
-Update: TypeAlias = Literal["gradient", "statistic", "none"]
+
+class ParameterGroup(NamedTuple):
+    """A named tree of parameters in the state of a run.
+
+    Attributes:
+        item: its field in `TrainState`, and its part of a checkpoint.
+        is_optional: a run may lack it. A checkpoint without it starts it from the model.
+    """
+
+    item: str
+    is_optional: bool
+
+
+GROUPS = {"model": ParameterGroup("params", False), "ema": ParameterGroup("ema_params", True)}
+"""The groups that state, checkpoints, evaluation and export iterate over. Those behind the model
+hold its trained leaves; `merged` adds the frozen ones."""
 
 
 class Parameter(Dims):
@@ -34,10 +49,6 @@ class Parameter(Dims):
             batches' own values (`step/statistics.py`); "none" = frozen.
         keeps_dtype: the model receives it as it is stored, not in the compute dtype.
     """
-
-    storage: Storage
-    update: Update
-    keeps_dtype: bool
 
     def __new__(
         cls,
@@ -59,10 +70,35 @@ class Parameter(Dims):
         return self
 
 
+def freeze(dims: Dims) -> Parameter:
+    """Return the record of the same parameter, frozen."""
+    return Parameter(dims, **{**vars(dims), "update": "none"})
+
+
 def gathered_dtypes(axes: Any, compute_dtype: Any) -> Any:
     """Return the dtype in which a model receives each parameter, a tree like `axes`."""
     stored = lambda dims: jnp.dtype(dims.storage if dims.keeps_dtype else compute_dtype)
     return jax.tree.map(stored, axes)
+
+
+def trained(tree: Any, axes: Any) -> Any:
+    """Return a tree like `axes` without its frozen leaves: None is in their places.
+
+    `axes` has a record at each leaf. Frozen leaves may be integers, which JAX does not
+    differentiate: they are split off before `jax.grad` and `jax.vjp`, and `merged` afterwards.
+    """
+    return jax.tree.map(lambda dims, x: None if dims.update == "none" else x, axes, tree)
+
+
+def frozen(tree: Any, axes: Any) -> Any:
+    """Return the leaves that `trained` leaves out."""
+    return jax.tree.map(lambda dims, x: x if dims.update == "none" else None, axes, tree)
+
+
+def merged(tree: Any, rest: Any) -> Any:
+    """Return the leaves of a tree, and those of `rest` in the places of its Nones."""
+    is_none = lambda x: x is None
+    return jax.tree.map(lambda x, other: other if x is None else x, tree, rest, is_leaf=is_none)
 
 
 GATHERS = ("gather_weight", "gather_rounded")
@@ -106,3 +142,60 @@ def with_weights(dot: Callable[..., Array]) -> Callable[..., Array]:
         return dot(dims, x, w, out_dtype=out_dtype)
 
     return multiply
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Weight(CompositeWeight):
+    """A frozen weight in int8, with a float32 scale for each of its outputs.
+
+    Attributes:
+        values: int8 [*dims].
+        scale: float32 [*dims], of size 1 in the dims that the product sums.
+    """
+
+    values: Any
+    scale: Any
+
+    def astype(self, dtype: Any) -> Array:
+        """Return the weight [*dims] in a floating-point dtype."""
+        return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
+
+    def multiply(
+        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
+    ) -> Array:
+        """Return the product [*dims after the arrow] of x and the values times their scale."""
+        run = lambda x, weight: dot(dims, x, weight.astype(x.dtype), out_dtype=out_dtype)
+        return jax.checkpoint(run)(x, self)  # backward keeps the int8 values and no float copy
+
+
+def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
+    """Return a model that stores some of its weights as `Int8Weight`, and freezes them.
+
+    `summed` has for the name of each such weight, e.g. "layers/mlp/down", the dims over which its
+    product with activations sums. The model multiplies it with `Context.dot` and nothing else.
+    Weights are rounded to the nearest of 255 values; the largest of an output is 127 times its
+    scale.
+    """
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+
+    def record(path: Any, dims: Dims) -> Any:
+        over = summed.get(name(path), ())
+        rest = tuple(None if dim in over else dim for dim in dims)
+        kept = Parameter(rest, update="none", keeps_dtype=True)
+        return Int8Weight(Parameter(dims, storage="int8", update="none"), kept) if over else dims
+
+    def convert(path: Any, dims: Dims, w: Array) -> Any:
+        """The parameter [*dims] as it is stored."""
+        over = [i for i, dim in enumerate(dims) if dim in summed.get(name(path), ())]
+        if not over:
+            return w
+        largest = jnp.max(jnp.abs(w), axis=over, keepdims=True)
+        scale = jnp.where(largest > 0, largest / 127, jnp.ones_like(largest))
+        return Int8Weight(jnp.round(w / scale).astype(jnp.int8), scale)
+
+    def init(key: Array) -> Params:
+        return jax.tree_util.tree_map_with_path(convert, model.axes, model.init(key))
+
+    axes = jax.tree_util.tree_map_with_path(record, model.axes)
+    return dataclasses.replace(model, init=init, axes=axes)

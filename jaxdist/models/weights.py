@@ -7,6 +7,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jaxdist.core.types import Dims, Model
 
@@ -29,6 +30,11 @@ class Weight:
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an element as it is stored."""
+        return jnp.dtype(self.dims.storage).itemsize
 
     @property
     def is_stacked(self) -> bool:

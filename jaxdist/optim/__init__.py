@@ -9,6 +9,6 @@ is part of the step (its norm spans devices); only its setting is here.
 """
 
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.freeze import frozen_leaves, frozen_problems, is_frozen
+from jaxdist.optim.freeze import frozen_problems, is_frozen, with_frozen
 from jaxdist.optim.learning_rate import LrSchedule, make_lr_schedule
 from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer

@@ -6,19 +6,24 @@ from typing import Any
 
 import jax
 
-from jaxdist.core.types import Params
+from jaxdist.core.types import Dims, Params
+from jaxdist.core.weights import freeze
 from jaxdist.optim.config import OptimConfig
 
 
-def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
-    """Return a tree of booleans like `axes`: the leaves that `config.freeze` names.
+def with_frozen(config: OptimConfig, axes: Params) -> Params:
+    """Return `Model.axes` in which the leaves that `config.freeze` names are frozen.
 
     Raises:
         ValueError: `frozen_problems` is not empty.
     """
     if problems := frozen_problems(config, axes):
         raise ValueError(" ".join(problems))
-    return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(config, _name(path)), axes)
+
+    def leaf(path: Any, dims: Dims) -> Dims:
+        return freeze(dims) if is_frozen(config, _name(path)) else dims
+
+    return jax.tree_util.tree_map_with_path(leaf, axes)
 
 
 def is_frozen(config: OptimConfig, name: str) -> bool:

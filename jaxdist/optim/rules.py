@@ -12,7 +12,6 @@ from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Dims, Params
 from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.freeze import frozen_leaves
 from jaxdist.optim.muon import scale_by_muon
 
 
@@ -28,19 +27,18 @@ def make_optimizer(
     Returns:
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
         parameters. Gradients are float32. The state holds trees like `params`, for
-        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule.
+        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule and at frozen
+        leaves, whose gradient is None.
     """
-    if not config.freeze:
+    moving = jax.tree.map(lambda dims: dims.update != "none", axes)
+    if all(jax.tree.leaves(moving)):
         return _chain(config, axes, shardings)
-    # Frozen leaves are holes in the tree of the rule: they have no moments, and their update is 0.
-    frozen = frozen_leaves(config, axes)
-    moving = jax.tree.map(lambda hole: not hole, frozen)
     punch = lambda tree: jax.tree.map(
-        lambda hole, leaf: optax.MaskedNode() if hole else leaf, frozen, tree
+        lambda moves, leaf: leaf if moves else optax.MaskedNode(), moving, tree
     )
     placed = None if shardings is None else punch(shardings)
     rule = optax.masked(_chain(config, punch(axes), placed), moving)
-    return _without_holes(optax.chain(rule, optax.masked(optax.set_to_zero(), frozen)))
+    return _without_holes(optax.chain(rule))
 
 
 def _chain(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
@@ -34,6 +35,7 @@ from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.packed_kernel import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
+from jaxdist.core.weights import trained
 from jaxdist.data import Dataset, Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
@@ -100,7 +102,6 @@ class Parts:
             self.schedule,
             max_grad_norm=rule.max_grad_norm,
             ema_decay=rule.ema_decay,
-            frozen=optim.frozen_leaves(rule, self.model.axes) if rule.freeze else None,
         )
         return make_step(self.model, self.model.objective, optimizer, self.layout, self.plan)
 
@@ -172,7 +173,8 @@ class Parts:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):
             log.info("checkpoint %d has no EMA: it starts from the weights", step)
             shardings = jax.tree.map(lambda x: x.sharding, target.ema_params)
-            average = jax.jit(copy_params, out_shardings=shardings)(state.params)
+            moving = trained(state.params, self.model.axes)
+            average = jax.jit(copy_params, out_shardings=shardings)(moving)
             state = dataclasses.replace(state, ema_params=average)
         return state, meta, step
 
@@ -213,7 +215,7 @@ class Parts:
         reinit = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
-        names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
+        names = [f"params/{keystr(path, simple=True, separator='/')}" for path, _ in named]
         is_random = [under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
@@ -262,7 +264,7 @@ def _finite(params: Params) -> Params:
 def nonfinite_names(params: Params) -> list[str]:
     """Return the names of the parameters that contain NaN or infinity; collective."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(params)))
-    return ["/".join(key.key for key in path) for path, is_finite in leaves if not is_finite]
+    return [keystr(path, simple=True, separator="/") for path, is_finite in leaves if not is_finite]
 
 
 def _check_finite(params: Params, path: str) -> None:
@@ -315,6 +317,8 @@ def assemble(
     )
     if problems:
         raise ConfigError(problems)
+    num_all = num_params(model)
+    model = dataclasses.replace(model, axes=optim.with_frozen(config.optim, model.axes))
     moments = layout.shardings(layout.moment_specs(model.axes))
     optimizer = optim.make_optimizer(config.optim, model.axes, moments)
     schedule = optim.make_lr_schedule(
@@ -332,7 +336,7 @@ def assemble(
         optimizer=optimizer,
         schedule=schedule,
         loss_scale=loss_scale,
-        num_params=num_params(model),
+        num_params=num_all,
         packed=config.data.packs_documents,
     )
 

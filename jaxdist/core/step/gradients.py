@@ -36,6 +36,7 @@ from jaxdist.core.types import (
     rows_per_example,
     trained_loss,
 )
+from jaxdist.core.weights import merged, trained
 
 
 def make_value_and_grad(
@@ -43,22 +44,20 @@ def make_value_and_grad(
     layout: Layout,
     plan: StepPlan,
     context: Context,
-    *,
-    frozen: Params | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """Make the differentiated part of a step, as a function of global arrays.
 
-    Gradients of the leaves that `frozen` marks are 0, and nothing that only they need is computed
-    or moved. A running average has the batch's own instead (`step/statistics.py`).
+    Frozen parameters have no gradient: None is in their places. The gradient of a running average
+    is the batch's own value (`step/statistics.py`).
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
         gradients of `trained_loss` / weight, float32, sharded like the moments with ZeRO-2, else
         like the parameters; their global norm, float32 []).
     """
-    param_specs = layout.param_specs(model.axes)
-    micro_specs = layout.gradient_specs(model.axes)
-    grad_specs = layout.moment_specs(model.axes)
+    param_specs, trained_axes = layout.param_specs(model.axes), trained(model.axes, model.axes)
+    micro_specs = layout.gradient_specs(trained_axes)
+    grad_specs = layout.moment_specs(trained_axes)
     axes = layout.summed_axes
     if layout.size(PIPELINE) > 1:
         value_and_grad = _make_pipeline(model, layout, plan)
@@ -77,11 +76,8 @@ def make_value_and_grad(
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
-        if frozen is not None:
-            zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
-            grads = jax.tree.map(zero, frozen, grads)
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
-        return sums, statistics.insert(model.axes, grads, batch_stats), norm
+        return sums, statistics.insert(trained_axes, grads, batch_stats), norm
 
     specs = (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
     return _manual(local, model, layout, plan, *specs)
@@ -121,8 +117,9 @@ def _make_accumulation(
         (local params, rows, context, loss scale) -> (sums of this device, gradients of the scaled
         objective, float32, still local sums, laid out as `Layout.gradient_specs`).
     """
-    param_specs = layout.param_specs(forward.model.axes)
-    micro_specs = layout.gradient_specs(forward.model.axes)
+    trained_axes = trained(forward.model.axes, forward.model.axes)
+    param_specs = layout.param_specs(trained_axes)
+    micro_specs = layout.gradient_specs(trained_axes)
     axes = layout.summed_axes
 
     def value_and_grad(
@@ -130,12 +127,14 @@ def _make_accumulation(
     ) -> tuple[Sums, Params]:
         """Return (sums, local gradients) of a device's batch [rows, ...]; scale is float32 []."""
 
-        def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
-            sums = forward.loss(params, micro, context)
+        def scaled_loss(moving: Params, micro: Batch) -> tuple[Array, Sums]:
+            whole = merged(moving, params)
+            sums = forward.loss(whole, micro, context)
             return trained_loss(sums) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
-            grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)
+            moving = trained(params, forward.model.axes)
+            grads, sums = jax.grad(scaled_loss, has_aux=True)(moving, micro)
             # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
             return sums, reduction.scatter_gradients(grads, param_specs, micro_specs, axes)
 

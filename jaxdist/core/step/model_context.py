@@ -20,7 +20,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.step_plan import StepPlan, exchange_of
 from jaxdist.core.types import Context, Model, Params
-from jaxdist.core.weights import gathered_dtypes, with_weights
+from jaxdist.core.weights import gathered_dtypes, merged, with_weights
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
@@ -68,7 +68,9 @@ def _barrier_forward(tree: Any) -> tuple[Any, None]:
 
 
 def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
-    return (jax.lax.optimization_barrier(cotangent),)
+    # Weights in int8 have no gradient.
+    real = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, cotangent)
+    return (merged(jax.lax.optimization_barrier(real), cotangent),)
 
 
 gradient_barrier.defvjp(_barrier_forward, _barrier_backward)

@@ -61,21 +61,13 @@ def mask(axes: Params, grads: Params) -> Params:
     return jax.tree.map(zero, axes, grads)
 
 
-def update_running_stats(
-    axes: Params, updated: Params, old: Params, grads: Params, frozen: Params | None = None
-) -> Params:
-    """Return updated parameters [...] with running averages moved from `old` values to the batch's.
+def update_running_stats(axes: Params, updated: Params, old: Params, grads: Params) -> Params:
+    """Return updated parameters [...], running averages moved from `old` values to the batch's."""
 
-    `frozen` marks the leaves that stay; None = none does.
-    """
+    def leaf(dims: Any, new: Array, before: Array, batch_stats: Array) -> Array:
+        return before + MOMENTUM * (batch_stats - before) if dims.update == "statistic" else new
 
-    def leaf(dims: Any, new: Array, before: Array, batch_stats: Array, stays: bool) -> Array:
-        if dims.update != "statistic":
-            return new
-        return before if stays else before + MOMENTUM * (batch_stats - before)
-
-    frozen = frozen or jax.tree.map(lambda _: False, axes)
-    return jax.tree.map(leaf, axes, updated, old, grads, frozen)
+    return jax.tree.map(leaf, axes, updated, old, grads)
 
 
 def has_averages(axes: Params) -> bool:

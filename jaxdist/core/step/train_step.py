@@ -30,6 +30,7 @@ from jaxdist.core.types import (
     Sums,
     trained_loss,
 )
+from jaxdist.core.weights import merged, trained
 
 Metrics = dict[str, Array]
 """Float32 scalars by name, `applied` bool []."""
@@ -66,14 +67,12 @@ class Optimizer(NamedTuple):
         schedule: step, int32 [] -> learning rate, float32 [].
         max_grad_norm: largest norm of the gradients; 0 = no limit.
         ema_decay: of the average of the parameters; 0 = no average.
-        frozen: marks the leaves that are not trained; None = none.
     """
 
     rule: optax.GradientTransformation
     schedule: Callable[[Array], Array]
     max_grad_norm: float = 0.0
     ema_decay: float = 0.0
-    frozen: Params | None = None
 
 
 def make_step(
@@ -85,7 +84,7 @@ def make_step(
     """
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
-    rule, frozen = optimizer.rule, optimizer.frozen
+    rule = optimizer.rule
     kept: dict[str, Any] = dict(
         loss_scale=initial_loss_scale(plan.compute_dtype),
         offload=plan.offload_optimizer,
@@ -94,8 +93,8 @@ def make_step(
     shardings = state_shardings(model, rule, layout, **kept)
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     train = _make_train(
-        make_value_and_grad(model, layout, plan, context, frozen=frozen),
-        make_update(model, rule, layout, optimizer.max_grad_norm, frozen),
+        make_value_and_grad(model, layout, plan, context),
+        make_update(model, rule, layout, optimizer.max_grad_norm),
         optimizer.schedule,
         ema_decay=optimizer.ema_decay,
         fetched_to=opt_shardings(model, rule, layout) if plan.offload_optimizer else None,
@@ -200,31 +199,28 @@ def make_update(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     max_grad_norm: float,
-    frozen: Params | None = None,
 ) -> Callable[..., tuple[Params, Any]]:
     """Make (state, grads, norm, learning rate) -> (params, opt_state) with the same layout.
 
-    Running averages that `frozen` marks stay as they are; other leaves are the optimizer's.
+    Frozen parameters stay as they are. The optimizer sees None in their places.
 
     Partitioned automatically: moments, gradients and the slice of the parameters they update share
     one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
     """
-    param_specs = layout.param_specs(model.axes)
-    moment_specs = layout.moment_specs(model.axes)
-
-    averages = statistics.has_averages(model.axes)
+    axes = trained(model.axes, model.axes)
+    param_specs, moment_specs = layout.param_specs(axes), layout.moment_specs(axes)
+    averages = statistics.has_averages(axes)
 
     def update(
         state: TrainState, gradients_and_stats: Params, norm: Array, learning_rate: Array
     ) -> Any:
         """Return (params, opt_state) from gradients like the parameters; others are float32 []."""
-        grads = (
-            statistics.mask(model.axes, gradients_and_stats) if averages else gradients_and_stats
-        )
+        grads = statistics.mask(axes, gradients_and_stats) if averages else gradients_and_stats
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
-        params = layout.constrain(state.params, moment_specs)
+        old = trained(state.params, model.axes)
+        params = layout.constrain(old, moment_specs)
         # optax raises float decays to its int32 count and mixes moments of two types.
         with jax.numpy_dtype_promotion("standard"):
             directions, opt_state = optimizer.update(grads, state.opt_state, params)
@@ -233,19 +229,21 @@ def make_update(
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
-            params = statistics.update_running_stats(
-                model.axes, params, state.params, gradients_and_stats, frozen
-            )
-        return params, opt_state
+            params = statistics.update_running_stats(axes, params, old, gradients_and_stats)
+        return merged(params, state.params), opt_state
 
     return update
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}."""
+    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}.
+
+    Leaves that the average lacks are None, and stay so.
+    """
     if not average:
         return {}
-    return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
+    move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)
+    return jax.tree.map(move, average, params, is_leaf=lambda mean: mean is None)
 
 
 def _means(sums: Sums) -> Metrics:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from jaxdist.core.types import Array, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
@@ -52,7 +53,7 @@ def load_params(
     weights = open_weights(folder)
     _check_same_everywhere(folder, weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(target)
-    named = {"params/" + "/".join(key.key for key in path): leaf for path, leaf in leaves}
+    named = {f"params/{keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
     below = lambda name, parts: any(
         name == p or name.startswith(p.rstrip("/") + "/") for p in parts
     )

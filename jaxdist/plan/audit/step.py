@@ -186,9 +186,14 @@ class _Names:
         leaves = jax.tree_util.tree_leaves_with_path(model.axes)
         self.params = [keystr(path, simple=True, separator="/") for path, _ in leaves]
         self.num_leaves = len(leaves)
+        self.gradients = [
+            name
+            for name, (_, dims) in zip(self.params, leaves, strict=True)
+            if dims.update != "none"
+        ]
         # Results are sums, gradients and their norm; only sums in evaluation.
         num_out = len(manual.params["out_specs"])
-        self.first_gradient = max(num_out - 1 - self.num_leaves, 0) or num_out
+        self.first_gradient = max(num_out - 1 - len(self.gradients), 0) or num_out
         # Constants of the program come before the parameters.
         in_specs = list(manual.params["in_specs"])
         specs = jax.tree.leaves(layout.param_specs(model.axes), is_leaf=lambda x: isinstance(x, P))
@@ -202,15 +207,15 @@ class _Names:
 
     def output(self, index: int) -> str:
         """Return the name of a result."""
-        if 0 <= index - self.first_gradient < self.num_leaves:
-            return f"the gradient of {self.params[index - self.first_gradient]}"
-        if index == self.first_gradient + self.num_leaves:
+        if 0 <= index - self.first_gradient < len(self.gradients):
+            return f"the gradient of {self.gradients[index - self.first_gradient]}"
+        if index == self.first_gradient + len(self.gradients):
             return "the gradient norm"
         return "a sum that the model returns (loss, weight, ...)"
 
     def gradient(self, indices: Iterable[int]) -> str | None:
         """Return the name of the gradient among results, if it is one."""
-        gradients = {p for p in indices if 0 <= p - self.first_gradient < self.num_leaves}
+        gradients = {p for p in indices if 0 <= p - self.first_gradient < len(self.gradients)}
         return self.output(gradients.pop()) if len(gradients) == 1 else None
 
     def parameter(self, indices: Iterable[int]) -> str | None:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 
 from jaxdist.hardware.gpu import HOST_BYTES_PER_S
-from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -46,7 +46,8 @@ class CheckpointCost:
 def checkpoint_bytes(job: Job) -> float:
     """Return the bytes of all parameters, their average and moments."""
     memory = estimate_memory(job)
-    params = (WIDE + job.config.optim.ema_bytes) * sum(weight.size for weight in job.weights)
+    params = sum(weight.num_bytes * weight.size for weight in job.weights)
+    params += job.config.optim.ema_bytes * sum(weight.size for weight in job.trained)
     local = memory.state["optimizer moments"] + memory.host_bytes
     sharded = job.total(job.weights, "moment")
     return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)

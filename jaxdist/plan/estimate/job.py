@@ -34,6 +34,7 @@ from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, re
 from jaxdist.core.types import AttentionCall, Dims, Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
+from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of, decoder_of, trace
 from jaxdist.plan.estimate.software import OURS, Software
 
@@ -248,6 +249,12 @@ class Job:
     def weights(self) -> tuple[Weight, ...]:
         """The model's parameters, leaf by leaf."""
         return weights_of(self.model)
+
+    @functools.cached_property
+    def trained(self) -> tuple[Weight, ...]:
+        """Return the parameters that training updates."""
+        is_named = lambda weight: is_frozen(self.config.optim, weight.name.replace(".", "/"))
+        return tuple(w for w in self.weights if w.dims.update != "none" and not is_named(w))
 
     @property
     def trace(self) -> Trace:

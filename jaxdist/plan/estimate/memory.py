@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.types import Dims
 from jaxdist.models.weights import Weight
-from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
@@ -94,8 +93,8 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     offload = job.config.train.offload_optimizer
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
-        "parameters": WIDE * job.total(job.weights, "param"),
-        "weight average": job.config.optim.ema_bytes * job.total(job.weights, "param"),
+        "parameters": sum(w.num_bytes * job.size(w, "param") for w in job.weights),
+        "weight average": job.config.optim.ema_bytes * job.total(job.trained, "param"),
         "optimizer moments": 0.0 if offload else moments,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
@@ -119,9 +118,7 @@ def moment_bytes(job: Job) -> float:
     """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
     optim = job.config.optim
     total = 0.0
-    for weight in job.weights:
-        if is_frozen(optim, weight.name.replace(".", "/")):
-            continue
+    for weight in job.trained:
         if optim.optimizer == "adafactor":
             total += WIDE * _factored(job, weight)
         elif optim.optimizer == "muon" and not (weight.is_stacked and weight.is_matrix):

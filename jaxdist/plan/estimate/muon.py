@@ -7,7 +7,7 @@ import math
 
 from jaxdist.core.matrices import sides_of
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.optim import hidden_matrices, is_frozen
+from jaxdist.optim import hidden_matrices
 from jaxdist.plan.estimate.job import WIDE, Job
 
 
@@ -39,7 +39,7 @@ def orthogonalized(job: Job) -> list[MatrixShare]:
     """Return a device's share of each stack that Muon updates; [] with another optimizer."""
     if job.config.optim.optimizer != "muon":
         return []
-    moving = [w for w in job.weights if not is_frozen(job.config.optim, w.name.replace(".", "/"))]
+    moving = job.trained
     axes = {w.name: w.dims for w in moving}
     hidden, sides = hidden_matrices(axes), sides_of(axes)
     shares = []

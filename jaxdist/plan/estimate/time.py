@@ -233,7 +233,7 @@ def optimizer_work(job: Job) -> Work:
     elements = job.total(job.weights, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
-    average = 2 * job.config.optim.ema_bytes * job.total(job.weights, "param")
+    average = 2 * job.config.optim.ema_bytes * job.total(job.trained, "param")
     return Work(memory_bytes=float(per_element * elements + average))
 
 

@@ -27,13 +27,14 @@ class Layers(NamedTuple):
 
     Attributes:
         weights: [layers, ...] of each leaf.
-        indices: int32 [layers], each layer's index in the model.
+        constants: inputs of each layer that have no gradient, [layers, ...] each: its index in the
+            model, int32, and its frozen weights.
         aux: inputs of every layer in addition to x.
         virtual: int32 scalar, index of their gradients in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
-    indices: Array
+    constants: tuple[Array, Params]
     aux: Any
     virtual: Array
 
@@ -41,8 +42,8 @@ class Layers(NamedTuple):
 class LayerwiseBackward:
     """A layer whose backward is split (`split_backward.py`), run over a stack of such layers.
 
-    The split layer's constants are (index, aux). `reduce` is applied to one layer's gradients
-    before they are added to the totals.
+    The split layer's constants are ((index, frozen weights), aux). `reduce` is applied to one
+    layer's gradients before they are added to the totals.
     """
 
     def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:
@@ -57,12 +58,12 @@ class LayerwiseBackward:
             backward reads, [layers, ...] each.
         """
 
-        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
-            index, weights = layer
-            y, sums, saved = self._layer.forward(weights, x, (index, layers.aux))
+        def one(x: Array, layer: tuple[Any, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
+            fixed, weights = layer
+            y, sums, saved = self._layer.forward(weights, x, (fixed, layers.aux))
             return y, (sums, saved)
 
-        y, (sums, saved) = lax.scan(one, x, (layers.indices, layers.weights))
+        y, (sums, saved) = lax.scan(one, x, (layers.constants, layers.weights))
         return y, tensor.add_layers(sums), saved
 
     def gradient(
@@ -81,15 +82,15 @@ class LayerwiseBackward:
         """
 
         def one(
-            carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
+            carry: tuple[Array, Params], layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
             """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
             dy, totals = carry
-            slot, index, weights, own = layer
-            dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
+            slot, fixed, weights, own = layer
+            dx, grads = self._layer.backward(weights, (fixed, layers.aux), own, dy)
             return (dx, self._add(totals, grads, layers.virtual, slot)), None
 
-        xs = (_layer_slots(layers), layers.indices, layers.weights, saved)
+        xs = (_layer_slots(layers), layers.constants, layers.weights, saved)
         return lax.scan(one, (dy, totals), xs, reverse=True)[0]
 
     def input_gradient(
@@ -102,11 +103,11 @@ class LayerwiseBackward:
             the weights' gradients, [layers, ...] each.
         """
 
-        def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
-            index, weights, own = layer
-            return self._layer.input_gradient(weights, (index, layers.aux), own, dy)
+        def one(dy: Array, layer: tuple[Any, Params, list[Array]]) -> tuple[Array, list[Array]]:
+            fixed, weights, own = layer
+            return self._layer.input_gradient(weights, (fixed, layers.aux), own, dy)
 
-        return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
+        return lax.scan(one, dy, (layers.constants, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
         """Add the postponed gradients of the weights to totals [virtual_stages, layers, ...].
@@ -115,16 +116,16 @@ class LayerwiseBackward:
         """
 
         def one(
-            totals: Params, layer: tuple[Array, Array, Params, list[Array]]
+            totals: Params, layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[Params, None]:
             """One layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
-            slot, index, weights, own = layer
-            grads = self._layer.weight_gradient(weights, (index, layers.aux), own)
+            slot, fixed, weights, own = layer
+            grads = self._layer.weight_gradient(weights, (fixed, layers.aux), own)
             return self._add(totals, grads, layers.virtual, slot), None
 
-        return lax.scan(one, totals, (_layer_slots(layers), layers.indices, layers.weights, kept))[
-            0
-        ]
+        return lax.scan(
+            one, totals, (_layer_slots(layers), layers.constants, layers.weights, kept)
+        )[0]
 
     def _add(self, totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
         """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
@@ -139,4 +140,4 @@ class LayerwiseBackward:
 
 def _layer_slots(layers: Layers) -> Array:
     """Return the index of each layer in its virtual stage, int32 [layers]."""
-    return jnp.arange(layers.indices.shape[0])
+    return jnp.arange(layers.constants[0].shape[0])

@@ -22,7 +22,7 @@ from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Batch, Context, Params, Sums
-from jaxdist.core.weights import gathered_dtypes
+from jaxdist.core.weights import frozen, gathered_dtypes, merged, trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ class Stage:
 
     def embed(self, outer: Params, now: Instruction) -> Array:
         """Return the input of the first virtual stage, [rows, seq_shard, d_model]."""
-        return self.forward.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
+        embed = self.forward.model.embed
+        assert embed is not None
+        return embed(merged(outer, self.outer), self.microbatch(now), self.context)
 
     def aux(self, now: Instruction) -> tuple[Any, ...]:
         """Return the `aux` of every block, [rows, ...] of each chunk of a microbatch."""
@@ -81,7 +83,14 @@ class Stage:
 
     def layers_of(self, now: Instruction) -> Layers:
         """Return the layers of the virtual stage, for their backward."""
-        return Layers(self.weights(now), self.layer_indices(now), self.aux(now), now.virtual)
+        whole, axes = self.weights(now), self.forward.model.axes["layers"]
+        constants = self.layer_indices(now), frozen(whole, axes)
+        return Layers(trained(whole, axes), constants, self.aux(now), now.virtual)
+
+    @property
+    def trained_outer(self) -> Params:
+        """Return the parameters outside the layers; None for those that have no gradient."""
+        return trained(self.outer, {name: self.forward.model.axes[name] for name in self.outer})
 
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
         """Run the virtual stage on x [rows, seq_shard, d_model]; returns (x, sums)."""
@@ -96,7 +105,7 @@ class Stage:
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
         """Return sums of head and objective, from the last layer's x [rows, seq_shard, d_model]."""
-        sums = self.forward.head(outer, x, self.microbatch(now), self.context)
+        sums = self.forward.head(merged(outer, self.outer), x, self.microbatch(now), self.context)
         return collectives.vary(sums, PIPELINE.name)  # a constant too: other stages have none
 
 

@@ -51,6 +51,7 @@ from jaxdist.core.types import (
     add_sums,
     trained_loss,
 )
+from jaxdist.core.weights import merged, trained
 
 
 def make_pipeline_value_and_grad(
@@ -79,9 +80,10 @@ def make_pipeline_value_and_grad(
         objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
         `Layout.summed_axes`.
     """
-    specs = layout.param_specs(forward.model.axes)
-    micro_specs = layout.gradient_specs(forward.model.axes)
-    gathered = layout.gather_specs(forward.model.axes)
+    trained_axes = trained(forward.model.axes, forward.model.axes)
+    specs = layout.param_specs(trained_axes)
+    micro_specs = layout.gradient_specs(trained_axes)
+    gathered = layout.gather_specs(trained_axes)
     outer_specs = {name: gathered[name] for name in specs if name != "layers"}
     layer_specs = fsdp.layer_specs(specs["layers"])
     layer_micro_specs = fsdp.layer_specs(micro_specs["layers"])
@@ -103,7 +105,7 @@ def make_pipeline_value_and_grad(
             params,
             batch,
             context,
-            layer_specs=gathered["layers"],
+            layer_specs=layout.gather_specs(forward.model.axes["layers"]),
             gather=gather,
             reduce_dtype=reduce_dtype,
         )
@@ -221,12 +223,12 @@ class _Training:
             return trained_loss(sums) * self.scale, sums
 
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-        (outer_grads, dy), sums = gradient(self.stage.outer, y)
+        (outer_grads, dy), sums = gradient(self.stage.trained_outer, y)
         return dy, _add(totals["outer"], outer_grads), add_sums(totals["sums"], sums)
 
     def _embedding_gradient(self, now: Instruction, dx: Array) -> Params:
         """Return gradients of the outer parameters, from dx [rows, seq_shard, d_model]."""
-        _, pull = jax.vjp(lambda outer: self.stage.embed(outer, now), self.stage.outer)
+        _, pull = jax.vjp(lambda outer: self.stage.embed(outer, now), self.stage.trained_outer)
         return pull(dx)[0]
 
     def _layerwise(
@@ -241,21 +243,25 @@ class _Training:
         stage, splits = self.stage, self.schedule.splits_backward
 
         def apply(
-            shards: Params, x: Array, constants: tuple[Array, Any]
+            shards: Params, x: Array, constants: tuple[tuple[Array, Params], Any]
         ) -> tuple[Array, Array | None, Sums]:
             """Run a layer on x [rows, seq_shard, d_model], with its scaled term of the loss."""
-            y, sums = layer(stage.forward.block, shards, x, *constants, stage.context)
+            (index, fixed), aux = constants
+            whole = merged(shards, fixed)
+            y, sums = layer(stage.forward.block, whole, x, index, aux, stage.context)
             loss = trained_loss(sums) * self.scale if sums.keys() & set(TRAINED) else None
             return y, loss, sums
 
         if policy is not None and not splits:
             # Forward and backward are two loops, which the compiler cannot merge.
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-        one = jax.tree.map(lambda x: x[0], stage.weights(self.example))
-        constants = (stage.layer_indices(self.example)[0], stage.aux(self.example))
+        example = stage.layers_of(self.example)
+        one, fixed = jax.tree.map(lambda x: x[0], (example.weights, example.constants))
         # Inputs of a postponed weight gradient are kept for long, so at their smallest. Inputs of a
         # complete backward are read at once.
-        split = split_layer(apply, one, self.zero_x, constants, recompute_enlarged=splits)
+        split = split_layer(
+            apply, one, self.zero_x, (fixed, example.aux), recompute_enlarged=splits
+        )
         return LayerwiseBackward(split, self.reduce_layer)
 
     def _first_state(self) -> tuple[State, list[Any]]:
@@ -268,7 +274,7 @@ class _Training:
             saved = jax.tree.map(collectives.zeros_like, saved_kinds)
             # Values and not their shapes: those lose their mesh if XLA shards an axis by itself.
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
-        one_layer = jax.tree.map(lambda x: x[0], stage.weights(self.example))
+        one_layer = jax.tree.map(lambda x: x[0], layers.weights)
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
         _, num_slots = to_arrays(self.schedule)
         state = State(
@@ -277,7 +283,7 @@ class _Training:
             pending=zeros(kept_kinds, num_slots[2] + 1),
             totals={
                 "layers": zeros(layer_kinds, *jax.tree.leaves(stage.layers)[0].shape[:2]),
-                "outer": zeros(jax.eval_shape(_float32, stage.outer)),
+                "outer": zeros(jax.eval_shape(_float32, stage.trained_outer)),
                 "sums": zeros(sum_kinds),
             },
         )

@@ -1,0 +1,294 @@
+"""Parameters with metadata: frozen copies, adapters, int8, on meshes, against one device by hand.
+
+Nothing here edits the package. The reference multiplies plain float32 matrices: an int8 weight is
+made a float matrix first, the product of an adapter is added to its base, a reference model runs
+by itself. No mesh, no scan, no chunks, no custom gradient.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from refusals import refused
+
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.state import abstract_state, init_state
+from jaxdist.core.step import Optimizer, make_step
+from jaxdist.core.types import Context, Dims
+from jaxdist.core.weights import (
+    CompositeWeight,
+    Parameter,
+    freeze,
+    frozen,
+    merged,
+    store_int8,
+    trained,
+)
+
+BASE = dataclasses.replace(tiny.model_of("rotary"), decoding=None)
+ZERO_BUBBLE = PipelineConfig(schedule="zero_bubble")
+MESHES = {
+    "one": tiny.Case("rotary", "dp=1"),
+    "fsdp2_tp2": tiny.Case("rotary", "fsdp=2,tp=2"),
+    "pp2_zero_bubble": tiny.Case("rotary", "pp=2", microbatches=4, pipeline=ZERO_BUBBLE),
+    "cp2": tiny.Case("rotary", "cp=2"),
+}
+STEPS, RANK = 3, 4
+
+# --- a second tree: a frozen copy in bfloat16, with which the objective compares the model ---
+
+
+def both(model, combine):
+    """Return a model that runs two sets of parameters: `model`, and a frozen bf16 `reference`."""
+    names, pick = (
+        ("model", "reference"),
+        lambda params, name: {k: v[name] for k, v in params.items()},
+    )
+    halves = lambda x: zip(names, jnp.split(x, 2, -1), strict=True)
+
+    def init(key):
+        keys = dict(zip(names, jax.random.split(key), strict=True))
+        trees = {name: model.init(key) for name, key in keys.items()}
+        trees["reference"] = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trees["reference"])
+        return {part: {name: trees[name][part] for name in names} for part in model.axes}
+
+    copied = jax.tree.map(
+        lambda dims: Parameter(dims, storage="bfloat16", update="none"), model.axes
+    )
+    axes = {part: {"model": model.axes[part], "reference": copied[part]} for part in model.axes}
+
+    def embed(params, batch, context):
+        return jnp.concatenate([model.embed(pick(params, n), batch, context) for n in names], -1)
+
+    def block(params, x, aux, context):
+        xs = [model.block(params[name], half, aux, context)[0] for name, half in halves(x)]
+        return jnp.concatenate(xs, -1), {}
+
+    def head(params, x, batch, context):
+        heads = [model.head(pick(params, n), half, batch, context)[0] for n, half in halves(x)]
+        return tuple(heads), {}
+
+    return dataclasses.replace(
+        model, init=init, axes=axes, embed=embed, block=block, head=head, objective=combine
+    )
+
+
+def stay_close(output, batch, context):
+    """Cross-entropy, and the squared distance of log-probabilities from the reference's."""
+    own, other = (context.token_logps(head, batch["targets"]).logps for head in output)
+    loss = jnp.sum(batch["weights"] * (0.5 * jnp.square(own - other) - own))
+    return {"loss": loss, "weight": jnp.sum(batch["weights"])}
+
+
+# --- a low-rank adapter: Hu et al. 2021, "LoRA", equation 3 ---
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank(CompositeWeight):
+    """A frozen weight plus the product of two trained matrices."""
+
+    base: object
+    a: object
+    b: object
+
+    def multiply(self, dot, dims, x, *, out_dtype=None):
+        """Return x · base + (x · a) · b."""
+        inputs, out = dims.split("->")
+        left, right = (part.split() for part in inputs.split(","))
+        shared = [name for name in right if name in left]
+        rows, columns = ([n for n in names if n not in shared] for names in (left, right))
+        text = lambda *names: " ".join(names)
+        low = dot(f"{text(*left)}, {text(*shared)} rank -> {text(*rows)} rank", x, self.a)
+        high = dot(
+            f"{text(*rows)} rank, rank {text(*columns)} -> {out}", low, self.b, out_dtype=out_dtype
+        )
+        return dot(dims, x, self.base, out_dtype=out_dtype) + high
+
+
+def adapt(model, inputs):
+    """Return a model in which only adapters train; `inputs`: how many dims a product sums."""
+    dense = lambda w: getattr(w, "values", w)  # of a base in int8
+
+    def edit(tree, make):
+        layers = {part: dict(leaves) for part, leaves in tree["layers"].items()}
+        for (part, name), count in inputs.items():
+            layers[part][name] = make(layers[part][name], count)
+        return {**tree, "layers": layers}
+
+    def matrices(w, count):
+        layers, *shape = dense(w).shape
+        shapes = (layers, *shape[:count], RANK), (layers, RANK, *shape[count:])
+        filled = lambda s: jnp.sin(jnp.arange(np.prod(s), dtype=jnp.float32)).reshape(s) / 8
+        return LowRank(w, *map(filled, shapes))
+
+    def records(dims, count):
+        layers, *names = dense(dims)
+        a, b = Dims((layers, *names[:count], None)), Dims((layers, None, *names[count:]))
+        return LowRank(dims, a, b)
+
+    init = lambda key: edit(model.init(key), matrices)
+    return dataclasses.replace(
+        model, init=init, axes=edit(jax.tree.map(freeze, model.axes), records)
+    )
+
+
+ADAPTED = {("attention", "qkv"): 1, ("attention", "out"): 2, ("mlp", "up"): 1, ("mlp", "down"): 1}
+SUMMED = {
+    "layers/attention/qkv": ["d_model"],
+    "layers/attention/out": ["heads", "head_dim"],
+    "layers/mlp/down": ["mlp"],
+    "head/kernel": ["d_model"],
+}
+QUANTIZED = store_int8(BASE, SUMMED)
+MODELS = {
+    "reference": both(BASE, stay_close),
+    "adapter": adapt(BASE, ADAPTED),
+    "int8": QUANTIZED,
+    "adapter_on_int8": adapt(
+        store_int8(BASE, {k: v for k, v in SUMMED.items() if "mlp" in k}), ADAPTED
+    ),
+}
+
+# --- one device, by hand ---
+
+
+def plain(params):
+    """Return the float32 matrix that each weight stands for, in the tree of the base model."""
+
+    def leaf(w):
+        if isinstance(w, LowRank):
+            base = leaf(w.base)
+            added = w.a.reshape(len(base), -1, RANK) @ w.b.reshape(len(base), RANK, -1)
+            return base + added.reshape(base.shape)
+        if isinstance(w, CompositeWeight):
+            return w.values.astype(jnp.float32) * w.scale
+        return w.astype(jnp.float32)
+
+    return jax.tree.map(leaf, params, is_leaf=lambda node: isinstance(node, CompositeWeight))
+
+
+def logps(params, batch):
+    """Return log-probabilities of the targets [batch, seq] of the base model."""
+    context = Context(attend=make_attend(AttentionPlan("cpu")))
+    x, aux = BASE.embed(params, batch, context), BASE.prepare(batch, context)
+    for i in range(BASE.num_layers):
+        x, _ = BASE.block(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, aux, context)
+    head, _ = BASE.head(params, x, batch, context)
+    every = jax.nn.log_softmax((head.x @ head.kernel)[..., : head.vocab_size])
+    return jnp.take_along_axis(every, batch["targets"][..., None], -1)[..., 0]
+
+
+def mean_loss(params, batch):
+    """Return the mean loss of any of the models."""
+    if "model" in params["embed"]:
+        own, other = (
+            logps(plain({part: tree[name] for part, tree in params.items()}), batch)
+            for name in ("model", "reference")
+        )
+        losses = 0.5 * jnp.square(own - other) - own
+    else:
+        losses = -logps(plain(params), batch)
+    return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+
+@functools.cache
+def start(name):
+    return jax.device_get(jax.jit(MODELS[name].init)(jax.random.key(0)))
+
+
+@functools.cache
+def by_hand(name):
+    """Return losses, gradients of the first step, and parameters after the last."""
+    axes, rule, batch = MODELS[name].axes, tiny.optimizer(), tiny.text_batch()
+    moving, rest = trained(start(name), axes), frozen(start(name), axes)
+    whole = lambda moving: merged(moving, rest)
+    gradient = jax.jit(jax.value_and_grad(lambda moving: mean_loss(whole(moving), batch)))
+    opt_state, losses, first = rule.init(moving), [], None
+    for _ in range(STEPS):
+        loss, grads = gradient(moving)
+        directions, opt_state = tiny.make_update(rule)(grads, opt_state, moving)
+        moving = jax.tree.map(lambda p, d: p - tiny.LEARNING_RATE * d, moving, directions)
+        losses.append(float(loss))
+        first = first or jax.device_get(grads)
+    return losses, first, jax.device_get(whole(moving))
+
+
+def on_mesh(name, case, precision="float32", matmul="auto"):
+    """Return the step of a model on a mesh, and its first state."""
+    layout, rule = tiny.layout_of(case), tiny.optimizer()
+    model = MODELS[name]
+    formats = PrecisionConfig(compute_dtype=precision, matmul_dtype=matmul)
+    plan = tiny.plan_of(model, layout, tiny.train_config(case), formats, case.pipeline)
+    step = make_step(model, model.objective, Optimizer(rule, tiny.schedule), layout, plan)
+    params = jax.device_put(start(name), layout.shardings(layout.param_specs(model.axes)))
+    state = init_state(model, rule, layout, seed=0, loss_scale={}, params=params)
+    return step, state
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mesh_trains_as_one_device_does(name, mesh):
+    losses, grads, params = by_hand(name)
+    step, state = on_mesh(name, MESHES[mesh])
+    placed = place_batch(tiny.text_batch(), step.batch_sharding)
+    evaluated = step.evaluate(state.params, placed)
+    np.testing.assert_allclose(evaluated["loss"] / evaluated["weight"], losses[0], rtol=LOSSES)
+    for number in range(STEPS):
+        state, metrics = step.train(state, placed, np.inf)
+        np.testing.assert_allclose(metrics["loss"], losses[number], rtol=LOSSES)
+        if number == 0:
+            found = jax.tree.map(
+                lambda mu: mu / (1 - tiny.BETA1), jax.device_get(state.opt_state.mu)
+            )
+            assert tiny.distance(found, grads) <= GRADIENTS * tiny.largest(grads)
+    axes, found = MODELS[name].axes, jax.device_get(state.params)
+    assert tiny.distance(trained(found, axes), trained(params, axes)) <= PARAMS
+    jax.tree.map(np.testing.assert_array_equal, frozen(found, axes), frozen(start(name), axes))
+
+
+# Float32 sums in another order than by hand; Adam divides by the root of the second moment, so a
+# gradient near `tiny.EPS` moves a parameter by more than its own error.
+LOSSES, GRADIENTS, PARAMS = 5e-6, 5e-6, 1e-4
+
+
+def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_path):
+    """Saved on fsdp=2,tp=2 and restored on one device; an average lacks frozen leaves."""
+    name = "adapter_on_int8"
+    model, rule = MODELS[name], tiny.optimizer()
+    layouts = [tiny.layout_of(MESHES[mesh]) for mesh in ("fsdp2_tp2", "one")]
+    settings = {"loss_scale": {}, "has_ema": True}
+    state = init_state(model, rule, layouts[0], seed=0, **settings)
+    average = jax.tree.map(lambda p: p + 1, state.ema_params)
+    state = dataclasses.replace(state, ema_params=average)
+    checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
+    checkpoints.save(1, state, {}, force=True)
+    target = abstract_state(model, rule, layouts[1], **settings)
+    found, _, _ = checkpoints.restore(target, optional=("ema_params",))
+    for part in ("params", "ema_params", "opt_state"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            *(jax.device_get(getattr(s, part)) for s in (found, state)),
+        )
+    assert found.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
+    assert len(jax.tree.leaves(found.ema_params)) == 2 * len(ADAPTED)
+    evaluated = checkpoints.restore_params(target.params, 1, weights="ema")
+    expected = merged(state.ema_params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(evaluated), jax.device_get(expected))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(state.eval_params), jax.device_get(expected)
+    )
+    checkpoints.close()
+
+
+def test_trained_parameters_are_float32():
+    with refused("storage='int8'", "update='none'", error=ValueError):
+        Parameter(("d_model",), storage="int8")
