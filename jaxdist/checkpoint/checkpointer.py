@@ -23,6 +23,7 @@ from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
+from jaxdist.core.weights import GROUPS, merged
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
@@ -273,14 +274,21 @@ class Checkpointer:
         """
         self._saver.wait()
         chosen = self._reader.require(step)
-        item = pytree.weights_item(weights, self._reader.document(chosen)["arrays"])
+        arrays = self._reader.document(chosen)["arrays"]
+        item = pytree.weights_item(weights, arrays)
+        own, others = pytree.split_stored(target, item, arrays)
         loaded = self._reader.load(
             chosen,
-            {item: target},
+            {item: own},
             items=(item,),
             reinit=pytree.in_params(reinit, item),
-        )
-        return loaded[item]
+        )[item]
+        model = GROUPS["model"].item
+        if not (missing := {leaf.name for leaf in pytree.leaves_of({model: others})}):
+            return loaded
+        unread = [name for name in arrays if pytree.under(name, [model]) and name not in missing]
+        rest = self._reader.load(chosen, {model: others}, items=(model,), reinit=unread)
+        return merged(loaded, rest[model])
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
         """Return which weights `restore_params` loads, "ema" or "raw"; raises as it does."""

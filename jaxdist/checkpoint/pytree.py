@@ -17,10 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.core.types import Array
+from jaxdist.core.weights import GROUPS
 from jaxdist.settings import ConfigError
 
-ITEMS = ("params", "ema_params", "opt_state", "rest")
+ITEMS = (*(group.item for group in GROUPS.values()), "opt_state", "rest")
 """Parts of a checkpoint that can be read separately."""
+
+OPTIONAL = tuple(group.item for group in GROUPS.values() if group.is_optional)
+"""Those that a run or a checkpoint may lack."""
 
 Weights: TypeAlias = Literal["auto", "ema", "raw"]
 """Weights as trained (raw), their moving average (ema), or the average if there is one (auto)."""
@@ -181,13 +185,31 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
     `names` are those of a checkpoint's arrays. Raises `ConfigError` if "ema" is requested and
     missing.
     """
-    has_ema = any(under(name, ["ema_params"]) for name in names)
+    average, model = GROUPS["ema"].item, GROUPS["model"].item
+    has_ema = any(under(name, [average]) for name in names)
     if weights == "ema" and not has_ema:
         raise ConfigError(
             "weights=ema: the checkpoint holds no moving average of its weights. Use "
             "--weights raw, or train with --optim.ema-decay."
         )
-    return "ema_params" if has_ema and weights != "raw" else "params"
+    return average if has_ema and weights != "raw" else model
+
+
+def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:
+    """Split parameters [...] to restore: those of `item`, and those that only the model's has.
+
+    `names` are those of a checkpoint's arrays. None is in the places of the others.
+    """
+    model = GROUPS["model"].item
+
+    def is_own(path: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return f"{item}/{name}" in names or f"{model}/{name}" not in names
+
+    select = lambda own: jax.tree_util.tree_map_with_path(
+        lambda path, x: x if is_own(path) == own else None, target
+    )
+    return select(True), select(False)
 
 
 def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:

@@ -166,12 +166,9 @@ class Reader:
             if name.partition("/")[0] in items
         }
         lacked = [name for name in optional if not any(pytree.under(n, [name]) for n in stored)]
-        left_there = [
-            name for name in optional if not any(pytree.under(x.name, [name]) for x in everything)
-        ]
         kept = [*reinit, *lacked]
         leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
-        problems = pytree.mismatches(leaves, stored, ignore=[*reinit, *left_there])
+        problems = pytree.mismatches(leaves, stored, ignore=[*reinit, *optional])
         problems += _unmatched(reinit, [*(leaf.name for leaf in everything), *stored])
         if problems:
             raise MismatchError(step, problems, document)

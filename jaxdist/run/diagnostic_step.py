@@ -22,6 +22,7 @@ from jaxdist.core import collectives
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import make_context, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
+from jaxdist.core.weights import GROUPS
 from jaxdist.run.setup import Parts
 
 Digests = dict[str, Any]
@@ -59,8 +60,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
         if model is not parts.model:
             lanes = grads["layers"].pop(_PROBE)
         return {
-            "params": _digests(state.params),
-            "ema_params": _digests(state.ema_params),
+            **{item: _digests(tree) for item, tree in state.groups.items()},
             "opt_state": _digests(state.opt_state),
             "batch": {name: checksum(values) for name, values in batch.items()},
             "lanes": lanes,
@@ -85,7 +85,7 @@ def _in_order(digests: dict[str, Any]) -> Digests:
     """Return the digests by name, in the order in which a step computes them."""
     ordered: Digests = {}
     lanes = digests["lanes"]
-    for part in ("params", "ema_params", "opt_state"):
+    for part in (*(group.item for group in GROUPS.values()), "opt_state"):
         ordered |= _by_layer(digests[part], part)
     ordered |= {f"batch/{name}": int(digest) for name, digest in digests["batch"].items()}
     count = 0 if lanes is None else len(lanes)

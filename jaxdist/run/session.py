@@ -296,8 +296,7 @@ class Session:
         is committed.
         """
         with self.phase("save"):
-            params = {"params": self.state.params, "ema_params": self.state.ema_params}
-            if names := nonfinite_names(params):
+            if names := nonfinite_names(self.state.groups):
                 self.reporter.stop(
                     ExitReason.NONFINITE_LOSS,
                     f"step {self.step}: {few(names, 8)} contain NaN or infinity, so the state is "

@@ -19,7 +19,7 @@ from jax.tree_util import keystr
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
-from jaxdist.checkpoint.pytree import in_params, under
+from jaxdist.checkpoint.pytree import OPTIONAL, in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
@@ -167,7 +167,7 @@ class Parts:
             (state, meta, step), as `Checkpointer.restore`.
         """
         target = self.abstract_state()
-        state, meta, step = checkpointer.restore(target, step=step, optional=("ema_params",))
+        state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
         if not target.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
             log.info("the EMA of checkpoint %d is dropped (optim.ema_decay=0)", step)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):

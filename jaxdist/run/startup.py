@@ -144,7 +144,7 @@ def restore_or_init(
                 state, meta, step = parts.restore(checkpointer, chosen)
             except MismatchError as error:
                 raise _with_settings(error, parts, str(run.path)) from None
-            names = nonfinite_names({"params": state.params, "ema_params": state.ema_params})
+            names = nonfinite_names(state.groups)
         if names:  # saved by an older version
             raise ConfigError(
                 f"checkpoint {step} of {run.path}: {few(names, 8)} contain NaN or infinity, so "
@@ -232,8 +232,8 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
         state = assemble(config, parts.devices[:1], model=model).abstract_state()
     except Exception:  # the model or optimizer rejects the value beside the stored ones
         return True
-    leaves = [leaf for leaf in pytree.leaves_of(state) if leaf.item != "ema_params"]
-    return bool(pytree.mismatches(leaves, error.document["arrays"], ignore=["ema_params"]))
+    leaves = [leaf for leaf in pytree.leaves_of(state) if leaf.item not in pytree.OPTIONAL]
+    return bool(pytree.mismatches(leaves, error.document["arrays"], ignore=pytree.OPTIONAL))
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.checkpoint.pytree import ITEMS
+from jaxdist.checkpoint.pytree import ITEMS, OPTIONAL
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -70,7 +70,7 @@ def _totals(stored: StoredArrays) -> dict[str, Any]:
     totals = {}
     for item in ITEMS:
         names = [name for name in stored.entries if name.startswith(item + "/")]
-        if not names and item == "ema_params":
+        if not names and item in OPTIONAL:
             continue
         elements = sum(math.prod(stored.entries[name]["shape"]) for name in names)
         num_bytes = sum(stored.num_bytes(name) for name in names)

@@ -92,12 +92,12 @@ def _target(
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
-    of_average = lambda name: pytree.under(name, ["ema_params"])
+    of_average = lambda name: pytree.under(name, pytree.OPTIONAL)
     has_average = any(of_average(leaf.name) for leaf in leaves)
     if has_average != any(map(of_average, stored.entries)):
         print("the EMA of the weights is left out: only one of checkpoint and settings has it")
         leaves = [leaf for leaf in leaves if not of_average(leaf.name)]
-    problems = pytree.mismatches(leaves, stored.entries, ignore=["ema_params"])
+    problems = pytree.mismatches(leaves, stored.entries, ignore=pytree.OPTIONAL)
     if problems:
         raise ConfigError(
             [f"{checkpoint} does not match the settings of the run: {p}" for p in problems]

@@ -80,7 +80,7 @@ def export(config: Config) -> str:
         )
     total = sum(tensor.num_bytes for tensor in tensors.values())
     return (
-        f"{family_of(model)}, {len(tensors)} tensors{' (EMA)' if item == 'ema_params' else ''}, "
+        f"{family_of(model)}, {len(tensors)} tensors{' (EMA)' if item in pytree.OPTIONAL else ''}, "
         f"{in_bytes(total)}, {len(files)} file(s): {out}"
     )
 
@@ -89,8 +89,14 @@ def _tensors(
     stored: StoredArrays, model: DecoderConfig, dtype: np.dtype, item: str
 ) -> dict[str, safetensors.Tensor]:
     """Return Hugging Face name -> tensor of the weights in `item`, read when it is written."""
+
+    def stored_name(name: str) -> str:
+        """Return the name of the array in `item`, or in `params`: averages lack frozen weights."""
+        own = name.replace("params/", f"{item}/", 1)
+        return own if own in stored.entries or name not in stored.entries else name
+
     ours = [
-        dataclasses.replace(piece, name=piece.name.replace("params/", f"{item}/", 1))
+        dataclasses.replace(piece, name=stored_name(piece.name))
         for piece in pieces(model, family_of(model))
     ]
     _check_shapes(stored, ours, item)
@@ -105,7 +111,9 @@ def _check_shapes(stored: StoredArrays, ours: list[Piece], item: str) -> None:
     """Raise ConfigError if names or shapes differ from those of the settings."""
     layers = collections.Counter(piece.name for piece in ours)
     expected = {p.name: [*[layers[p.name]][: p.layer is not None], *p.shape] for p in ours}
-    held = {n: e["shape"] for n, e in stored.entries.items() if pytree.under(n, [item])}
+    held = {
+        n: e["shape"] for n, e in stored.entries.items() if pytree.under(n, [item]) or n in expected
+    }
     problems = [
         f"{name} is {held.get(name, 'absent')} in checkpoint {stored.checkpoint.name}, but "
         f"{expected.get(name, 'absent')} in the settings of its run. Restore the settings or the "
