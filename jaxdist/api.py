@@ -20,7 +20,7 @@ from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.types import Model, Objective
 from jaxdist.data.custom import PYTHON_ROWS
-from jaxdist.models import GIVEN_MODEL
+from jaxdist.models import PYTHON_MODEL
 from jaxdist.results import Run, check_type
 from jaxdist.run.metrics_log import Record
 from jaxdist.run.program import Program
@@ -234,7 +234,7 @@ def _objects(
         is_model = isinstance(model, Model) or callable(model)
         check_type("model", model, is_model, "a Model, a function that makes one, or settings")
         name = _importable(model)
-        values |= {"model.kind": "custom", "model.factory": name or GIVEN_MODEL}
+        values |= {"model.kind": "custom", "model.factory": name or PYTHON_MODEL}
         if isinstance(model, Model):
             make_model = lambda seq_len: model
         elif not name:

@@ -116,7 +116,7 @@ def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
     stored = safetensors.open_all(tmp_path)
     for piece in pieces(config, family_of(config)):
-        theirs = [stored[source].read() for source in piece.theirs]
+        theirs = [stored[source].read() for source in piece.tensor_names]
         for back, tensor in zip(piece.split(piece.join(theirs)), theirs, strict=True):
             np.testing.assert_array_equal(back, tensor)
 
@@ -182,7 +182,7 @@ def test_pieces_cover_every_array_and_split_what_they_join(name):
     rng = np.random.default_rng(0)
     for piece in pieces(config, family_of(config)):
         seen.setdefault(piece.name, []).append(piece.layer)
-        names += piece.theirs
+        names += piece.tensor_names
         shape = ours[piece.name] if piece.layer is None else ours[piece.name][1:]
         part = rng.standard_normal(shape)
         if config.padded_vocab in shape:  # padding is ours alone
@@ -273,14 +273,14 @@ WRONG = {
     "activation": (lambda p: change(p, hidden_act="gelu"), 'hidden_act="gelu"'),
     "bias": (lambda p: change(p, attention_bias=True), "self_attn.o_proj.bias"),
     "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),
-    "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "has no place in the model"),
+    "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "is not part of the model"),
     "no_config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),
     "no_weights": (lambda p: (p / "model.safetensors").unlink(), "holds neither"),
     "cut_short": (
         lambda p: (p / "model.safetensors").write_bytes(
             (p / "model.safetensors").read_bytes()[:-9]
         ),
-        "is no whole safetensors file",
+        "is not a complete safetensors file",
     ),
 }
 

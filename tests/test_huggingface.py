@@ -122,7 +122,7 @@ def target_of(config, mesh: str):
 def joined(path) -> dict[str, np.ndarray]:
     """Every array of ours from whole tensors, on the host."""
     weights = open_weights(path)
-    read = lambda piece: piece.join([weights.tensors[n].read() for n in piece.theirs])
+    read = lambda piece: piece.join([weights.tensors[n].read() for n in piece.tensor_names])
     return {
         name: np.stack([read(p) for p in parts]) if parts[0].layer is not None else read(parts[0])
         for name, parts in weights.pieces.items()
@@ -383,7 +383,7 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "a missing size": (LLAMA, {"intermediate_size": None}, "intermediate_size is missing"),
         "epsilon": (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN"),
         "dropout": (LLAMA, {"attention_dropout": "some"}, 'attention_dropout="some"'),
-        "a list": ([1, 2], None, "holds no object but list"),
+        "a list": ([1, 2], None, "is not an object but list"),
         "no family": ({"model_type": ["llama"]}, {}, "model_type=['llama']"),
     }.values(),
 )  # fmt: skip

@@ -6,8 +6,8 @@
     packing    tokens to rows                      images     CIFAR-10
     custom     rows of a user's function           stream     a user's stream of rows
     dataset    all sources, held-out split         order      sample number to row
-    batches    batch number to rows, for grain     prefetch   grain's thread and worker processes
-    loader     batches on devices, and resuming    ledger     hash chain of the sample ids
+    batches    batch number to rows, prefetching   loader     batches on devices, and resuming
+    ledger     hash chain of the sample ids
     __main__   `python -m jaxdist.data`            template_sandbox   chat templates, with limits
 
 Nothing here depends on a model. Of jax it uses processes and shardings, of the core the order of

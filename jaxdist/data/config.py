@@ -117,7 +117,8 @@ class DataConfig:
         """Return whether rows separate documents, without reading data of unknown kind."""
         if self.packing != "auto":
             return self.packing != "stream"
-        return self.records != "text" or any(map(_holds_weights, self.sources))
+        weighted = ("weights" in (about_tokens(source) or {}) for source in self.sources)
+        return self.records != "text" or any(weighted)
 
     def problems(self) -> list[str]:
         """Return the errors that the bounds of single fields do not cover."""
@@ -220,10 +221,6 @@ def is_token_folder(source: str) -> bool:
     if is_url(source) and glob.has_magic(source):
         return False
     return (locate(source) / "corpus.json").exists()
-
-
-def _holds_weights(source: str) -> bool:
-    return "weights" in (about_tokens(source) or {})
 
 
 def about_tokens(source: str) -> dict[str, Any] | None:

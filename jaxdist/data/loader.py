@@ -83,8 +83,7 @@ class Loader:
         different data, or a stream cannot be read this way (see `StreamDataset.batches`).
         """
         # Importing grain takes 0.2 s, which commands without data avoid.
-        from jaxdist.data.batches import TrainBatches, device_placer, part_held
-        from jaxdist.data.prefetch import read_ahead
+        from jaxdist.data.batches import TrainBatches, device_placer, part_held, read_ahead
 
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
@@ -205,8 +204,7 @@ def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
     """Yield batches [batch_size, ...] of every row once, or `max_batches`, prefetched."""
-    from jaxdist.data.batches import EvalBatches, device_placer, part_held
-    from jaxdist.data.prefetch import read_ahead
+    from jaxdist.data.batches import EvalBatches, device_placer, part_held, read_ahead
 
     held = part_held(sharding, batch_size, dataset.fields)
     batches = read_ahead(

@@ -110,7 +110,8 @@ class Windows:
             tokens = np.stack(list(self.corpus.ranges(bounds)))
             batch["tokens"][:, columns] = tokens[:, :-1]
             batch["targets"][:, columns] = tokens[:, 1:]
-            for row, start in enumerate(starts.tolist() if self._differs else ()):
+            has_more = self.documents or self.corpus.weighted
+            for row, start in enumerate(starts.tolist() if has_more else ()):
                 part = {name: values[row, columns] for name, values in batch.items()}
                 if self.corpus.weighted:
                     part["weights"][:] = self.corpus.weights(start + first + 1, start + last + 1)
@@ -118,11 +119,6 @@ class Windows:
                     self._mark(part, start, first)
             at = columns.stop
         return batch
-
-    @property
-    def _differs(self) -> bool:
-        """Return whether rows have more than tokens to set."""
-        return self.documents or self.corpus.weighted
 
     def _mark(self, part: Rows, start: int, first: int) -> None:
         """Set segments and positions, and weights at document ends, of a part of a window.

@@ -94,17 +94,13 @@ class StreamDataset:
         reads_all = not self.divides
         return StreamBatches(
             self.open(*shard),
-            self._stack,
+            lambda rows: stack_rows(rows, self.fields, self.name),
             batch_size=batch_size,
             num_read=batch_size if reads_all else len(held.rows),
             held=held if reads_all else held._replace(rows=np.arange(len(held.rows))),
             start=start,
             left_out=left_out,
         )
-
-    def _stack(self, rows: list[Any]) -> dict[str, np.ndarray]:
-        """Stack rows to one array per field, [len(rows), ...] in the field's dtype."""
-        return stack_rows(rows, self.fields, self.name)
 
 
 def open_stream(

@@ -1,14 +1,14 @@
-"""Sizes and families of the models, with their rules. Pure data: imports no Flax.
+"""Settings of the models, with their rules. Imports no Flax.
 
-Besides its settings a kind says what must be known before it is built, so that nothing outside of
-this room asks which kind it is:
+Each kind also has the facts that are needed before it is built, so that nothing outside of this
+package distinguishes kinds:
 
-    dims, rules          as of `Model`; {} where only the built model knows
-    attention_call       as of `Model`
+    dims, rules          as in `Model`; {} if only the built model has them
+    attention_call       as in `Model`
     sequence             whether sequence parallelism may split its rows
     context_parallel     whether the context axis may
-    reads                "text", "images" or "" where any data may do
-    size_settings        logical dim or size -> the setting that gives it, for messages
+    reads                "text", "images" or "" for any data
+    size_settings        logical dim or size -> its setting, for messages
     shrunken             the same model, as small as a mesh allows
 """
 
@@ -23,8 +23,8 @@ from jaxdist.core.types import AttentionCall
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
-"""Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of
-up to 64 divides them and matrix units run full; padding entries never get probability."""
+"""Embedding tables are padded to a multiple of this, on every mesh, so that a tensor axis of up to
+64 divides them and matrix units are fully used; padding entries get no probability."""
 
 ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
     "linear": {"factor": None},
@@ -42,22 +42,22 @@ ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
         "attention_factor": 0.0,
     },
 }
-"""Type of `rope_scaling` -> its other keys and their defaults, None where there is none; as in
-Hugging Face's config.json. An `attention_factor` of 0 follows from the factor."""
+"""Type of `rope_scaling` -> its other keys and defaults (None = required), as in Hugging Face's
+config.json. An `attention_factor` of 0 is computed from the factor."""
 
 IMAGE_CHANNELS = 3
-"""Colours of an image."""
+"""Color channels of an image."""
 
 KERNEL_SIZE = 3
-"""Height and width of the cnn's kernels, pixels."""
+"""Height and width of convolution kernels in pixels."""
 
 _SMALL_VOCAB, _SMALL_WIDTH = 256, 8
-"""Tokens of a small model; features of its heads, and units of its MLP on each device."""
+"""Vocabulary of a shrunken model; width of its heads, and of its MLP per device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 by their parts."""
+    """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
     vocab_size: int = setting(1024, "tokens of the vocabulary", ge=1, le=2**31)
@@ -76,21 +76,21 @@ class DecoderConfig:
     norm_eps: float = setting(1e-5, "added to the variance", gt=0)
     norm_placement: Literal["pre", "post", "both"] = setting(
         "pre",
-        "where attention and MLP are normed: pre = their inputs (Llama), post = their outputs "
+        "norms of attention and MLP: pre = on their inputs (Llama), post = on their outputs "
         "(OLMo 2), both (Gemma)",
     )
-    positions: Literal["rotary", "learned"] = setting("rotary", "how positions enter")
+    positions: Literal["rotary", "learned"] = setting("rotary", "position encoding")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: dict[str, Any] = setting(
         {},
-        "stretch rotary positions to rows longer than the model was made for: type linear, llama3 "
+        "stretch rotary positions to rows longer than in pretraining: type linear, llama3 "
         "(Llama 3.1) or yarn, other keys as in Hugging Face's config.json, e.g. "
         '{type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, '
-        "original_max_position_embeddings = 8192}; empty = not at all",
+        "original_max_position_embeddings = 8192}; empty = none",
     )
     local_rope_theta: float = setting(
         0.0,
-        "base of the rotary frequencies in layers with a window, which rope_scaling leaves alone; "
+        "base of the rotary frequencies in layers with a window, without rope_scaling; "
         "0 = rope_theta in all layers (Gemma 3 10000)",
         ge=0,
     )
@@ -99,7 +99,7 @@ class DecoderConfig:
     )
     qk_norm: Literal["none", "head", "all"] = setting(
         "none",
-        "RMSNorm of queries and keys: head = every head by itself (Qwen 3), all = all heads of a "
+        "RMSNorm of queries and keys: head = every head separately (Qwen 3), all = all heads of a "
         "token together (OLMo 2)",
     )
     bias: list[Literal["qkv", "out", "mlp"]] = setting(
@@ -110,11 +110,11 @@ class DecoderConfig:
     tie_embeddings: bool = setting(False, "the head uses the embedding table")
     scale_embeddings: bool = setting(False, "multiply embeddings by sqrt(d_model) (Gemma)")
     sliding_window: int = setting(
-        0, "keys a query sees, itself included; 0 = all (Mistral 4096)", ge=0
+        0, "keys that a query attends to, itself included; 0 = all (Mistral 4096)", ge=0
     )
     full_attention_every: int = setting(
         0,
-        "every n-th layer sees all keys, the others sliding_window of them (Gemma 2: 2, Gemma 3: "
+        "every n-th layer attends to all keys, the others to sliding_window (Gemma 2: 2, Gemma 3: "
         "6); 0 = all layers have the window",
         ge=0,
     )
@@ -128,24 +128,24 @@ class DecoderConfig:
         0.0, "bound that the output logits approach by tanh; 0 = none (Gemma 2: 30)", ge=0
     )
     dropout: float = setting(
-        0.0, "share of the embedding and of each branch dropped (GPT-2 0.1)", ge=0, lt=1
+        0.0, "dropout rate of the embedding and of each branch (GPT-2 0.1)", ge=0, lt=1
     )
     attention_dropout: float = setting(
-        0.0, "share of attention probabilities dropped (GPT-2 0.1)", ge=0, lt=1
+        0.0, "dropout rate of attention probabilities (GPT-2 0.1)", ge=0, lt=1
     )
     init_std: float = setting(
         0.02,
-        "standard deviation of weights; output products get it over sqrt(2 num_layers)",
+        "standard deviation of initial weights; divided by sqrt(2 num_layers) for output products",
         gt=0,
         le=100,
     )
     attention: Literal["auto", "xla", "cudnn"] = setting(
-        "auto", "attention kernel; auto = cuDNN on GPUs where it can honour the mask, else XLA"
+        "auto", "attention kernel; auto = cuDNN on GPUs if it supports the mask, else XLA"
     )
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -174,13 +174,13 @@ class DecoderConfig:
 
     @property
     def windows(self) -> list[int]:
-        """Keys that a query sees, layer by layer; 0 = all."""
+        """Keys that a query attends to, by layer; 0 = all."""
         every = self.full_attention_every or self.num_layers + 1
         return [self.sliding_window if (i + 1) % every else 0 for i in range(self.num_layers)]
 
     @property
     def attention_call(self) -> AttentionCall:
-        """What its layers ask of `Context.attend`."""
+        """Arguments of its layers to `Context.attend`."""
         return AttentionCall(
             sliding_window=self.sliding_window,
             full_every=self.full_attention_every,
@@ -205,10 +205,7 @@ class DecoderConfig:
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> DecoderConfig:
-        """The same model with no more than these layers, and small widths that `multiple` divides.
-
-        What is smaller already stays.
-        """
+        """Return this model with at most these layers and small widths that `multiple` divides."""
         d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
         is_wide = self.d_model > d_model
         return dataclasses.replace(
@@ -223,30 +220,30 @@ class DecoderConfig:
     def run_problems(
         self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
     ) -> list[str]:
-        """Violated rules between this model and the rest of a run.
+        """Return the errors between this model and the rest of a run.
 
-        0 as `num_tokens` of the data = not known; 0 as `simulate` = no simulated devices.
+        `num_tokens` of the data is 0 if unknown; `simulate` is 0 without simulated devices.
         """
-        found = []
+        errors = []
         if self.positions == "learned" and seq_len > self.max_seq_len:
-            found.append(
+            errors.append(
                 f"train.seq_len={seq_len} is longer than model.max_seq_len={self.max_seq_len}, the "
-                "learned position table. Shorten one or lengthen the other."
+                "learned position table. Reduce one or increase the other."
             )
         if self.vocab_size < num_tokens:
-            found.append(
+            errors.append(
                 f"model.vocab_size={self.vocab_size} is smaller than the {num_tokens} tokens of "
                 f"data.tokenizer={tokenizer!r}. Use {num_tokens} or more."
             )
         if self.attention == "cudnn" and simulate:
-            found.append(
-                f"model.attention='cudnn' needs a GPU, and simulate={simulate} asks for CPU "
+            errors.append(
+                f"model.attention='cudnn' needs a GPU, but simulate={simulate} makes CPU "
                 "devices. Use attention='auto'."
             )
-        return found
+        return errors
 
     def problems(self) -> list[str]:
-        """Rules between sizes."""
+        """Return the errors between settings of this section."""
         problems = []
         if not self.head_dim and self.d_model % self.num_heads:
             problems.append(
@@ -260,7 +257,7 @@ class DecoderConfig:
             )
         if self.positions == "rotary" and self.head_width % 2:
             problems.append(
-                f"model.head_dim={self.head_width} is odd: rotary positions turn pairs. "
+                f"model.head_dim={self.head_width} is odd: rotary positions rotate pairs. "
                 "Use an even head_dim, or positions = 'learned'."
             )
         if self.attention_dropout and self.attention == "cudnn":
@@ -276,7 +273,7 @@ class DecoderConfig:
         if self.full_attention_every and not self.sliding_window:
             problems.append(
                 f"model.full_attention_every={self.full_attention_every} without a window: all "
-                "layers see all keys. Set model.sliding_window, or full_attention_every=0."
+                "layers attend to all keys. Set model.sliding_window, or full_attention_every=0."
             )
         if self.local_rope_theta and not (self.full_attention_every and self.positions == "rotary"):
             problems.append(
@@ -307,7 +304,7 @@ class DecoderConfig:
                 if name not in allowed
             ),
             *(
-                f"has {name}={value!r}, which is no number above 0"
+                f"has {name}={value!r}, which is not a number above 0"
                 for name, value in numbers.items()
                 if type(value) not in (int, float) or value < 0 or (value == 0 and name in required)
             ),
@@ -350,13 +347,13 @@ class CnnConfig:
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> CnnConfig:
-        """The same model with a small dense layer that `multiple` divides."""
+        """Return this model with a small dense layer that `multiple` divides."""
         del num_layers
         return dataclasses.replace(self, mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple))
 
     @property
     def flat_size(self) -> int:
-        """Features after the conv blocks (each halves height and width)."""
+        """Features after the conv blocks, each of which halves height and width."""
         return (self.image_size // 4) ** 2 * self.channels[1]
 
     @property
@@ -370,11 +367,11 @@ class CnnConfig:
         }
 
     def problems(self) -> list[str]:
-        """Violated rules of this section: there are none."""
+        """Return the errors between settings of this section."""
         return []
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Violated rules between this model and the rest of a run: there are none."""
+        """Return the errors between this model and the rest of a run: none."""
         return []
 
 
@@ -407,7 +404,7 @@ class ResnetConfig:
         return {"hidden": self.width, "channels": self.width}
 
     def shrunken(self, *, num_layers: int, multiple: int) -> ResnetConfig:
-        """This model: it is small."""
+        """Return this model, which is small."""
         del num_layers, multiple
         return self
 
@@ -417,7 +414,7 @@ class ResnetConfig:
         return (self.depth - 2) // 6
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
+        """Return the errors between settings of this section."""
         problems = []
         if self.depth % 6 != 2:
             problems.append(
@@ -427,15 +424,15 @@ class ResnetConfig:
         return problems
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Violated rules between this model and the rest of a run: there are none."""
+        """Return the errors between this model and the rest of a run: none."""
         return []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig:
-    """Your own model: a function that returns a `jaxdist.core.types.Model`."""
+    """A user's model: a function that returns a `jaxdist.core.types.Model`."""
 
-    kind: Literal["custom"] = setting("custom", "custom = a model of your own")
+    kind: Literal["custom"] = setting("custom", "custom = your own model")
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")
     args: dict[str, Any] = setting({}, "keyword arguments for the factory")
 
@@ -449,7 +446,7 @@ class CustomConfig:
     size_settings: ClassVar[Mapping[str, str]] = {}
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
+        """Return the errors between settings of this section."""
         module, _, function = self.factory.partition(":")
         if not module or not function.isidentifier():
             return [
@@ -459,12 +456,12 @@ class CustomConfig:
         return []
 
     def shrunken(self, *, num_layers: int, multiple: int) -> CustomConfig:
-        """This model: its factory alone knows its sizes."""
+        """Return this model, whose sizes only the factory has."""
         del num_layers, multiple
         return self
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Nothing is known before the factory was called."""
+        """Return []: nothing is available before the factory is called."""
         return []
 
 

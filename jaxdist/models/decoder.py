@@ -1,9 +1,9 @@
-"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one block, by config.
+"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one configurable block.
 
-Query, key and value are one product, stored grouped by key/value head as
-[d_model, kv_heads, heads/kv_heads + 2, head_dim] (its queries, then key, then value), so that one
-matrix product serves all three and the tensor axis splits it by groups. Gate and up are one product
-likewise, [d_model, 2, mlp].
+Query, key and value are one product, stored grouped by key/value head as [d_model, kv_heads,
+heads/kv_heads + 2, head_dim] (queries of the group, key, value), so that one matrix product serves
+all three and the tensor axis splits it by groups. Gate and up are one product too, [d_model, 2,
+mlp].
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from jaxdist.models.weights import weights_of
 from jaxdist.objectives import cross_entropy
 
 Bind = Callable[[Params], Any]
-"""Parameters of a part of the model -> its module, holding them."""
+"""Parameters of a part of the model -> its module with them."""
 
-# Places that drop something; folded into the key, so that no two share random bits.
+# Sites of dropout, folded into the key so that no two share random bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
 
 
 def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
-    """The `Model` record of a decoder; `seq_len` is the training length (for FLOPs)."""
+    """Return the `Model` of a decoder; `seq_len` is the training length, for FLOPs."""
     init_embed, embed_axes, bind_embed = layers.functional(lambda rngs: Embedding(config, rngs))
     init_block, block_axes, bind_block = layers.functional(lambda rngs: Block(config, rngs))
     init_head, head_axes, bind_head = layers.functional(lambda rngs: Head(config, rngs))
     stacked_axes = jax.tree.map(lambda dims: dims.renamed(("layers", *dims)), block_axes)
 
     def init(key: Array) -> Params:
-        """Float32 parameters; stacked leaves are [num_layers, ...]."""
+        """Return float32 parameters; stacked leaves are [num_layers, ...]."""
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         return {
             "embed": init_embed(embed_key),
@@ -101,7 +101,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
 
 def _head_kernel(config: DecoderConfig, params: Params) -> Array:
-    """The output kernel, [d_model, vocab] of this device; the embedding table's where tied."""
+    """Return the output kernel, [d_model, vocab] of this device; tied, the embedding table."""
     if config.tie_embeddings:
         return params["embed"]["table"].T
     return params["head"]["kernel"]
@@ -110,12 +110,12 @@ def _head_kernel(config: DecoderConfig, params: Params) -> Array:
 def _make_decoding(
     config: DecoderConfig, bind_embed: Bind, bind_block: Bind, bind_head: Bind
 ) -> Decoding:
-    """How the decoder generates, from its parts as functions of their parameters."""
+    """Return the functions for generation, from the parts of the decoder."""
 
     def step(
         params: Params, cache: Any, tokens: Array, positions: Array, context: Context
     ) -> tuple[Array, Any]:
-        """(logits float32 [batch, n, vocab_size], cache); see `Decoding.step`."""
+        """Return (logits float32 [batch, n, vocab_size], cache); see `Decoding.step`."""
         embedding = bind_embed(params["embed"])
         real = jnp.maximum(positions, 0)
         x = context.leave(embedding.lookup(tokens, context))
@@ -125,8 +125,8 @@ def _make_decoding(
 
         def layer(x: Array, one: tuple[Params, Any, Array]) -> tuple[Array, Any]:
             layer_params, layer_cache, index = one
-            told = dataclasses.replace(context, layer=index)
-            return bind_block(layer_params).decode(x, layer_cache, aux, told)
+            layer_context = dataclasses.replace(context, layer=index)
+            return bind_block(layer_params).decode(x, layer_cache, aux, layer_context)
 
         indices = jnp.arange(config.num_layers)
         x, cache = jax.lax.scan(layer, x, (params["layers"], cache, indices))
@@ -154,17 +154,17 @@ def _make_decoding(
 
 
 def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:
-    """Forward and backward FLOPs of one token: 6 per weight that multiplies, plus attention.
+    """Return forward and backward FLOPs per token: 6 per matrix weight, plus attention.
 
-    "causal" counts the half of S² attention that a causal mask leaves, "full" all of it (as
-    Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is,
-    tied or not, without the padding of the vocabulary.
+    "causal" counts half of the S² attention, as the causal mask does, "full" all of it (Chowdhery
+    et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is, tied or
+    not, without vocabulary padding.
     """
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
     products += config.vocab_size * config.d_model
     keys = [min(seq_len, window or seq_len) for window in config.windows]
     attention = 12.0 * config.num_heads * config.head_width
-    # Mean number of keys a query sees under the causal window, counted as S/2 when it is all.
+    # Mean number of keys of a query under the causal window; S/2 without a window.
     causal = [seen - seen * seen / (2 * seq_len) for seen in keys]
     return {
         "causal": 6.0 * products + attention * sum(causal),
@@ -173,7 +173,7 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
 
 
 class Embedding(nnx.Module):
-    """Token table, and position table where positions are learned."""
+    """Token table, and a position table if positions are learned."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         size = (config.padded_vocab, config.d_model)
@@ -184,37 +184,37 @@ class Embedding(nnx.Module):
         self.config = config
 
     def __call__(self, batch: Batch, context: Context) -> Array:
-        """Tokens [batch, seq] -> x [batch, seq_shard, d_model]."""
+        """Map tokens [batch, seq] to x [batch, seq_shard, d_model]."""
         x = context.leave(self.lookup(batch["tokens"], context))
         if self.config.positions == "learned":
             x = x + self.learned(context.split(positions_of(batch, context)), context)
         if not self.config.dropout or context.dropout_key is None:
             return x
-        # Past the last layer's index, so that no layer shares this key.
+        # After the last layer's index, so that no layer has this key.
         key = jax.random.fold_in(context.dropout_key, self.config.num_layers)
         index = context.split(context.position_ids(batch["tokens"].shape[1])[None])[0]
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
-        """Partial sums [batch, seq, d_model] of tokens [batch, seq], for `Context.leave`.
+        """Return partial sums [batch, seq, d_model] of tokens [batch, seq], for `Context.leave`.
 
-        The table is split by vocabulary: a token's row is here, or zeros are.
+        The table is split by vocabulary: a token's row is on this device, or zeros are returned.
         """
         table = self.table[...]
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
         rows = layers.look_up(table, jnp.clip(local, 0, table.shape[0] - 1), context.dtype)
-        if self.config.scale_embeddings:  # rounded to the compute dtype first, as Gemma's own code
+        if self.config.scale_embeddings:  # rounded to the compute dtype first, as in Gemma's code
             rows = rows * jnp.asarray(math.sqrt(self.config.d_model), rows.dtype)
         return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
 
     def learned(self, positions: Array, context: Context) -> Array:
-        """Position vectors of positions [batch or 1, seq_shard]."""
+        """Return position vectors of positions [batch or 1, seq_shard]."""
         return layers.look_up(self.positions[...], positions, context.dtype)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each normed before or after, added to the residual stream."""
+    """Attention and MLP with norms before or after them, added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         if config.norm_placement != "post":
@@ -226,10 +226,10 @@ class Block(nnx.Module):
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
-        """Residual stream [batch, seq_shard, d_model] -> the same, and no sums of its own."""
+        """Map the residual stream [batch, seq_shard, d_model] to the same shape; no sums."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
-            # Named behind `leave`, what is kept is this device's share, and is not reduced again.
+            # Named after `leave`: the saved value is this device's share and is not reduced again.
             branch = checkpoint_name(context.leave(branch), "attention_out")
             branch = self._normed("attention_out_norm", branch)
             x = x + self._drop(branch, _ATTENTION_SITE, aux, context)
@@ -242,7 +242,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Stream [batch, n, d_model] and one layer's cache -> the same, n positions written."""
+        """Return the stream [batch, n, d_model] and one layer's cache with n positions written."""
         before = self._normed("attention_norm", x)
         branch, cache = self.attention.decode(before, cache, aux, context)
         x = x + self._normed("attention_out_norm", context.leave(branch))
@@ -250,12 +250,12 @@ class Block(nnx.Module):
         return x + self._normed("mlp_out_norm", context.leave(branch)), cache
 
     def _normed(self, name: str, x: Array) -> Array:
-        """The norm of that name of x [batch, seq_shard, d_model]; x where the block has none."""
+        """Apply the norm of that name to x [batch, seq_shard, d_model], if the block has it."""
         norm = getattr(self, name, None)
         return x if norm is None else norm(x)
 
     def _drop(self, x: Array, site: int, aux: dict[str, Any], context: Context) -> Array:
-        """Dropout of x [batch, seq_shard, d_model] where training drops features."""
+        """Apply dropout to x [batch, seq_shard, d_model] in training."""
         if not self.config.dropout or context.dropout_key is None:
             return x
         key = jax.random.fold_in(context.dropout_key, site)
@@ -263,7 +263,7 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention on this device's heads."""
+    """Grouped-query causal attention of this device's heads."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, kv, width = config.d_model, config.kv_heads, config.head_width
@@ -284,7 +284,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
-        """[batch, seq, d_model] -> this device's partial sums of the same shape."""
+        """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
         config = self.config
         mask = mask_of_layer(config, context, segments=aux["segments"])
         dropout = None
@@ -304,7 +304,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Array, aux: dict[str, Any], context: Context
     ) -> tuple[Array, Array, Array]:
-        """[batch, seq, d_model] -> queries, keys and values of this device's heads.
+        """Map [batch, seq, d_model] to queries, keys and values of this device's heads.
 
         Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim].
         """
@@ -324,7 +324,7 @@ class Attention(nnx.Module):
         if self.config.positions == "rotary":
             angles = angles_of_layer(self.config, aux, context)
             query, key = layers.rotate(query, *angles), layers.rotate(key, *angles)
-        if self.config.query_pre_attn_scalar:  # kernels divide by the root of the width
+        if self.config.query_pre_attn_scalar:  # kernels divide by the square root of the width
             share = self.config.head_width / self.config.query_pre_attn_scalar
             # Bfloat16 would round the factor itself, by up to 0.4 %.
             wide = query.dtype if query.dtype.itemsize > 4 else jnp.float32
@@ -332,7 +332,7 @@ class Attention(nnx.Module):
         return query, key, value
 
     def project_out(self, mixed: Array, context: Context) -> Array:
-        """[batch, seq, heads, head_dim] -> partial sums [batch, seq, d_model]."""
+        """Map [batch, seq, heads, head_dim] to partial sums [batch, seq, d_model]."""
         dims = "batch seq heads head_dim, heads head_dim d_model -> batch seq d_model"
         out = context.dot(dims, mixed, self.out[...])
         if "out" in self.config.bias:
@@ -373,8 +373,8 @@ class Mlp(nnx.Module):
         self.config = config
 
     def __call__(self, x: Array, context: Context) -> Array:
-        """[batch, seq, d_model] -> this device's partial sums of the same shape."""
-        # Then what gradients of weights read is not kept while attention goes back.
+        """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
+        # Free the inputs of weight gradients before the backward pass of attention.
         x, up_kernel, down_kernel = context.gradient_barrier((x, self.up[...], self.down[...]))
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
         up = context.dot(dims, x, up_kernel)
@@ -404,23 +404,21 @@ class Head(nnx.Module):
 
 
 def _norm(config: DecoderConfig) -> nnx.Module:
-    """A norm of the residual stream."""
     if config.norm == "layer":
         return layers.LayerNorm(config.d_model, config.norm_eps, "d_model")
     return _rms_norm(config, config.d_model, "d_model")
 
 
 def _rms_norm(config: DecoderConfig, size: int, dim: str) -> nnx.Module:
-    """An RMSNorm of the last dim, of `size`."""
     return layers.RMSNorm(size, config.norm_eps, dim, float(config.norm == "zero_centered_rms"))
 
 
 def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
-    """Fused [batch, seq, kv_heads, group + 2, head_dim] -> queries, keys and values.
+    """Split fused [batch, seq, kv_heads, group + 2, head_dim] into queries, keys and values.
 
-    Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim].
-    One split of a group's flat width: its gradient is one concatenation, where that of three slices
-    is a sum of three padded arrays.
+    Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim]. The
+    gradient of one split of a group's flat width is one concatenation; that of three slices would
+    be a sum of three padded arrays.
     """
     *rows, kv_heads, parts, width = qkv.shape
     queries = (parts - 2) * width
@@ -430,10 +428,10 @@ def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def _split_ways(up: Array, platform: str) -> list[Array]:
-    """Fused [batch, seq, ways, mlp] -> one [batch, seq, mlp] for each way.
+    """Split fused [batch, seq, ways, mlp] into one [batch, seq, mlp] per way.
 
-    XLA:CPU is faster by one split, for the reason of `_split_heads`. XLA:GPU sums padded slices
-    inside other kernels, and writes a concatenation to memory.
+    XLA:CPU is faster with one split, as in `_split_heads`. XLA:GPU fuses the sum of padded slices
+    into other kernels, but writes a concatenation to memory.
     """
     ways = up.shape[2]
     if platform == "cpu":
@@ -442,16 +440,16 @@ def _split_ways(up: Array, platform: str) -> list[Array]:
 
 
 def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
-    """A norm of queries or keys, of `count` heads along the logical `dim`."""
+    """Return a norm of queries or keys, of `count` heads along the logical `dim`."""
     if config.qk_norm == "head":
         return _rms_norm(config, config.head_width, "head_dim")
     return layers.HeadsRMSNorm(count, config.head_width, config.norm_eps, dim)
 
 
 def _once(bias: Array, context: Context) -> Array:
-    """A row-parallel product's bias [d_model], zeros on all tensor devices but the first.
+    """Return a row-parallel product's bias [d_model] on the first tensor device, else zeros.
 
-    What precedes `Context.leave` is summed over the devices, which must count the bias once.
+    The sum in `Context.leave` must count the bias once.
     """
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))

@@ -1,9 +1,9 @@
-"""Your own Flax model on every mesh: a transformer of Flax's layers as a `Model` record.
+"""A Flax model of your own on every mesh: a transformer of Flax's layers as a `Model` record.
 
     python -m jaxdist.train --model=custom --model.factory=jaxdist.models.example:build
 
-`dp` and `fsdp` split the rows of a batch. `RULES` says which named dims of weights `fsdp` and `tp`
-split; `tensor="auto"` leaves products over `tp` to XLA. For pipeline stages see decoder.py.
+`dp` and `fsdp` split the rows of a batch. `RULES` lists the named dims of weights that `fsdp` and
+`tp` split; `tensor="auto"` leaves products over `tp` to XLA. For pipeline stages see decoder.py.
 """
 
 import jax
@@ -17,7 +17,7 @@ RULES = {"width": "fsdp", "hidden": "tensor", "my_heads": "tensor"}
 
 
 class Block(nnx.Module):
-    """Attention and MLP. Weights without `dims` stay whole on every device."""
+    """Attention and MLP. Weights without `dims` are replicated."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         dims = lambda *names: {"dims": Dims(names)}
@@ -30,13 +30,13 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, kernel_metadata=dims("hidden", "width"), rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """[batch, seq, width] -> the same."""
+        """Map x [batch, seq, width] to the same shape."""
         x = x + self.attention(self.norms[0](x), mask=mask)
         return x + self.down(nnx.silu(self.up(self.norms[1](x))))
 
 
 class Net(nnx.Module):
-    """Token embedding, also the head's kernel, and two blocks."""
+    """Token embedding, which is also the head's kernel, and two blocks."""
 
     def __init__(self, vocab: int, width: int, heads: int, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(vocab, width, rngs=rngs)
@@ -44,7 +44,7 @@ class Net(nnx.Module):
 
 
 def build(*, seq_len: int, vocab: int = 1024, width: int = 64, heads: int = 4) -> Model:
-    """Build the model; `model.factory` names this function, called with `model.args` too."""
+    """Build the model; `model.factory` names this function, `model.args` are its arguments."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
 
     def head(params: Params, _: None, batch: Batch, __: Context) -> tuple[TokenHead, Sums]:

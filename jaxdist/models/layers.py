@@ -1,7 +1,7 @@
-"""Parts that models are made of: weights with named dims, norms, rotary positions, dropout.
+"""Layers of models: weights with named dims, norms, rotary positions, dropout.
 
 Modules are Flax NNX. Weights are used with the shapes they arrive in: under tensor parallelism a
-module sees its shard of `heads`, `mlp` or `vocab`, and nothing here needs to know.
+module sees its shard of `heads`, `mlp` or `vocab`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax import lax
 from jaxdist.core import collectives
 from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, Sums
 from jaxdist.core.weights import Parameter
-from jaxdist.models.configs import IMAGE_CHANNELS, ROPE_SCALING
+from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ROPE_SCALING
 
 
 class RunningAverage(nnx.Variable):
-    """An array that training moves by what batches show, and evaluation uses."""
+    """An array that training updates from batch statistics and evaluation uses."""
 
 
 _STORED = nnx.Any(nnx.Param, RunningAverage)
@@ -32,27 +32,24 @@ _STORED = nnx.Any(nnx.Param, RunningAverage)
 def functional(
     make: Callable[[nnx.Rngs], nnx.Module],
 ) -> tuple[Callable[[Array], Params], Params, Callable[[Params], Any]]:
-    """Cross from an NNX module to plain functions.
+    """Convert an NNX module to plain functions.
 
-    Args:
-        make: rngs -> module. Its `nnx.Param`s and `RunningAverage`s carry `dims=Dims(...)` or a
-            `Parameter` in their metadata (`weight` and `filled` do so; Flax's own layers take
-            `kernel_metadata`); no mesh axis splits those that carry none.
+    `make` maps rngs to a module. Its `nnx.Param`s and `RunningAverage`s have `dims=Dims(...)` or a
+    `Parameter` in their metadata (`weight` and `filled` do so; Flax's layers take
+    `kernel_metadata`); no mesh axis splits those without. Raises `ValueError` if the module has
+    other state, such as Flax's BatchNorm.
 
     Returns:
-        init: PRNG key [] -> plain nested dict of float32 arrays, shapes as the module makes them.
+        init: PRNG key [] -> plain nested dict of float32 arrays, with the module's shapes.
         axes: the same tree with a `Dims` at each leaf.
-        bind: params -> the module holding them (whatever their shapes), for calling its methods.
-
-    Raises:
-        ValueError: the module holds other state, such as the batch statistics of Flax's BatchNorm.
+        bind: params -> the module with them (of any shape), to call its methods.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     split: Any = nnx.split(module, _STORED, ...)
     graph, abstract, others = split
-    if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
+    if kinds := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
         raise ValueError(
-            f"{type(module).__name__} holds {', '.join(found)} as well as nnx.Param: models are "
+            f"{type(module).__name__} has {', '.join(kinds)} besides nnx.Param: models are "
             "pure functions of their parameters. Use layers without such state "
             "(jaxdist.models.layers.BatchNorm for Flax's, Context.dropout_key for Dropout's own "
             "keys)."
@@ -80,29 +77,29 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *dims: str | None) -> nnx.Param:
-    """A float32 weight drawn from a normal distribution, its dims named."""
+    """Return a float32 weight from a normal distribution, with named dims."""
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
     return nnx.Param(value, dims=Dims(dims))
 
 
 def uniform(rngs: nnx.Rngs, shape: tuple[int, ...], bound: float, *dims: str | None) -> nnx.Param:
-    """A float32 weight drawn uniformly from ±bound, its dims named."""
+    """Return a float32 weight from U(-bound, bound), with named dims."""
     value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
     return nnx.Param(value, dims=Dims(dims))
 
 
 def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param:
-    """A constant float32 array (norm scale, bias), its dims named."""
+    """Return a constant float32 array (norm scale, bias), with named dims."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=Dims(dims))
 
 
 class BatchNorm(nnx.Module):
     """Batch norm over all dims but the last, in float32 (Ioffe and Szegedy 2015, algorithm 1).
 
-    In training mean and variance are those of the global batch (of one microbatch of it), whatever
-    axes split its rows; one sum of [2, size] float32 is moved for it, and one in the backward pass.
-    As in PyTorch, the running average is of the unbiased variance. A head that calls such layers
-    adds `batch_statistics(module, context)` to its sums.
+    In training, mean and variance are those of the global (micro)batch, on any axes that split its
+    rows; this moves one sum of [2, size] float32, and one in the backward pass. As in PyTorch, the
+    running average is of the unbiased variance. A head with such layers adds
+    `batch_statistics(module, context)` to its sums.
     """
 
     def __init__(self, size: int, dim: str | None, eps: float = 1e-5):
@@ -113,7 +110,7 @@ class BatchNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array, context: Context) -> Array:
-        """[batch, ..., size] -> the same in the dtype of x."""
+        """Normalize [batch, ..., size]; returns the dtype of x."""
         wide = x.astype(jnp.float32)
         mean, variance = self.mean[...], self.variance[...]
         if context.training:
@@ -130,17 +127,17 @@ class BatchNorm(nnx.Module):
 
 
 def batch_statistics(module: nnx.Module, context: Context) -> Sums:
-    """What the batch showed of a module's running averages, for a head's sums; {} in evaluation."""
+    """Return the batch statistics of a module for a head's sums; {} in evaluation."""
     if not context.training:
         return {}
-    shown: Any = nnx.to_pure_dict(nnx.state(module, RunningAverage))
-    return {BATCH_STATISTICS: shown}
+    averages: Any = nnx.to_pure_dict(nnx.state(module, RunningAverage))
+    return {BATCH_STATISTICS: averages}
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019).
 
-    It multiplies by `center` plus the scale, which starts so that this is 1.
+    It multiplies by `center` plus the scale, which is initialized so that this is 1.
     """
 
     def __init__(self, size: int, eps: float, dim: str, center: float = 0.0):
@@ -149,7 +146,7 @@ class RMSNorm(nnx.Module):
         self.center = center
 
     def __call__(self, x: Array) -> Array:
-        """[..., size] -> [..., size] in the dtype of x."""
+        """Normalize [..., size]; returns the dtype of x."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
@@ -157,7 +154,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadsRMSNorm(nnx.Module):
-    """The same over all heads of a token together, which the tensor axis may split (OLMo 2)."""
+    """RMS norm over all heads of a token together, which the tensor axis may split (OLMo 2)."""
 
     def __init__(self, heads: int, head_dim: int, eps: float, dim: str):
         self.scale = filled(1.0, (heads, head_dim), dim, "head_dim")
@@ -165,7 +162,7 @@ class HeadsRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array, context: Context) -> Array:
-        """[batch, seq, heads, head_dim] of this device -> the same shape and dtype."""
+        """Normalize [batch, seq, heads, head_dim] of this device; same shape and dtype."""
         wide = x.astype(jnp.float32)
         squares = context.sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True), "tensor")
         wide = wide * jax.lax.rsqrt(squares / self.size + self.eps)
@@ -181,7 +178,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        """[..., size] -> [..., size] in the dtype of x."""
+        """Normalize [..., size]; returns the dtype of x."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, -1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
@@ -196,9 +193,10 @@ def rotary_angles(
     stretch: Callable[[Array], Array] | None = None,
     length: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Cosines and sines times `length`, float32 [..., seq, head_dim / 2], of positions [..., seq].
+    """Return cosines and sines times `length`, float32 [..., seq, head_dim / 2].
 
-    Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's public weights.
+    Of positions [..., seq]. Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in
+    Llama's public weights.
     """
     exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
     frequencies = theta**-exponents
@@ -210,15 +208,15 @@ def rotary_angles(
 
 
 def computed_once(tables: Any) -> Any:
-    """The same arrays [..., size, width], for XLA:CPU to compute before it reads them.
+    """Return the same arrays [..., size, width], which XLA:CPU computes before reading them.
 
-    It would fuse what they are made of into every reader, and compute a cosine for each element of
-    every head of every layer. It does not look into a loop: each goes through one in halves, but
-    for those of an odd width.
+    Otherwise it would fuse their computation into every reader: a cosine for each element of every
+    head of every layer. It does not fuse across loops, so each array with an even width passes
+    through one in halves.
     """
 
     def halves(x: Array) -> Array:
-        """[..., width] in two turns of a loop."""
+        """Pass x [..., width] through a loop of two iterations."""
         parts = jnp.stack(jnp.split(x, 2, -1))
         return jnp.concatenate(list(lax.map(lax.optimization_barrier, parts)), -1)
 
@@ -228,25 +226,25 @@ def computed_once(tables: Any) -> Any:
 def rope_stretch(
     scaling: Mapping[str, Any], head_dim: int, theta: float
 ) -> tuple[Callable[[Array], Array], float]:
-    """How a `rope_scaling` changes frequencies [head_dim / 2], and the length of turned vectors."""
-    given = {**ROPE_SCALING[scaling["type"]], **scaling}
-    factor = given["factor"]
-    if given["type"] == "linear":
+    """Return how `rope_scaling` changes frequencies [head_dim / 2], and a vector length."""
+    values = {**ROPE_SCALING[scaling["type"]], **scaling}
+    factor = values["factor"]
+    if values["type"] == "linear":
         return (lambda frequencies: frequencies / factor), 1.0
-    original = given["original_max_position_embeddings"]
-    if given["type"] == "llama3":
-        low, high = given["low_freq_factor"], given["high_freq_factor"]
+    original = values["original_max_position_embeddings"]
+    if values["type"] == "llama3":
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
         return llama3_stretch(factor, low, high, original), 1.0
-    dims = [_dim_of_turns(given[n], original, head_dim, theta) for n in ("beta_fast", "beta_slow")]
+    dims = [_dim_of_turns(values[n], original, head_dim, theta) for n in ("beta_fast", "beta_slow")]
     first, last = max(math.floor(dims[0]), 0), min(math.ceil(dims[1]), head_dim - 1)
-    length = given["attention_factor"] or 0.1 * math.log(max(factor, 1.0)) + 1.0
+    length = values["attention_factor"] or 0.1 * math.log(max(factor, 1.0)) + 1.0
     return yarn_stretch(factor, first, last), length
 
 
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Frequencies [head_dim / 2] of Llama 3.1: low ones / `factor`, high ones kept, a ramp between.
+    """Return frequencies [head_dim / 2] of Llama 3.1: low ones / `factor`, with a ramp between.
 
     Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
     """
@@ -260,7 +258,7 @@ def llama3_stretch(
 
 
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
-    """Frequencies [head_dim / 2] of YaRN: kept to `first`, / `factor` from `last`, a ramp between.
+    """Return frequencies [head_dim / 2] of YaRN: from `last` on / `factor`, a ramp from `first`.
 
     Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), `first` and `last` rounded
     outwards as in its published code.
@@ -275,12 +273,12 @@ def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Arra
 
 
 def _dim_of_turns(turns: float, length: float, head_dim: int, theta: float) -> float:
-    """Index of the frequency that turns so often within `length` positions."""
+    """Return the index of the frequency with this many turns within `length` positions."""
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Turn [batch, seq, heads, head_dim] by angles [batch or 1, seq, head_dim / 2], in float32."""
+    """Rotate x [batch, seq, heads, head_dim] by angles [batch or 1, seq, head_dim / 2]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     turned = [first * cos - second * sin, second * cos + first * sin]
@@ -288,10 +286,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def look_up(table: Array, index: Array, dtype: Any) -> Array:
-    """Rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
+    """Return rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
 
-    The gradients of all places of a row are summed in float32 or wider and rounded once: in
-    bfloat16 256 + 1 = 256, so a frequent token's would stop growing.
+    Gradients of all uses of a row are summed in float32 or wider and rounded once: in bfloat16 256
+    + 1 = 256, so the gradient of a frequent token would stop growing.
     """
     axes = tuple(collectives.varying_axes(table) | collectives.varying_axes(index))
     table, index = collectives.vary((table.astype(dtype), index), axes)
@@ -300,18 +298,18 @@ def look_up(table: Array, index: Array, dtype: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows(num_rows: int, table: Array, index: Array) -> Array:
-    """Rows of a table [num_rows, width] at `index` [...], both varying alike: [..., width]."""
+    """Return rows of a table [num_rows, width] at `index` [...]: [..., width]."""
     return table[index]
 
 
 _SUM_BYTES = 256 << 20
-"""Of a table's gradient in the wide dtype, the most that is held at a time."""
+"""Largest part of a table's gradient in the wide dtype at a time."""
 
 
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
-    """The table's gradient [num_rows, width], from that of its rows [..., width].
+    """Return the table's gradient [num_rows, width] from that of its rows [..., width].
 
-    Of a narrower dtype a few columns at a time, so that only these are held in float32.
+    If the dtype is narrower than float32, a few columns at a time to save memory.
     """
     dtype, width = cotangent.dtype, cotangent.shape[-1]
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -322,7 +320,7 @@ def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array
     columns = width // parts
 
     def sum_columns(part: Array | int) -> Array:
-        """Columns of the gradient, [num_rows, columns]."""
+        """Return columns of the gradient, [num_rows, columns]."""
         own = lax.dynamic_slice_in_dim(cotangent, part * columns, columns, -1)
         sums = jnp.zeros((num_rows, columns), wide)
         return sums.at[index].add(own.astype(wide)).astype(dtype)
@@ -331,8 +329,8 @@ def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array
         return sum_columns(0), None
     axes = tuple(collectives.varying_axes(cotangent))
     empty = collectives.vary(jnp.zeros((num_rows, width), dtype), axes)
-    put = lambda part, found: lax.dynamic_update_slice_in_dim(
-        found, sum_columns(part), part * columns, -1
+    put = lambda part, sums: lax.dynamic_update_slice_in_dim(
+        sums, sum_columns(part), part * columns, -1
     )
     return lax.fori_loop(0, parts, put, empty), None
 
@@ -347,7 +345,7 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
 
     Args:
         x: [batch, seq_shard, d_model].
-        rate: share dropped; 0 or a key of None drops nothing.
+        rate: dropout rate; 0 or a key of None drops nothing.
         key: consumed once; fold in a layer and a site before.
         rows: int32 [batch], index in the global batch.
         index: int32 [seq_shard], index in the row.
@@ -362,9 +360,18 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
 
 
 def image_row(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """`Model.row` of a classifier: a float32 image [size, size, channels], its label and weight."""
+    """Return `Model.row` of a classifier: float32 image [size, size, channels], label, weight."""
     return {
         "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
         "labels": jax.ShapeDtypeStruct((), jnp.int32),
         "weights": jax.ShapeDtypeStruct((), jnp.float32),
     }
+
+
+def conv(x: Array, kernel: Array, stride: int = 1) -> Array:
+    """Convolve x [batch, height, width, in] to [batch, height / stride, width / stride, out]."""
+    pad = ((KERNEL_SIZE // 2,) * 2,) * 2  # equal on both sides, also for an odd rest of a stride
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, kernel.astype(x.dtype), (stride, stride), pad, dimension_numbers=dims
+    )

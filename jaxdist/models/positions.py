@@ -1,4 +1,4 @@
-"""What the decoder's blocks know of positions: rotary angles and masks, the same or by layer."""
+"""Prepare positions for the decoder's blocks: rotary angles and masks, by layer if they differ."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from jaxdist.models.configs import DecoderConfig
 
 
 def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:
-    """What every block needs: rotary angles, the documents, and indices for random bits.
+    """Return the inputs that all blocks share: rotary angles, documents, and dropout indices.
 
-    Returns:
-        `segments` int32 [batch, seq] or None, `rows` int32 [batch] or None, `index` int32
-        [seq_shard]; and where positions are rotary `cos`, `sin` float32 [batch or 1, seq,
-        head_dim / 2], and where layers with a window turn by others `local_cos`, `local_sin`.
+    `segments` int32 [batch, seq] or None, `rows` int32 [batch] or None, `index` int32 [seq_shard];
+    with rotary positions `cos`, `sin` float32 [batch or 1, seq, head_dim / 2], and `local_cos`,
+    `local_sin` if layers with a window have other frequencies.
     """
     seq = batch["tokens"].shape[1]
     aux: dict[str, Any] = {
@@ -32,16 +31,16 @@ def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, 
 
 
 def positions_of(batch: Batch, context: Context) -> Array:
-    """Positions [batch or 1, seq]; counted from the row's start where none are given."""
+    """Return positions [batch or 1, seq]; by default counted from the row's start."""
     if "positions" in batch:
         return batch["positions"]
     return context.position_ids(batch["tokens"].shape[1])[None]
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, Array]:
-    """`cos` and `sin` of positions [batch or 1, seq], float32 [batch or 1, seq, head_dim / 2].
+    """Return `cos` and `sin` of positions [batch or 1, seq], float32 [..., head_dim / 2].
 
-    And `local_cos` and `local_sin`, where layers with a window have a base of their own.
+    And `local_cos` and `local_sin` if layers with a window have their own base.
     """
     width, theta = config.head_width, config.rope_theta
     stretch: tuple[Any, ...] = ()
@@ -58,7 +57,7 @@ def _angles(config: DecoderConfig, positions: Array) -> dict[str, Array]:
 def angles_of_layer(
     config: DecoderConfig, aux: dict[str, Any], context: Context
 ) -> tuple[Array, Array]:
-    """(cos, sin) of the layer that runs, each float32 [batch or 1, seq, head_dim / 2]."""
+    """Return (cos, sin) of the current layer, each float32 [batch or 1, seq, head_dim / 2]."""
     if not config.local_rope_theta:
         return aux["cos"], aux["sin"]
     sees_all = mask_of_layer(config, context).has_no_window
@@ -68,24 +67,23 @@ def angles_of_layer(
     )
 
 
-def mask_of_layer(config: DecoderConfig, context: Context, **given: Any) -> AttentionMask:
-    """Which keys the queries of the layer that runs see; `given` are other fields of the mask."""
+def mask_of_layer(config: DecoderConfig, context: Context, **fields: Any) -> AttentionMask:
+    """Return the attention mask of the current layer; `fields` are its other fields."""
     every, layer = config.full_attention_every, context.layer
     return AttentionMask(
-        sliding_window=config.sliding_window, full_every=every, layer=layer, **given
+        sliding_window=config.sliding_window, full_every=every, layer=layer, **fields
     )
 
 
 def decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
-    """What cached attention needs, for positions int32 [batch, n]; -1 writes nowhere.
+    """Return the inputs of cached attention for positions int32 [batch, n]; -1 writes nothing.
 
-    Returns:
-        `slots` and `positions` int32 [batch, n]; where positions are rotary `cos`, `sin` float32
-        [batch, n, head_dim / 2].
+    `slots` and `positions` int32 [batch, n]; with rotary positions `cos`, `sin` float32 [batch, n,
+    head_dim / 2].
     """
     real = jnp.maximum(positions, 0)
     aux: dict[str, Any] = {
-        # Scatter drops what lies outside; a negative index would wrap to the end.
+        # Scatter drops indices beyond the end; a negative index would wrap.
         "slots": jnp.where(positions < 0, max_len, positions),
         "positions": real,
     }

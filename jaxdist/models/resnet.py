@@ -1,12 +1,12 @@
 """The residual network for CIFAR-10 of He et al. 2015, section 4.2: ResNet-20 to ResNet-110.
 
-A 3 × 3 convolution, three stages of n residual blocks with 1, 2 and 4 times the channels at a half
-and a quarter of the image size, the mean over pixels, one dense layer: 6 n + 2 layers. Shortcuts
-have no weights (the paper's option A): a shortcut into a stage takes every second pixel and adds
+A 3 × 3 convolution, three stages of n residual blocks with 1, 2 and 4 times the channels at full,
+half and quarter image size, the mean over pixels, one dense layer: 6 n + 2 layers. Shortcuts have
+no weights (option A of the paper): a shortcut into a stage takes every second pixel and adds
 channels of zeros. Images are channels-last.
 
-Under tensor parallelism a block's two convolutions are split as a transformer's MLP: the first by
-its outputs, whose batch norm is then of a device's own channels, the second by its inputs.
+Under tensor parallelism a block's two convolutions are split like a transformer's MLP: the first by
+its outputs, with batch norm of a device's own channels, the second by its inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
@@ -28,7 +27,7 @@ _NUM_STAGES = 3
 
 
 def build_resnet(config: ResnetConfig) -> Model:
-    """The `Model` record of the classifier; its batches hold `images`, `labels` and `weights`."""
+    """Return the `Model` of the classifier; batches have `images`, `labels` and `weights`."""
     init, axes, bind = layers.functional(lambda rngs: Resnet(config, rngs))
 
     def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
@@ -52,7 +51,7 @@ def build_resnet(config: ResnetConfig) -> Model:
 
 
 def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
-    """Name, input and output channels of each residual block."""
+    """Yield name, input and output channels of each residual block."""
     width = config.width
     for stage in range(_NUM_STAGES):
         for block in range(config.blocks_per_stage):
@@ -61,7 +60,7 @@ def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def _flops_per_image(config: ResnetConfig) -> dict[str, float]:
-    """Forward and backward FLOPs of convolutions and head; no attention, both conventions agree."""
+    """Return forward and backward FLOPs of convolutions and head per image."""
     area, side = KERNEL_SIZE**2, config.image_size
     macs = side**2 * area * IMAGE_CHANNELS * config.width
     for _, width, out in _blocks(config):
@@ -86,9 +85,9 @@ class Resnet(nnx.Module):
         self.head_bias = layers.filled(0.0, (config.num_classes,), None)
 
     def __call__(self, images: Array, context: Context) -> Array:
-        """Images [batch, height, width, channels] -> logits [batch, classes]."""
+        """Map images [batch, height, width, channels] to logits [batch, classes]."""
         with jax.named_scope("conv"):
-            x = jax.nn.relu(self.norm(_conv(images, self.conv[...]), context))
+            x = jax.nn.relu(self.norm(layers.conv(images, self.conv[...]), context))
         for name in self.names:
             with jax.named_scope(name):
                 x = getattr(self, name)(x, context)
@@ -113,10 +112,10 @@ class Block(nnx.Module):
         self.stride, self.added = out // width, out - width
 
     def __call__(self, x: Array, context: Context) -> Array:
-        """[batch, height, width, in] -> [batch, height / stride, width / stride, out]."""
-        y = _conv(context.enter(x), self.conv_1[...], self.stride)
+        """Map [batch, height, width, in] to [batch, height / stride, width / stride, out]."""
+        y = layers.conv(context.enter(x), self.conv_1[...], self.stride)
         y = jax.nn.relu(self.norm_1(y, context))
-        y = self.norm_2(context.leave(_conv(y, self.conv_2[...])), context)
+        y = self.norm_2(context.leave(layers.conv(y, self.conv_2[...])), context)
         shortcut = x[:, :: self.stride, :: self.stride]
         shortcut = jnp.pad(shortcut, ((0, 0), (0, 0), (0, 0), (0, self.added)))
         return jax.nn.relu(y + shortcut)
@@ -125,16 +124,7 @@ class Block(nnx.Module):
 def _conv_kernel(
     rngs: nnx.Rngs, width: int, out: int, in_dim: str | None, out_dim: str | None
 ) -> nnx.Param:
-    """A kernel [3, 3, width, out] from N(0, 2 / fan-in), as in the paper (He et al. 2015a)."""
+    """Return a kernel [3, 3, width, out] from N(0, 2 / fan-in) (He et al. 2015a)."""
     std = math.sqrt(2 / (KERNEL_SIZE**2 * width))
     shape = (KERNEL_SIZE, KERNEL_SIZE, width, out)
     return layers.weight(rngs, shape, std, None, None, in_dim, out_dim)
-
-
-def _conv(x: Array, kernel: Array, stride: int = 1) -> Array:
-    """[batch, height, width, in] -> [batch, height / stride, width / stride, out], zero-padded."""
-    dims = ("NHWC", "HWIO", "NHWC")
-    pad = ((KERNEL_SIZE // 2,) * 2,) * 2  # both sides alike, also where a stride leaves one over
-    return lax.conv_general_dilated(
-        x, kernel.astype(x.dtype), (stride, stride), pad, dimension_numbers=dims
-    )

@@ -38,12 +38,12 @@ class Weight:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it holds all layers."""
+        """Return whether the array is stacked over layers."""
         return bool(self.dims) and self.dims[0] == "layers"
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it multiplies; norm scales and biases do not."""
+        """Return whether it is used in products, unlike norm scales and biases."""
         return not self.name.endswith(("bias", "scale")) and len(self.dims) - self.is_stacked > 1
 
 

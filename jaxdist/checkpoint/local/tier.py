@@ -131,7 +131,8 @@ class LocalTier:
         self.begin()
         if not self._has_begun:
             return
-        if self._group.decide_from(self._is_busy(), any):
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if self._group.decide_from(is_busy, any):
             self._events.event("local_save_skipped", step=step)
             self._events.log(
                 f"local save of step {step} skipped: the previous one is still being written"
@@ -239,9 +240,6 @@ class LocalTier:
         ):
             raise CheckpointError(errors[0])
 
-    def _is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
         """Exchange the shards of all processes, once: the layout of a run is fixed."""
         if not self._shards:
@@ -295,8 +293,11 @@ class LocalTier:
             problems = self._group.decide_from([problem, needs], list)
             failed = [each for each in enumerate(problems) if each[1][0]]
             for process, (problem, of) in failed:
-                broken.add((sources[process], Save(generation, step, of)))
-                self._skip(step, sources[process], problem)
+                source = sources[process]
+                broken.add((source, Save(generation, step, of)))
+                self._events.event("local_save_damaged", step=step, process=source, reason=problem)
+                where = f"process {source} on {self._peers[source].domain.host}"
+                self._events.log(f"local save of step {step}, copy of {where}, skipped: {problem}")
             if not failed:
                 self._chosen = save
                 return int(step)
@@ -338,11 +339,6 @@ class LocalTier:
         """Return name -> description of each array of the chosen save."""
         assert self._chosen is not None
         return dict(self._store.document(self._chosen)["arrays"])
-
-    def _skip(self, step: int, source: int, reason: str) -> None:
-        where = f"process {source} on {self._peers[source].domain.host}"
-        self._events.event("local_save_damaged", step=step, process=source, reason=reason)
-        self._events.log(f"local save of step {step}, copy of {where}, skipped: {reason}")
 
     def _choose_source(self, replies: list[Any], at_least: int) -> list[Any]:
         """On process 0: choose a save, and the processes that fetch first."""

@@ -1,8 +1,8 @@
-"""Keys of Hugging Face's `config.json`: read, without effect on the model's values, or refused.
+"""Check the keys of Hugging Face's `config.json`: used, without effect, or rejected.
 
-A key that nobody here knows may change what the model computes, and the weights would load all the
-same. So each key is needed, optional, bound to the values with which our decoder computes the same,
-or listed as harmless; any other key that is set is a problem.
+An unknown key may change the result of the model although the weights load. So each key is
+required, optional, limited to the values that our decoder implements, or listed as harmless; any
+other key that is set is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPTIONAL = {
     "tie_word_embeddings": bool,
 }
 _LLAMA_ONLY = {"attention_bias": bool, "mlp_bias": bool}
-"""Biases of all four products of attention, and of all three of the MLP."""
+"""Biases of all four products of attention and all three of the MLP."""
 
 _GEMMA = {
     "query_pre_attn_scalar": int,
@@ -83,14 +83,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     gemma3_text=dict(_GEMMA_DEFAULTS, rope_theta=1e6, rope_local_base_freq=10000.0),
     gpt2=dict(n_positions=1024, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
 )  # fmt: skip
-"""Family -> value of each key that is read and may be absent, as in transformers' config class."""
+"""Family -> default of each optional key that is used, as in transformers' config class."""
 
 _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
                  "attn_logit_softcapping")  # fmt: skip
-"""Keys whose null turns the feature off, and does not stand for the default."""
+"""Keys whose null turns the feature off instead of meaning the default."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
-"""Family whose layers differ -> every how many layers one has no window, where nothing says so."""
+"""Family with differing layers -> default interval of layers without a window."""
 
 _WORDS = {
     int: "a whole number above 0",
@@ -122,10 +122,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
 }
-"""Values with which our decoder computes what transformers does."""
+"""Values with which our decoder computes the same as transformers."""
 
 _DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
-"""Rates of training, see `families.left_out`."""
+"""Dropout rates of training, see `families.left_out`."""
 
 _HARMLESS = frozenset(
     """
@@ -146,80 +146,80 @@ _HARMLESS = frozenset(
     output_past eos_token_ids _num_labels xla_device cross_attention_hidden_size _commit_hash
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
-"""What is stored and names files, starts, trains, classifies or generates; no value of a forward
-pass depends on it. `reorder_and_upcast_attn` and `pretraining_tp` change its rounding only."""
+"""Keys of files, initialization, training, classification or generation, on which no forward pass
+depends. `reorder_and_upcast_attn` and `pretraining_tp` change only its rounding."""
 
 
-_HARMLESS_THERE = {
+_HARMLESS_IN_FAMILY = {
     ("phi3", "auto_map"),
     ("phi3", "original_max_position_embeddings"),
     ("gemma2", "hidden_act"),
     ("gemma3_text", "hidden_act"),
 }
-"""The same for one family. Phi-3's `auto_map` names code that became transformers' own, and it
-reads the original length for `longrope` alone. Gemma reads `hidden_activation`."""
+"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of transformers, and
+it uses the original length only for `longrope`. Gemma uses `hidden_activation`."""
 
 
-def key_problems(theirs: Any, family: str) -> list[str]:
-    """List the problems of the keys of a `config.json`, defaults included, one line each."""
+def key_problems(hf: Any, family: str) -> list[str]:
+    """Return the errors of the keys of a `config.json`, defaults included, one line each."""
     needed = _GPT2 if family == "gpt2" else _LLAMA
-    found = [
-        f"{name}=null is not supported for {family}. Leave the key out for {default!r}."
+    errors = [
+        f"{name}=null is not supported for {family}. Remove the key for {default!r}."
         for name, default in DEFAULTS[family].items()
-        if default and theirs[name] is None and name not in _NULL_IS_NONE
+        if default and hf[name] is None and name not in _NULL_IS_NONE
     ]
-    found += [f"{name} is missing." for name in needed if theirs.get(name) is None]
-    for name, value in theirs.items():
+    errors += [f"{name} is missing." for name in needed if hf.get(name) is None]
+    for name, value in hf.items():
         kind = {**_OPTIONAL, **_BY_FAMILY.get(family, {}), **needed}.get(name)
-        if value is None or name in _HARMLESS or (family, name) in _HARMLESS_THERE:
+        if value is None or name in _HARMLESS or (family, name) in _HARMLESS_IN_FAMILY:
             continue
         if kind is not None:
             fits = _is(value, kind)
-            found += [] if fits else [f"{name}={_short(value)} is not {_WORDS[kind]}."]
+            errors += [] if fits else [f"{name}={_short(value)} is not {_WORDS[kind]}."]
         elif name in _DROPOUT:
-            found += [] if type(value) in (int, float) else [f"{name}={_short(value)} is no rate."]
+            errors += [] if type(value) in (int, float) else [f"{name}={_short(value)} is no rate."]
         elif name == "layer_types":
-            found += _layer_type_problems(value, theirs, family)
+            errors += _layer_type_problems(value, hf, family)
         elif name not in _ONLY:
-            found.append(
-                f"{name}={_short(value)} is not known, and may change what {family} computes. "
+            errors.append(
+                f"{name}={_short(value)} is unknown and may change the result of {family}. "
                 "Remove the key if it does not."
             )
         elif value not in _ONLY[name]:
             only = " or ".join(map(_short, _ONLY[name]))
-            found.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
-    if family in ("llama", "olmo2") and theirs.get("sliding_window"):
-        found.append(f"sliding_window is no key of {family}. Use model_type=mistral if it has one.")
-    return found or ([] if family == "gpt2" else _rope_problems(theirs))
+            errors.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
+    if family in ("llama", "olmo2") and hf.get("sliding_window"):
+        errors.append(f"{family} has no sliding_window. Use model_type=mistral if it does.")
+    return errors or ([] if family == "gpt2" else _rope_problems(hf))
 
 
-def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of rotary positions, under its old and its new name.
+def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotary positions, from the old or new key.
 
-    Where layers differ (Gemma 3), of those that see all keys.
+    If layers differ (Gemma 3), those of layers without a window.
     """
-    given = theirs.get("rope_parameters") or {}
-    found = {**(theirs.get("rope_scaling") or {}), **(given.get("full_attention") or given)}
-    found.setdefault("rope_theta", theirs["rope_theta"])
-    found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
-    return {name: value for name, value in found.items() if name != "type"}
+    parameters = hf.get("rope_parameters") or {}
+    rope = {**(hf.get("rope_scaling") or {}), **(parameters.get("full_attention") or parameters)}
+    rope.setdefault("rope_theta", hf["rope_theta"])
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    return {name: value for name, value in rope.items() if name != "type"}
 
 
-def local_rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of Gemma 3's layers with a window."""
-    given = theirs.get("rope_parameters") or {}
-    found = dict(given.get("sliding_attention") or {})
-    found.setdefault("rope_theta", theirs["rope_local_base_freq"])
-    return found
+def local_rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotary positions of Gemma 3's layers with a window."""
+    parameters = hf.get("rope_parameters") or {}
+    rope = dict(parameters.get("sliding_attention") or {})
+    rope.setdefault("rope_theta", hf["rope_local_base_freq"])
+    return rope
 
 
-def full_every(theirs: Mapping[str, Any], family: str) -> int:
-    """Every how many layers one has no window; 0 where `layer_types` have no such order."""
+def full_every(hf: Mapping[str, Any], family: str) -> int:
+    """Return the interval of layers without a window; 0 if `layer_types` have none."""
     usual = next(
-        (theirs[n] for n in ("sliding_window_pattern", "_sliding_window_pattern") if theirs.get(n)),
+        (hf[n] for n in ("sliding_window_pattern", "_sliding_window_pattern") if hf.get(n)),
         GEMMAS[family],
     )
-    kinds = theirs.get("layer_types")
+    kinds = hf.get("layer_types")
     if kinds is None:
         return usual
     orders = (usual, *range(2, len(kinds) + 1))
@@ -229,31 +229,31 @@ def full_every(theirs: Mapping[str, Any], family: str) -> int:
     return next((n for n in orders if kinds == named(n)), 0)
 
 
-def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
-    given = theirs.get("rope_parameters") or {}
-    found = [
-        f"rope_parameters {name}={_short(given[name])} is not an object."
+def _rope_problems(hf: Mapping[str, Any]) -> list[str]:
+    parameters = hf.get("rope_parameters") or {}
+    errors = [
+        f"rope_parameters {name}={_short(parameters[name])} is not an object."
         for name in ("full_attention", "sliding_attention")
-        if given.get(name) is not None and not isinstance(given[name], dict)
+        if parameters.get(name) is not None and not isinstance(parameters[name], dict)
     ]
-    if found:
-        return found
-    rope = rope_of(theirs)
-    found = _problems_of_rope(rope)
-    if not found and theirs["model_type"] == "phi3" and rope["rope_type"] != "default":
-        found.append(f"rope_type={_short(rope['rope_type'])}: phi3 has only default and longrope.")
-    if theirs.get("model_type") == "gemma3_text":
-        local = local_rope_of(theirs)
+    if errors:
+        return errors
+    rope = rope_of(hf)
+    errors = _problems_of_rope(rope)
+    if not errors and hf["model_type"] == "phi3" and rope["rope_type"] != "default":
+        errors.append(f"rope_type={_short(rope['rope_type'])}: phi3 has only default and longrope.")
+    if hf.get("model_type") == "gemma3_text":
+        local = local_rope_of(hf)
         if local.get("rope_type", "default") != "default":
-            found.append(
+            errors.append(
                 f"rope_type={_short(local['rope_type'])} of layers with a window: only "
                 "default is supported."
             )
         if not _is(local["rope_theta"], float):
-            found.append(
-                f"rope_local_base_freq={_short(local['rope_theta'])} is no number above 0."
+            errors.append(
+                f"rope_local_base_freq={_short(local['rope_theta'])} is not a number above 0."
             )
-    return found
+    return errors
 
 
 def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
@@ -264,36 +264,36 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
             "once a text passes original_max_position_embeddings. Use the variant of that length."
         ]
     if kind != "default" and not (isinstance(kind, str) and kind in ROPE_SCALING):
-        known = ", ".join(ROPE_SCALING)
-        return [f"rope_type={_short(kind)}: only default, {known} are supported."]
+        supported = ", ".join(ROPE_SCALING)
+        return [f"rope_type={_short(kind)}: only default, {supported} are supported."]
     keys = ROPE_SCALING.get(kind, {})
     optional = {name for name, default in keys.items() if default is not None}
-    if kind == "yarn":  # transformers takes max_position_embeddings where it is not given
+    if kind == "yarn":  # transformers defaults to max_position_embeddings
         optional.add("original_max_position_embeddings")
     numbers = ("rope_theta", *keys)
-    found = [
+    errors = [
         f"rope {name}={_short(rope.get(name))} is not a number above 0."
         for name in numbers
         if not (_is(rope.get(name), float) or (rope.get(name) is None and name in optional))
     ]
     more = {"rope_type", *numbers}
-    return found + [
+    return errors + [
         f"rope {name}={_short(value)} is not supported with rope_type={kind}."
         for name, value in rope.items()
         if name not in more and value is not None and (name, value) != ("partial_rotary_factor", 1)
     ]
 
 
-def _layer_type_problems(kinds: Any, theirs: Mapping[str, Any], family: str) -> list[str]:
-    """All layers alike, or of Gemma every so many without a window."""
+def _layer_type_problems(kinds: Any, hf: Mapping[str, Any], family: str) -> list[str]:
+    """Return an error unless layers are equal, or in a Gemma every n-th has no window."""
     if family in GEMMAS:
-        if isinstance(kinds, list) and full_every(theirs, family):
+        if isinstance(kinds, list) and full_every(hf, family):
             return []
         return [
             f"layer_types={_short(kinds)} is not supported for {family}: every n-th layer must be "
             "full_attention, the others sliding_attention."
         ]
-    window = family in ("mistral", "phi3") and theirs.get("sliding_window")
+    window = family in ("mistral", "phi3") and hf.get("sliding_window")
     allowed = "sliding_attention" if window else "full_attention"
     if isinstance(kinds, list) and all(kind == allowed for kind in kinds):
         return []
@@ -307,5 +307,5 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)  # as the file has it
+    text = json.dumps(value)  # as in the file
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory: its sizes, and its tensors checked against them."""
+"""Open a Hugging Face model directory: model settings, and tensors checked against them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ log = logging.getLogger("jaxdist")
 HEAD = "lm_head.weight"
 """Tensor of an output head that is not the embedding table."""
 
-_COMPARED_ROWS = 4096  # of two tables, at a time
-_CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
+_COMPARED_ROWS = 4096  # rows of two tables compared at a time
+_CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # stored, but not weights
 
 
 def is_model(path: str | os.PathLike[str]) -> bool:
-    """Whether a path, URL or hub name is that of a Hugging Face model (and not a run of ours)."""
+    """Return whether a path, URL or hub name is a Hugging Face model, not a run of ours."""
     if hub.is_hub_name(path):
         return True
-    if url_problem(path):  # whoever uses it says so
+    if url_problem(path):  # its use reports the error
         return False
     folder = locate(path)
     return (folder / "config.json").exists() and not (folder / "config.toml").exists()
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:
-    """The directory of a model; of a hub name the files are fetched, weights only where asked.
+    """Return the directory of a model; downloads that of a hub name, with `weights` if set.
 
-    Raises:
-        ConfigError: there is no such model on the hub, or it cannot be reached.
+    Raises `ConfigError` if the hub has no such model or cannot be reached.
     """
     if not hub.is_hub_name(path):
         return locate(path)
@@ -55,26 +54,25 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Locatio
 
 
 def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The directory's `config.json`; raises `ConfigError` when it cannot be read."""
+    """Return the directory's `config.json`; raises `ConfigError` if it cannot be read."""
     try:
         return (locate(folder) / "config.json").json()
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."
+            f"{folder}/config.json cannot be read ({error}). Use a Hugging Face model directory."
         ) from error
 
 
 def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
-    """Return the settings of a directory's model, as `open_weights` does if its weights are there.
+    """Return the model settings of a directory, like `open_weights` if it has weights.
 
-    Raises:
-        ConfigError: an unsupported model.
+    Raises `ConfigError` for an unsupported model.
     """
-    theirs = read_json(folder)
-    model = read_config(theirs)
+    hf = read_json(folder)
+    model = read_config(hf)
     try:
-        return _resolve_head(model, theirs["model_type"], safetensors.open_all(folder))[0]
-    except ConfigError:  # not fetched yet, or damaged: loading them reports it
+        return _resolve_head(model, hf["model_type"], safetensors.open_all(folder))[0]
+    except ConfigError:  # not downloaded, or damaged: loading them reports it
         return model
 
 
@@ -83,9 +81,9 @@ class Weights:
     """The tensors of a directory.
 
     Attributes:
-        model: the sizes that its `config.json` gives.
-        pieces: our array's name -> its parts, layer by layer.
-        tensors: their name -> tensor, not read yet.
+        model: settings from its `config.json`.
+        pieces: name of our array -> its parts, by layer.
+        tensors: name -> tensor, not read yet.
     """
 
     model: DecoderConfig
@@ -93,11 +91,11 @@ class Weights:
     tensors: dict[str, safetensors.StoredTensor]
 
     def dtype(self, piece: Piece) -> np.dtype:
-        """What a part is stored in, or what holds all of it exactly."""
-        return np.result_type(*(self.tensors[name].dtype for name in piece.theirs))
+        """Return the stored dtype of a part, or one that holds its tensors exactly."""
+        return np.result_type(*(self.tensors[name].dtype for name in piece.tensor_names))
 
     def fetch(self, source: Source, index: Index) -> np.ndarray:
-        """A block of a tensor's view, [*lengths of `index`] in the stored dtype, from its file."""
+        """Read a block of a tensor's view, [*lengths of `index`] in the stored dtype."""
         tensor = self.tensors[source.name].rows(source.first_row, source.num_rows)
         return tensor.reshape(source.view).read(index)
 
@@ -105,13 +103,12 @@ class Weights:
 def open_weights(folder: str | os.PathLike[str]) -> Weights:
     """Find every tensor that the model needs; reads headers only.
 
-    Raises:
-        ConfigError: an unsupported model; tensors that are missing, of another shape, or would be
-            dropped; files that are cut short.
+    Raises `ConfigError` if the model is not supported, tensors are missing, of another shape or
+    would be dropped, or files are truncated.
     """
-    theirs = read_json(folder)
-    config = read_config(theirs)
-    model, tensors = _resolve_head(config, theirs["model_type"], safetensors.open_all(folder))
+    hf = read_json(folder)
+    config = read_config(hf)
+    model, tensors = _resolve_head(config, hf["model_type"], safetensors.open_all(folder))
     if model != config:
         log.warning(
             "%s: config.json sets tie_word_embeddings, but %s differs from the embedding table. "
@@ -120,16 +117,16 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
             HEAD,
         )
     listed: dict[str, list[Piece]] = {}
-    for piece in pieces(model, theirs["model_type"]):
-        listed.setdefault(piece.name, []).append(_found(piece, tensors))
+    for piece in pieces(model, hf["model_type"]):
+        listed.setdefault(piece.name, []).append(_with_stored_names(piece, tensors))
     _check_complete([piece for parts in listed.values() for piece in parts], tensors, model)
     return Weights(model, listed, tensors)
 
 
-def _found(piece: Piece, tensors: dict[str, safetensors.StoredTensor]) -> Piece:
-    """The piece with the names that this checkpoint uses; base models leave the prefix out."""
-    short = [name.partition(".")[2] for name in piece.theirs]
-    if all(name in tensors for name in piece.theirs) or not all(n in tensors for n in short):
+def _with_stored_names(piece: Piece, tensors: dict[str, safetensors.StoredTensor]) -> Piece:
+    """Return the piece with this checkpoint's names; base models have no prefix."""
+    short = [name.partition(".")[2] for name in piece.tensor_names]
+    if all(name in tensors for name in piece.tensor_names) or not all(n in tensors for n in short):
         return piece
     renamed = (
         dataclasses.replace(source, name=name)
@@ -143,14 +140,13 @@ def _resolve_head(
 ) -> tuple[DecoderConfig, dict[str, safetensors.StoredTensor]]:
     """Decide whether the head of a tied model is tied, as transformers 5 does.
 
-    Returns:
-        The model, untied if the stored head differs from the embedding table, and the tensors. A
-        tied head without a table is the table.
+    Returns the model, untied if the stored head differs from the embedding table, and the tensors.
+    A tied head without a table becomes the table.
     """
     head = tensors.get(HEAD)
     if not model.tie_embeddings or head is None:
         return model, tensors
-    name = _found(next(pieces(model, family)), tensors).theirs[0]
+    name = _with_stored_names(next(pieces(model, family)), tensors).tensor_names[0]
     if name not in tensors:
         return model, {**tensors, name: head}
     table = tensors[name]
@@ -164,7 +160,7 @@ def _resolve_head(
 def _check_complete(
     listed: list[Piece], tensors: dict[str, safetensors.StoredTensor], model: DecoderConfig
 ) -> None:
-    """Refuse missing tensors, tensors of other shapes, and tensors that would be dropped."""
+    """Reject missing tensors, other shapes, and tensors that would be dropped."""
     needed = {source.name: source.shape for piece in listed for source in piece.sources}
     fix = {HEAD: " If the embedding table is the head, set tie_word_embeddings in config.json."}
     problems = [
@@ -178,7 +174,7 @@ def _check_complete(
     ]
     tied = {HEAD} if model.tie_embeddings else set()
     problems += [
-        f"tensor {name} has no place in the model that config.json describes."
+        f"tensor {name} is not part of the model that config.json describes."
         for name in sorted(tensors.keys() - needed.keys() - tied)
         if not name.endswith(_CONSTANTS)
     ]

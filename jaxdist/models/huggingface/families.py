@@ -1,7 +1,6 @@
-"""Hugging Face's decoders and ours: the same model under other names and in other shapes.
+"""Translate the settings of Hugging Face's decoders to ours and back.
 
-`read_config` and `write_config` translate the sizes; which tensors our arrays are made of is in
-`tensors.py`.
+`tensors.py` lists the tensors that our arrays are made of.
 
 References:
     The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral,
@@ -36,8 +35,8 @@ _ARCHITECTURES = {
 }
 
 FAMILIES = (*_ARCHITECTURES, "phi3")
-"""`model_type` of the configs that can be read. All but phi3 can be written: it is Llama, or with a
-window Mistral, whose query, key and value lie in one tensor, so it is written as one of these."""
+"""Supported `model_type`s. All but phi3 can be written: it is Llama, or with a window Mistral, with
+query, key and value in one tensor, and is written as one of these."""
 
 
 _GPT2_SIZES = {
@@ -58,7 +57,7 @@ _LLAMA_SIZES = {
     "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
 }
-# Key of config.json -> our setting, of the families of GPT-2 and of all others.
+# Key of config.json -> our setting, for GPT-2 and for all other families.
 
 _GEMMA_SETTINGS = (
     "scale_embeddings",
@@ -68,72 +67,63 @@ _GEMMA_SETTINGS = (
     "attention_softcap",
     "logit_softcap",
 )
-"""Settings of ours that no other family has; unset they are false or 0."""
+"""Settings of ours that no other family has; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {"qwen3": "head", "olmo2": "all", "gemma3_text": "head"}
 _WINDOWED = ("mistral", "phi3", *GEMMAS)
 
 
-def read_config(theirs: Any) -> DecoderConfig:
-    """Read the model settings of a Hugging Face `config.json`.
+def read_config(hf: Any) -> DecoderConfig:
+    """Return the model settings of a Hugging Face `config.json`.
 
-    An absent key has the default of the family's config class in transformers.
-
-    Raises:
-        ConfigError: the family, or something it asks for, is not supported or not known.
+    Absent keys have the defaults of the family's config class in transformers. Raises `ConfigError`
+    if the family or one of its features is not supported.
     """
-    if not isinstance(theirs, Mapping):
-        raise ConfigError([f"config.json holds no object but {type(theirs).__name__}."])
-    family = theirs.get("model_type")
+    if not isinstance(hf, Mapping):
+        raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
+    family = hf.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
             f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
-    theirs = {**DEFAULTS[family], **theirs}
-    problems = key_problems(theirs, family)
+    hf = {**DEFAULTS[family], **hf}
+    problems = key_problems(hf, family)
     if not problems:
-        config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
+        config = _read_gpt2(hf) if family == "gpt2" else _read_llama(hf, family)
         problems = problems_of(config, "model")
     if problems:
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     return config
 
 
-def left_out(theirs: Mapping[str, Any]) -> list[str]:
-    """What a Hugging Face `config.json` asks for in training that is not taken over, a line each.
+def left_out(hf: Mapping[str, Any]) -> list[str]:
+    """Return the training settings of a `config.json` that are ignored, one line each.
 
-    Its dropout: published models keep what they were trained with, and fine-tuning rarely wants it.
+    That is its dropout: published models keep the rates of their training, and fine-tuning rarely
+    uses them.
     """
     named = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
-    rates = {name: theirs[name] for name in named if theirs.get(name)}
+    rates = {name: hf[name] for name in named if hf.get(name)}
     if not rates:
         return []
-    told = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+    text = ", ".join(f"{name}={rate}" for name, rate in rates.items())
     return [
-        f"config.json has {told}: not taken over, dropout is 0. Set model.dropout and "
-        "model.attention_dropout if training should drop."
+        f"config.json has {text}, which is ignored: dropout is 0. Set model.dropout and "
+        "model.attention_dropout to use it."
     ]
 
 
 def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
-    """The model of a run, if Hugging Face has its kind; `where` it lies is for the error.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Return the model of a run if it is a decoder; else raise `ConfigError` with `where` it is."""
     if not isinstance(model, DecoderConfig):
         raise ConfigError(
-            f"{where} holds a {model.kind}. Only decoders can be written for Hugging Face."
+            f"{where} has a {model.kind}. Only decoders can be exported to Hugging Face."
         )
     return model
 
 
 def family_of(config: DecoderConfig) -> str:
-    """The family whose tensors can hold a model of ours.
-
-    Raises:
-        ConfigError: none can.
-    """
+    """Return the family that can express a model of ours; raises `ConfigError` if none can."""
     parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
     if family := _gemma_of(config):
@@ -149,7 +139,7 @@ def family_of(config: DecoderConfig) -> str:
             return "olmo2"
         if norms == ("pre", "none") and biases == {"qkv"}:
             return "qwen2"
-        # Llama has biases on all four products of attention, or on none.
+        # Llama has biases on all four products of attention or on none.
         if norms == ("pre", "none") and biases & {"qkv", "out"} in (set(), {"qkv", "out"}):
             return "llama"
     if rotary and config.sliding_window and norms == ("pre", "none") and not biases:
@@ -162,15 +152,15 @@ def family_of(config: DecoderConfig) -> str:
     raise ConfigError(
         "this combination of model settings is none of the families "
         f"{', '.join(_ARCHITECTURES)}, so Hugging Face has no model for it. "
-        "See configs/ for theirs."
+        "See configs/ for settings of these families."
     )
 
 
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """A Hugging Face `config.json` for a model of ours, stored in `dtype`."""
+    """Return a Hugging Face `config.json` for a model of ours, stored in `dtype`."""
     family = family_of(config)
     sizes = _GPT2_SIZES if family == "gpt2" else _LLAMA_SIZES
-    theirs: dict[str, Any] = {
+    hf: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
         "torch_dtype": dtype,
@@ -178,66 +168,66 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         **{name: getattr(config, ours) for name, ours in sizes.items()},
     }
     if family == "gpt2":
-        return theirs | {
+        return hf | {
             "activation_function": "gelu_new",
             "embd_pdrop": config.dropout,
             "resid_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
         }
-    theirs |= {
+    hf |= {
         "num_key_value_heads": config.kv_heads,
         "rope_theta": config.rope_theta,
         "attention_bias": "out" in config.bias,
     }
     if family in GEMMAS:
-        theirs |= _gemma_keys(config, family)
+        hf |= _gemma_keys(config, family)
     else:
-        theirs["hidden_act"] = "silu"
-    if family != "olmo2":  # which has no such key: it is hidden_size / num_attention_heads
-        theirs["head_dim"] = config.head_width
+        hf["hidden_act"] = "silu"
+    if family != "olmo2":  # OLMo 2 has no such key: it is hidden_size / num_attention_heads
+        hf["head_dim"] = config.head_width
     if family == "llama":
-        theirs["mlp_bias"] = "mlp" in config.bias
+        hf["mlp_bias"] = "mlp" in config.bias
     if config.rope_scaling:
         numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
-        theirs["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
+        hf["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
     if family == "mistral":
-        theirs["sliding_window"] = config.sliding_window
-    return theirs
+        hf["sliding_window"] = config.sliding_window
+    return hf
 
 
-def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
-    heads = theirs["num_attention_heads"]
-    kv_heads = theirs["num_key_value_heads"] or heads
-    rope = rope_of(theirs)
+def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
+    heads = hf["num_attention_heads"]
+    kv_heads = hf["num_key_value_heads"] or heads
+    rope = rope_of(hf)
     kind = rope["rope_type"]
     scaling: dict[str, Any] = {}
     if kind in ROPE_SCALING:
-        known = {name: rope[name] for name in ROPE_SCALING[kind] if rope.get(name) is not None}
-        scaling = {"type": kind, **known}
-    if kind == "yarn":  # as transformers reads a config without it
-        scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
-    width = theirs["head_dim"] or theirs["hidden_size"] // heads
+        values = {name: rope[name] for name in ROPE_SCALING[kind] if rope.get(name) is not None}
+        scaling = {"type": kind, **values}
+    if kind == "yarn":  # the default of transformers
+        scaling.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    width = hf["head_dim"] or hf["hidden_size"] // heads
     biases: list[Any] = ["qkv"] if family == "qwen2" else []
     if family == "llama":
-        biases += ["qkv", "out"] if theirs["attention_bias"] else []
-        biases += ["mlp"] if theirs["mlp_bias"] else []
+        biases += ["qkv", "out"] if hf["attention_bias"] else []
+        biases += ["mlp"] if hf["mlp_bias"] else []
     ours: dict[str, Any] = dict(
-        {ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
+        {ours: hf[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
-        head_dim=0 if width * heads == theirs["hidden_size"] else width,
+        head_dim=0 if width * heads == hf["hidden_size"] else width,
         rope_theta=float(rope["rope_theta"]),
         norm_placement="post" if family == "olmo2" else "pre",
         qk_norm=_QK_NORMS.get(family, "none"),
         bias=biases,
-        tie_embeddings=bool(theirs["tie_word_embeddings"]),
-        sliding_window=(theirs["sliding_window"] or 0) if family in _WINDOWED else 0,
+        tie_embeddings=bool(hf["tie_word_embeddings"]),
+        sliding_window=(hf["sliding_window"] or 0) if family in _WINDOWED else 0,
         rope_scaling=scaling,
     )
-    return DecoderConfig(**ours | (_read_gemma(theirs, family, width) if family in GEMMAS else {}))
+    return DecoderConfig(**ours | (_read_gemma(hf, family, width) if family in GEMMAS else {}))
 
 
 def _gemma_of(config: DecoderConfig) -> str:
-    """The Gemma that a model of ours is, or ""."""
+    """Return the Gemma family of a model of ours, or ""."""
     parts = (config.positions, config.norm, config.norm_placement, config.activation)
     if parts != ("rotary", "zero_centered_rms", "both", "geglu") or config.bias:
         return ""
@@ -250,8 +240,8 @@ def _gemma_of(config: DecoderConfig) -> str:
 
 
 def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
-    """What a Gemma's `config.json` has besides the keys of Llama's."""
-    theirs: dict[str, Any] = {
+    """Return the keys of a Gemma's `config.json` that Llama does not have."""
+    hf: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_width,
         "final_logit_softcapping": config.logit_softcap or None,
@@ -260,35 +250,35 @@ def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
         "layer_types": [f"{'sliding' if w else 'full'}_attention" for w in config.windows],
     }
     if family == "gemma3_text":
-        theirs["rope_local_base_freq"] = config.local_rope_theta
-    return theirs
+        hf["rope_local_base_freq"] = config.local_rope_theta
+    return hf
 
 
-def _read_gemma(theirs: Mapping[str, Any], family: str, width: int) -> dict[str, Any]:
+def _read_gemma(hf: Mapping[str, Any], family: str, width: int) -> dict[str, Any]:
     """Return the settings of a Gemma that Llama does not have."""
-    scalar = theirs["query_pre_attn_scalar"]
+    scalar = hf["query_pre_attn_scalar"]
     ours: dict[str, Any] = {
         "norm": "zero_centered_rms",
         "norm_placement": "both",
         "activation": "geglu",
         "scale_embeddings": True,
-        "full_attention_every": full_every(theirs, family),
+        "full_attention_every": full_every(hf, family),
         "query_pre_attn_scalar": 0 if scalar == width else scalar,
-        "attention_softcap": float(theirs["attn_logit_softcapping"] or 0),
-        "logit_softcap": float(theirs["final_logit_softcapping"] or 0),
+        "attention_softcap": float(hf["attn_logit_softcapping"] or 0),
+        "logit_softcap": float(hf["final_logit_softcapping"] or 0),
     }
     if family == "gemma3_text":
-        ours["local_rope_theta"] = float(local_rope_of(theirs)["rope_theta"])
+        ours["local_rope_theta"] = float(local_rope_of(hf)["rope_theta"])
     return ours
 
 
-def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
-    theirs = {**theirs, "n_inner": theirs.get("n_inner") or 4 * theirs["n_embd"]}
+def _read_gpt2(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = {**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}
     return DecoderConfig(
-        **{ours: theirs[name] for name, ours in _GPT2_SIZES.items()},
+        **{ours: hf[name] for name, ours in _GPT2_SIZES.items()},
         norm="layer",
         positions="learned",
         activation="gelu",
         bias=["qkv", "out", "mlp"],
-        tie_embeddings=bool(theirs["tie_word_embeddings"]),
+        tie_embeddings=bool(hf["tie_word_embeddings"]),
     )

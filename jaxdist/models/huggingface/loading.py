@@ -1,9 +1,8 @@
-"""Weights of a Hugging Face directory onto a mesh: each process reads what its devices hold.
+"""Load weights of a Hugging Face directory onto a mesh.
 
-Blocks of at most `BLOCK_BYTES` pass through the host one after the other; a shard larger than that
-is put together on its device. So a process holds no more host memory than a few blocks, whatever
-the model, and reads each byte that its devices need about once (devices that hold the same slice
-share the reading).
+Each process reads the shards of its devices, in blocks of at most `BLOCK_BYTES`; larger shards are
+assembled on the device. So the host holds only a few blocks, whatever the model size, and each
+needed byte is read about once (devices with the same slice share the read).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
 
 BLOCK_BYTES = 64 << 20
-"""Bytes of an array in host memory at a time, as it will lie on the device."""
+"""Bytes of an array in host memory at a time, in its dtype on the device."""
 
 
 def load_params(
@@ -38,17 +37,16 @@ def load_params(
     *,
     reinit: Collection[str] = (),
 ) -> Params:
-    """The directory's weights as parameters of a model.
+    """Load the directory's weights as parameters of a model.
+
+    Raises `ConfigError` if the directory has another model or processes see other files.
 
     Args:
         folder: path or URL of a Hugging Face model directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
-            `reinit` are arrays and come back as they are.
-        reinit: names, or prefixes of names, that are not read, e.g. `params/head`: of leaves, or of
-            weights that the model lacks.
-
-    Raises:
-        ConfigError: the directory does not hold this model, or processes see other files.
+            `reinit` are arrays and are returned unchanged.
+        reinit: names or prefixes of parameters or stored weights that are not read, e.g.
+            `params/head`.
     """
     weights = open_weights(folder)
     _check_same_everywhere(folder, weights)
@@ -59,18 +57,18 @@ def load_params(
     )
     read = {name: leaf for name, leaf in named.items() if not below(name, reinit)}
     problems = [
-        f"{folder} has no {name} {list(leaf.shape)}: its model is another. Take the model's "
-        "settings from its config.json by leaving [model] out."
+        f"{folder} has no {name} {list(leaf.shape)}: it has another model. Remove [model] to use "
+        "the settings of its config.json."
         for name, leaf in read.items()
         if name not in weights.pieces or _shape(weights.pieces[name]) != leaf.shape
     ]
     problems += [
-        f"{folder} has {name}, the model has not. Name it in reinit_params to leave it unread."
+        f"{folder} has {name}, but the model does not. Add it to reinit_params to leave it unread."
         for name in sorted(weights.pieces.keys() - named.keys())
         if not below(name, reinit)
     ]
     problems += [
-        f"reinit_params names {part}, a part of neither the model nor {folder}. Use one of "
+        f"reinit_params names {part}, which neither the model nor {folder} has. Use one of "
         f"{', '.join(named)}."
         for part in reinit
         if not any(below(name, [part]) for name in {*named, *weights.pieces})
@@ -90,10 +88,7 @@ def _shape(parts: list[Piece]) -> tuple[int, ...]:
 
 
 def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    """One array, shaped as `leaf` [*dims] and in its dtype, shard by shard.
-
-    Devices that hold the same slice share what is read.
-    """
+    """Load one array, with the shape [*dims] and dtype of `leaf`, shard by shard."""
     assert leaf.sharding is not None  # a target has one, see `load_params`
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -104,10 +99,10 @@ def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
     for bounds, devices in holders.items():
         shape = tuple(stop - start for start, stop in bounds)
         if math.prod(shape) * leaf.dtype.itemsize <= BLOCK_BYTES:
-            whole = np.empty(shape, leaf.dtype)
-            for place, values in _blocks(weights, parts, bounds, leaf.dtype):
-                whole[place] = values
-            shards += [jax.device_put(whole, device) for device in devices]
+            host = np.empty(shape, leaf.dtype)
+            for block, values in _blocks(weights, parts, bounds, leaf.dtype):
+                host[block] = values
+            shards += [jax.device_put(host, device) for device in devices]
         else:
             shards += _assembled(weights, parts, bounds, leaf.dtype, devices)
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
@@ -120,23 +115,23 @@ def _assembled(
     dtype: np.dtype,
     devices: list[Any],
 ) -> list[Array]:
-    """A large shard [lengths of `bounds`] on each of `devices`, written there block by block."""
+    """Write a large shard [lengths of `bounds`] to each of `devices`, block by block."""
     shape = tuple(stop - start for start, stop in bounds)
     shards = [_zeros(shape, dtype, device) for device in devices]
-    for place, values in _blocks(weights, parts, bounds, dtype):
-        corner = tuple(np.int32(s.start) for s in place)
+    for block, values in _blocks(weights, parts, bounds, dtype):
+        corner = tuple(np.int32(s.start) for s in block)
         shards = [
             _written(shard, jax.device_put(values, device), corner)
             for shard, device in zip(shards, devices, strict=True)
         ]
-        jax.block_until_ready(shards)  # else copies of many blocks would wait on the host
+        jax.block_until_ready(shards)  # otherwise many blocks would stay in host memory
     return shards
 
 
 def _blocks(
     weights: Weights, parts: list[Piece], bounds: tuple[tuple[int, int], ...], dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """A shard in blocks: (place in the shard, values [lengths of the place] in `dtype`)."""
+    """Yield a shard in blocks: index in the shard, values [its lengths] in `dtype`."""
     stacked = parts[0].layer is not None
     layers = range(*bounds[0]) if stacked else (0,)
     inner = bounds[1:] if stacked else bounds
@@ -144,18 +139,18 @@ def _blocks(
         piece = parts[layer]
         for index in _slabs(piece, inner, dtype.itemsize):
             values = piece.read(index, weights.fetch, dtype)
-            place = tuple(
+            block = tuple(
                 slice(s.start - start, s.stop - start)
                 for s, (start, _) in zip(index, inner, strict=True)
             )
             if stacked:
-                yield (slice(number, number + 1), *place), values[None]
+                yield (slice(number, number + 1), *block), values[None]
             else:
-                yield place, values
+                yield block, values
 
 
 def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> Iterator[Index]:
-    """A shard of a part in blocks of at most `BLOCK_BYTES`, cut as its tensor lies in the file."""
+    """Yield blocks of a part of at most `BLOCK_BYTES`, split in the order of storage."""
     steps = [stop - start for start, stop in bounds]
     for dim in piece.stored_order:
         rest = math.prod(steps) // max(1, steps[dim]) * itemsize
@@ -171,28 +166,28 @@ def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> 
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
-    """Zeros [*shape] in `dtype`, made on the device."""
+    """Return zeros [*shape] in `dtype`, made on the device."""
     where = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=where)()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
-    """The shard [*dims], donated, with values [*part] of its dtype from its index `corner` on."""
+    """Return the shard [*dims], donated, with values [*part] written from index `corner` on."""
     return jax.lax.dynamic_update_slice(shard, values, corner)
 
 
 def _check_same_everywhere(folder: str | os.PathLike[str], weights: Weights) -> None:
-    """Refuse to mix weights: every process must see the same tensors in the same files."""
+    """Check that every process sees the same tensors in the same files."""
     facts = sorted(
         (name, tensor.file.name, tensor.offset, tensor.shape, tensor.dtype.name)
         for name, tensor in weights.tensors.items()
     )
     digest = hashlib.sha256(json.dumps([repr(weights.model), facts]).encode()).hexdigest()
     digests = coordination.gather("init_from", digest)
-    other = [i for i, theirs in enumerate(digests) if theirs != digests[0]]
+    other = [i for i, value in enumerate(digests) if value != digests[0]]
     if other:
         raise ConfigError(
-            f"processes {other} see other files in {folder} than process 0: weights would be "
-            "mixed. Give every host the same directory, or a shared path."
+            f"processes {other} see other files in {folder} than process 0. Use the same "
+            "directory on every host, or a shared path."
         )

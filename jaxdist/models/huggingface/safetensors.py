@@ -1,10 +1,10 @@
-"""safetensors files: headers read by Hugging Face's library, tensors block by block.
+"""Read and write safetensors files tensor by tensor.
 
-The library checks headers; values are mapped from the file, so that a block costs the pages it lies
-in. From an object store come the header and whole rows of a tensor, those that a block has a part
-of. The library can only write what is in memory whole: `write` streams, so that a checkpoint of any
-size can be exported. A file is the length of its header (8 bytes, little endian), the header (JSON:
-name -> dtype, shape, offsets into what follows), and the tensors in row-major order, without gaps.
+Hugging Face's library checks the headers; values are memory-mapped, so a block costs only its
+pages. From an object store, complete rows of a tensor are read. The library can only write tensors
+that are all in memory; `write` streams, so that a checkpoint of any size can be exported. A file is
+the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape, offsets
+after the header), and the tensors in row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
+import ml_dtypes  # noqa: F401  # registers bfloat16 and float8 with NumPy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -32,10 +32,10 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 SINGLE = "model.safetensors"
-"""The file of a model that is stored in one."""
+"""File of a model in one file."""
 
 INDEX = "model.safetensors.index.json"
-"""Which file of a directory holds which tensor, by Hugging Face's convention."""
+"""File with the map from tensor to file, by Hugging Face's convention."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -54,15 +54,15 @@ DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""NumPy's name of a dtype -> the format's."""
+"""NumPy's name of a dtype -> the name in the format."""
 
-_HEADER_BYTES = 100 << 20  # the library refuses longer ones
-_REQUESTS = 8  # at a time, to an object store
+_HEADER_BYTES = 100 << 20  # the library rejects longer ones
+_REQUESTS = 8  # concurrent, to an object store
 _ALIGNMENT = 8  # the header is padded with spaces, so that tensors start aligned
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: its facts now, its values (rows, in order) when its turn comes."""
+    """A tensor to write: shape and dtype, and its values as parts (rows in order)."""
 
     shape: Sequence[int]
     dtype: np.dtype
@@ -75,10 +75,7 @@ class Tensor(NamedTuple):
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, with text facts in its header.
-
-    `parts` of a tensor are its rows in row-major order.
-    """
+    """Write a file, with `metadata` texts in its header."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -95,20 +92,17 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             for part in tensor.parts:
-                # Bytes, because NumPy's file writing knows no bfloat16.
+                # As bytes, because NumPy cannot write bfloat16.
                 stream.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
 def write_shards(
     directory: Path, tensors: Mapping[str, Tensor], shard_gb: float, metadata: Mapping[str, str]
 ) -> list[str]:
-    """Write `model.safetensors`, or shards and their index where it would be larger.
+    """Write `model.safetensors`, or shards and their index if it would be larger.
 
-    No file exceeds `shard_gb` GB (0 = no limit) but that of a tensor larger than that. `metadata`
-    are text facts for each header.
-
-    Returns:
-        The names of the files.
+    No file exceeds `shard_gb` GB (0 = no limit) unless a single tensor does. `metadata` are texts
+    for each header. Returns the names of the files.
     """
     groups: list[list[str]] = [[]]
     size = 0
@@ -128,14 +122,14 @@ def write_shards(
             counted = {name: _counted(tensors[name], progress) for name in group}
             write(directory / file, counted, metadata)
     if count > 1:
-        places = {name: f for f, group in zip(files, groups, strict=True) for name in group}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        file_of = {name: f for f, group in zip(files, groups, strict=True) for name in group}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (directory / INDEX).write_text(json.dumps(index, indent=1))
     return files
 
 
 def _counted(tensor: Tensor, progress: Progress) -> Tensor:
-    """The tensor, whose parts advance the progress as they are written."""
+    """Return the tensor with parts that advance the progress as they are written."""
 
     def parts() -> Iterator[np.ndarray]:
         for part in tensor.parts:
@@ -155,24 +149,20 @@ class StoredTensor:
     dtype: np.dtype
 
     def reshape(self, shape: tuple[int, ...]) -> StoredTensor:
-        """The same values under another shape; nothing moves, as rows lie one after the other."""
+        """Return the same values with another shape, without moving data."""
         return dataclasses.replace(self, shape=shape)
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """`count` of its rows from `first` on, as a tensor."""
+        """Return `count` rows from `first` on as a tensor."""
         each = math.prod(self.shape[1:]) * self.dtype.itemsize
         return dataclasses.replace(
             self, offset=self.offset + first * each, shape=(count, *self.shape[1:])
         )
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Its values, or those of a block by dim, into memory of their own.
+        """Read its values, or a block by index, [*lengths of `index`] in the stored dtype.
 
-        Returns:
-            [*lengths of `index`], in the stored dtype.
-
-        Raises:
-            OSError: the file ends before the tensor does.
+        Raises `OSError` if the file is too short.
         """
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)[index]
@@ -185,7 +175,7 @@ class StoredTensor:
         return np.array(stored[index])
 
     def _download(self, index: tuple[slice, ...]) -> np.ndarray:
-        """As `read`, [*lengths of `index`]: rows of the first dim, some MiB in a request."""
+        """Read [*lengths of `index`] in rows of the first dim, several MiB per request."""
         if not self.shape:
             return self.reshape((1,))._download(()).reshape(())
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -193,7 +183,7 @@ class StoredTensor:
         step = max(1, BLOCK_BYTES // row)
 
         def part(start: int) -> np.ndarray:
-            """Rows from `start` on, [at most `step`, *lengths of the rest of `index`]."""
+            """Return rows from `start` on, [at most `step`, *lengths of the other dims]."""
             count = min(step, end - start)
             data = self.file.part(self.offset + start * row, count * row) if count else b""
             if len(data) != count * row:
@@ -208,44 +198,42 @@ class StoredTensor:
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Open every tensor of a model directory, from the files that transformers would load.
 
-    These are `model.safetensors`, else the files that the index names. A directory with neither
-    may hold one safetensors file. Other files are not read.
-
-    Raises:
-        ConfigError: without an index there is no such file, several, or one next to another
-            format; there is an adapter; a header is malformed; tensors are missing or duplicate.
+    These are `model.safetensors`, else the files in the index. A directory with neither may have
+    one safetensors file. Other files are not read. Raises `ConfigError` if the files are ambiguous
+    without an index, there is an adapter, a header is malformed, or tensors are missing or
+    duplicate.
     """
     directory = locate(directory)
     entries = directory.entries()
     if "adapter_config.json" in entries:
         raise ConfigError(
-            f"{directory} holds adapter_config.json: transformers would add the adapter to the "
+            f"{directory} has adapter_config.json: transformers would add the adapter to the "
             "weights. Merge the adapter (merge_and_unload), or remove its files."
         )
     present = [name for name in entries if name.endswith(".safetensors")]
-    places = {} if SINGLE in present else _read_index(directory)
+    file_of = {} if SINGLE in present else _read_index(directory)
     others = [name for name in entries if name.startswith("pytorch_model")]
-    if not places and SINGLE not in present and (len(present) != 1 or others):
+    if not file_of and SINGLE not in present and (len(present) != 1 or others):
         raise ConfigError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}, but {[*present, *others][:5]}. Save "
+            f"{directory} has neither {SINGLE} nor {INDEX}, but {[*present, *others][:5]}. Save "
             "the model with save_pretrained(..., safe_serialization=True), or add the index."
         )
     single = [SINGLE] if SINGLE in present else present
-    files = sorted(set(places.values())) if places else single
+    files = sorted(set(file_of.values())) if file_of else single
     if unread := [name for name in [*present, *others] if name not in files]:
-        log.info("%s: not read, as no part of the model: %s", directory, ", ".join(unread))
+        log.info("%s: not part of the model and not read: %s", directory, ", ".join(unread))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in _open(directory / file).items():
-            if places.get(name, file) != file:
+            if file_of.get(name, file) != file:
                 continue
             if name in tensors:
                 raise ConfigError(
-                    f"{directory}: {tensors[name].file.name} and {file} both hold {name}. Remove "
+                    f"{directory}: {tensors[name].file.name} and {file} both have {name}. Remove "
                     f"one of them, or add {INDEX}."
                 )
             tensors[name] = tensor
-    if missing := places.keys() - tensors.keys():
+    if missing := file_of.keys() - tensors.keys():
         raise ConfigError(
             f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."
         )
@@ -253,50 +241,50 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def indexed_files(directory: Location) -> list[str]:
-    """Return the files that the directory's index names; [] without an index."""
+    """Return the files in the directory's index; [] without an index."""
     return sorted(set(_read_index(directory).values()))
 
 
 def _read_index(directory: Location) -> dict[str, str]:
-    """Tensor -> file, as the directory's index has it; {} without one."""
+    """Return tensor -> file from the directory's index; {} without one."""
     index = directory / INDEX
     if not index.exists():
         return {}
     try:
-        places = index.json()["weight_map"]
-        if not all(Path(file).name == file for file in places.values()):
+        file_of = index.json()["weight_map"]
+        if not all(Path(file).name == file for file in file_of.values()):
             raise ValueError("weight_map names files outside the directory")
-        return dict(places)
+        return dict(file_of)
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} is no index ({error!r}). Fetch it again.") from error
+        raise ConfigError(f"{index} is not an index ({error!r}). Download it again.") from error
 
 
 def _open(file: Location) -> dict[str, StoredTensor]:
-    """The tensors of a file whose header the library found whole: in order, no gap, no overlap."""
+    """Return the tensors of a file, whose header the library checks: no gap, no overlap."""
     dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     try:
         offset = 8 + int.from_bytes(file.part(0, 8), "little")  # rejects pipes; the library waits
         with _header_of(file) as header, safe_open(header, framework="np") as stored:
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
                 shape, dtype = tuple(tensor.get_shape()), dtypes[tensor.get_dtype()]
-                found[name] = StoredTensor(file, offset, shape, dtype)
+                tensors[name] = StoredTensor(file, offset, shape, dtype)
                 offset += math.prod(shape) * dtype.itemsize
     except KeyError as error:
         raise ConfigError(
-            f"{file} holds tensors of dtype {error}, which are not read. Convert them to bfloat16."
+            f"{file} has tensors of dtype {error}, which is unsupported. Convert them to bfloat16."
         ) from error
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{file} is no whole safetensors file ({error}). Fetch it again."
+            f"{file} is not a complete safetensors file ({error}). Download it again."
         ) from error
-    return found
+    return tensors
 
 
 @contextlib.contextmanager
 def _header_of(file: Location) -> Iterator[str]:
-    """A local file whose header and size are those of `file`; a copy has holes for its tensors."""
+    """Yield a local file with the header and size of `file`; a copy has holes for tensors."""
     if file.is_local:
         yield file.path
         return

@@ -1,7 +1,7 @@
-"""Hugging Face's tensors and our arrays: which are made of which, and how.
+"""Map Hugging Face's tensors to our arrays.
 
-`pieces` lists, for each of our arrays (one layer at a time where layers are stacked), the tensors
-it is made of. Both directions move values without arithmetic, so that a round trip is exact.
+`pieces` lists the tensors of each of our arrays, by layer if layers are stacked. Both directions
+move values without arithmetic, so that a round trip is exact.
 
 References:
     The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, OLMo 2,
@@ -24,16 +24,16 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor as a block of a part of ours: its dims split and put in our order.
+    """A Hugging Face tensor as a block of a part of ours, with dims split and reordered.
 
     Attributes:
-        shape: of the tensor.
-        view: the same with some dims split in two or more; of a part of its rows, of that part.
+        shape: shape of the tensor.
+        view: shape with some dims split, for the rows in use.
         order: dim i of our part is dim `order[i]` of the view.
-        dim: dim of our part along which several tensors lie side by side.
-        start: where this one begins along it.
-        first_row: row of the tensor at which the view begins (Phi-3 keeps query, key and value one
-            below the other).
+        dim: dim of our part along which several tensors are concatenated.
+        start: start of this one along it.
+        first_row: row of the tensor at which the view begins (Phi-3 stores query, key and value in
+            one tensor).
     """
 
     name: str
@@ -46,22 +46,22 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tensor that the view holds."""
+        """Rows of the tensor in the view."""
         return math.prod(self.view) // math.prod(self.shape[1:])
 
     @property
     def block(self) -> Index:
-        """The place of the tensor in our part."""
+        """Index of the tensor in our part."""
         index = [slice(0, self.view[dim]) for dim in self.order]
         index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
         return tuple(index)
 
     def of_view(self, index: Index) -> Index:
-        """The place in the view of a place in our part that lies inside `block`."""
+        """Convert an index in our part, inside `block`, to one in the view."""
         inside: list[slice] = [slice(0)] * len(self.view)
-        for ours, theirs in enumerate(self.order):
+        for ours, hf_dim in enumerate(self.order):
             shift = self.start if ours == self.dim else 0
-            inside[theirs] = slice(index[ours].start - shift, index[ours].stop - shift)
+            inside[hf_dim] = slice(index[ours].start - shift, index[ours].stop - shift)
         return tuple(inside)
 
 
@@ -71,8 +71,8 @@ class Piece:
 
     Attributes:
         name: our array, e.g. `params/layers/attention/qkv`.
-        layer: index in the stacked dim, or None for an array that is not stacked.
-        shape: of the part; what no tensor covers is padding and holds zeros.
+        layer: index in the stacked dim, or None if the array is not stacked.
+        shape: shape of the part; padding, without a tensor, is zeros.
     """
 
     name: str
@@ -81,26 +81,23 @@ class Piece:
     sources: tuple[Source, ...]
 
     @property
-    def theirs(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """Names of the tensors."""
         return tuple(source.name for source in self.sources)
 
     @property
     def stored_order(self) -> tuple[int, ...]:
-        """Our dims in the order in which the tensor stores them, slowest first."""
+        """Our dims in the order of storage, slowest first."""
         order = self.sources[0].order
         return tuple(order.index(dim) for dim in range(len(order)))
 
     def read(
         self, index: Index, fetch: Callable[[Source, Index], np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
-        """A block of our part, from no more of their tensors than it is made of.
+        """Return a block [*lengths of `index`] of our part, reading only the tensors that it needs.
 
-        The index has start and stop in every dim; `fetch` gives (tensor, place in its view) -> the
-        values there.
-
-        Returns:
-            The values, [*lengths of `index`].
+        The index has start and stop in every dim; `fetch` maps (tensor, index in its view) to
+        values.
         """
         shape = tuple(s.stop - s.start for s in index)
         out: np.ndarray | None = None
@@ -115,25 +112,25 @@ class Piece:
             if values.shape == shape:
                 return values.astype(dtype, copy=False)
             out = np.zeros(shape, dtype) if out is None else out
-            place = (
+            inside = (
                 slice(s.start - i.start, s.stop - i.start) for s, i in zip(both, index, strict=True)
             )
-            out[tuple(place)] = values
+            out[tuple(inside)] = values
         return np.zeros(shape, dtype) if out is None else out
 
     def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Our part [*shape] from their tensors, in the order of `sources`; their dtype."""
+        """Return our part [*shape] from its tensors, in the order of `sources`; keeps the dtype."""
         views = {
             source: x[source.first_row : source.first_row + source.num_rows].reshape(source.view)
             for source, x in zip(self.sources, tensors, strict=True)
         }
-        whole = tuple(slice(0, size) for size in self.shape)
-        return self.read(whole, lambda source, index: views[source][index], tensors[0].dtype)
+        everything = tuple(slice(0, size) for size in self.shape)
+        return self.read(everything, lambda source, index: views[source][index], tensors[0].dtype)
 
     def split(self, part: np.ndarray) -> list[np.ndarray]:
-        """Their tensors, in the order and shapes of `sources`, from our part [*shape].
+        """Return the tensors, in the order and shapes of `sources`, from our part [*shape].
 
-        Views where possible. Each source must be a whole tensor.
+        Views if possible. Each source must be a complete tensor.
         """
         return [
             part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
@@ -154,11 +151,11 @@ _NORMS = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }
-"""Place of the norms -> our norm of a layer -> theirs."""
+"""`norm_placement` -> our norm of a layer -> the name of Hugging Face."""
 
 
 def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
-    """Every part of every array of ours, array by array, layer by layer."""
+    """Yield every part of every array of ours, by array and layer."""
     return _gpt2_pieces(config) if family == "gpt2" else _llama_pieces(config, family)
 
 
@@ -175,20 +172,20 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
     if not config.tie_embeddings:
         yield _head(config)
-    for ours, theirs in _NORMS[config.norm_placement].items():
-        yield from of_layer(f"{ours}/scale", (d,), _same(f"{theirs}.weight", d))
+    for ours, hf_name in _NORMS[config.norm_placement].items():
+        yield from of_layer(f"{ours}/scale", (d,), _same(f"{hf_name}.weight", d))
     qkv, *sources = _qkv(config, "weight")
     yield from of_layer("attention/qkv", qkv, *(_fused_qkv(sources) if is_fused else sources))
     if "qkv" in config.bias:
         yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
     if config.qk_norm != "none":
-        for ours, theirs, count in (
+        for ours, hf_name, count in (
             ("query_norm", "q_norm", heads),
             ("key_norm", "k_norm", config.kv_heads),
         ):
             shape = (width,) if config.qk_norm == "head" else (count, width)
             stored, order = (math.prod(shape),), tuple(range(len(shape)))
-            scale = Source(f"self_attn.{theirs}.weight", stored, shape, order)
+            scale = Source(f"self_attn.{hf_name}.weight", stored, shape, order)
             yield from of_layer(f"attention/{ours}/scale", shape, scale)
     out = Source("self_attn.o_proj.weight", (d, heads * width), (d, heads, width), (1, 2, 0))
     yield from of_layer("attention/out", (heads, width, d), out)
@@ -217,12 +214,12 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
     inner = heads * width
 
     def of_layer(
-        ours: str, shape: tuple[int, ...], theirs: str, *views: tuple[int, ...]
+        ours: str, shape: tuple[int, ...], hf_name: str, *views: tuple[int, ...]
     ) -> Iterator[Piece]:
-        """One tensor of each layer; `views`: its shape, its dims split, their order."""
+        """Yield one tensor per layer; `views`: its shape, its dims split, their order."""
         stored, view, order = views or (shape, shape, tuple(range(len(shape))))
         for layer in range(config.num_layers):
-            source = Source(f"transformer.h.{layer}.{theirs}", stored, view, order)
+            source = Source(f"transformer.h.{layer}.{hf_name}", stored, view, order)
             yield Piece(f"params/layers/{ours}", layer, shape, (source,))
 
     yield _table(config, "transformer.wte.weight")
@@ -230,12 +227,12 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
         yield _head(config)
     positions = _same("transformer.wpe.weight", config.max_seq_len, d)
     yield Piece("params/embed/positions", None, positions.shape, (positions,))
-    for leaf, theirs in (("scale", "weight"), ("bias", "bias")):
-        norm = _same(f"transformer.ln_f.{theirs}", d)
+    for leaf, hf_name in (("scale", "weight"), ("bias", "bias")):
+        norm = _same(f"transformer.ln_f.{hf_name}", d)
         yield Piece(f"params/head/norm/{leaf}", None, (d,), (norm,))
-        yield from of_layer(f"attention_norm/{leaf}", (d,), f"ln_1.{theirs}")
-        yield from of_layer(f"mlp_norm/{leaf}", (d,), f"ln_2.{theirs}")
-    # Theirs has queries, then keys, then values.
+        yield from of_layer(f"attention_norm/{leaf}", (d,), f"ln_1.{hf_name}")
+        yield from of_layer(f"mlp_norm/{leaf}", (d,), f"ln_2.{hf_name}")
+    # The tensor has queries, then keys, then values.
     qkv, split, order = (d, heads, 3, width), (d, 3, heads, width), (0, 2, 1, 3)
     yield from of_layer("attention/qkv", qkv, "attn.c_attn.weight", (d, 3 * inner), split, order)
     yield from of_layer(
@@ -252,29 +249,26 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
 
 
 def _same(name: str, *shape: int) -> Source:
-    """A tensor that is ours as it stands."""
     return Source(name, shape, shape, tuple(range(len(shape))))
 
 
 def _turned(name: str, rows: int, columns: int) -> Source:
-    """A matrix that is ours with its dims swapped."""
     return Source(name, (rows, columns), (rows, columns), (1, 0))
 
 
 def _table(config: DecoderConfig, name: str) -> Piece:
-    """The embedding table, whose rows of padding exist only on our side."""
+    """Return the embedding table; only ours has padding rows."""
     source = _same(name, config.vocab_size, config.d_model)
     return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
 
 
 def _head(config: DecoderConfig) -> Piece:
-    """The output kernel of a model whose head is not the embedding table."""
     source = _turned("lm_head.weight", config.vocab_size, config.d_model)
     return Piece("params/head/kernel", None, (config.d_model, config.padded_vocab), (source,))
 
 
 def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
-    """The same of one tensor that holds query, key and value, one below the other."""
+    """Yield the same sources in one tensor with query, key and value stacked by rows."""
     rows = sum(source.num_rows for source in sources)
     first = 0
     for source in sources:
@@ -288,7 +282,7 @@ def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
 
 
 def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
-    """Shape of ours, [d_model,] kv_heads, group + 2, width, and theirs: query, key and value."""
+    """Return our shape, [d_model,] kv_heads, group + 2, width, and query, key and value."""
     kv, width = config.kv_heads, config.head_width
     group = config.num_heads // kv
     inputs = (config.d_model,) if leaf == "weight" else ()

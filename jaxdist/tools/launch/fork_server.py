@@ -39,7 +39,6 @@ TRAINING = (
     "jaxdist.config",
     "jaxdist.data",
     "jaxdist.data.batches",  # grain
-    "jaxdist.data.prefetch",
     "jaxdist.models.decoder",  # flax
     "jaxdist.run.audit",
     "jaxdist.run.monitoring.environment",
