@@ -275,7 +275,7 @@ WRONG = {
     "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),
     "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "is not part of the model"),
     "no_config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),
-    "no_weights": (lambda p: (p / "model.safetensors").unlink(), "holds neither"),
+    "no_weights": (lambda p: (p / "model.safetensors").unlink(), "has neither"),
     "cut_short": (
         lambda p: (p / "model.safetensors").write_bytes(
             (p / "model.safetensors").read_bytes()[:-9]
