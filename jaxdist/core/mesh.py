@@ -165,7 +165,7 @@ class MeshSpec:
         self.check_device_count(len(devices))
         names, shape = self.sizes.keys(), tuple(self.sizes.values())
         # Auto is named because jax.make_mesh now defaults to Explicit; the plain reshape keeps
-        # jax.devices() order, in which the GPUs of one host are neighbours.
+        # jax.devices() order, in which the GPUs of one host are neighbors.
         grid = np.asarray(devices, dtype=object).reshape(shape)
         return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 

@@ -50,12 +50,12 @@ def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
     """
     size = num_position_shards(sharding)
 
-    def place(x: Any) -> Array:
+    def shard(x: Any) -> Array:
         if x.ndim > 1 and size > 1:
             x = np.asarray(x)[:, device_order(x.shape[1], size)]
         return jax.device_put(x, NamedSharding(sharding.mesh, P(*sharding.spec[: x.ndim])))
 
-    return {name: place(x) for name, x in batch.items()}
+    return {name: shard(x) for name, x in batch.items()}
 
 
 def num_position_shards(sharding: NamedSharding) -> int:
