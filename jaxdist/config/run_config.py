@@ -227,7 +227,7 @@ class RunConfig:
             return []
         return [
             f"eval.global_batch_size={rows} over {spec.num_replicas} replicas: the objective takes "
-            f"{size} adjacent rows as an example, and no replica may hold less. Use a multiple of "
+            f"{size} adjacent rows as an example, which must stay together. Use a multiple of "
             f"{each}, e.g. {-(-rows // each) * each}."
         ]
 

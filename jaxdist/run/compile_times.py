@@ -17,7 +17,7 @@ class CompileTimes:
 
     def __init__(self, parts: Parts):
         config, device = parts.config, parts.devices[0]
-        mesh = dataclasses.replace(config.mesh, shape="")  # `spec` says which it is
+        mesh = dataclasses.replace(config.mesh, shape="")  # `spec` is the resolved shape
         program = [
             *(config.model, config.optim, config.precision, config.pipeline, mesh),
             dataclasses.replace(config.train, steps=1),

@@ -230,7 +230,7 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
     try:
         model = parts.model if same_model else None
         state = assemble(config, parts.devices[:1], model=model).abstract_state()
-    except Exception:  # the model or optimizer rejects the value beside the stored ones
+    except Exception:  # the model or optimizer rejects the combination
         return True
     leaves = [leaf for leaf in pytree.leaves_of(state) if leaf.item not in pytree.OPTIONAL]
     return bool(pytree.mismatches(leaves, error.document["arrays"], ignore=pytree.OPTIONAL))

@@ -1,13 +1,13 @@
-"""The grammar of settings: every command declares dataclasses and reads them here.
+"""Declaring, reading and checking settings: every command declares them as dataclasses.
 
-    declare      a setting with its default, help and bounds; which settings break theirs
-    schema       what a tree of dataclasses offers, and how one value is read
+    declare      a setting with its default, help and bounds; checks of values
+    schema       fields, sections and kinds of a dataclass; parsing of one value
     sources      the TOML file and the flags, each value with its origin
-    reader       defaults + file + flags -> one checked dataclass, every problem in one message
+    reader       defaults + file + flags -> one checked dataclass, with all problems in one message
     help         `--help`
-    toml_writer  settings as TOML that reads back equal
+    toml_writer  settings as TOML
 
-Importing this imports no jax: the launcher, which must not, reads its flags with it too.
+Importing this does not import jax, because the launcher must not.
 """
 
 from jaxdist.settings.declare import Bounds, ConfigError, Removed, problems_of, setting

@@ -48,7 +48,7 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over the window, whole job; None before the first step."""
+        """Median over the window for the job; None before the first step."""
         return _median(self._rates[-self._window_steps :])
 
     @property

@@ -39,7 +39,7 @@ class Identity:
         run_id: 16 hex digits.
         name: of the run directory.
         settings: dotted name -> value.
-        directory: of the run, for what a tracker writes.
+        directory: of the run, for files of a tracker.
     """
 
     run_id: str
@@ -121,7 +121,7 @@ class _Worker:
             tracker = _open(self._name, self._identity)
             while (task := self._tasks.get()) is not None:
                 task(tracker)
-        except BaseException as error:  # whatever it is, training goes on
+        except BaseException as error:  # no error of a tracker may stop training
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, why: str) -> None:
