@@ -111,50 +111,24 @@ class RunConfig:
         "skip_audit": Removed(False, "Use override=audit."),
         "data.on_change": Removed("refuse", "Use override=data."),
         "mesh.reason": Removed(None, "Write it as a comment."),
-        "mesh.sequence_parallel": Removed(
-            True, "It is on if tp divides the positions of a device, else off: leave it out."
-        ),
-        "mesh.fsdp_over_context": Removed(
-            True, "Parameters are sharded over fsdp and cp together: leave it out."
-        ),
-        "monitoring.straggler_interval_steps": Removed(
-            50, "Processes are compared every 5 × monitoring.log_interval_steps."
-        ),
-        "monitoring.price_per_device_hour": Removed(
-            0.0, "summary.json has device_hours and, for known GPUs, the cost at list price."
-        ),
-        "resilience.max_skipped_steps": Removed(
-            20, "20 consecutive skipped steps end a run. Use nonfinite_policy=stop for the first."
-        ),
-        "runtime.cluster": Removed(
-            "auto", "Use runtime.num_processes=1 for one process that ignores the environment."
-        ),
-        "runtime.compilation_cache_dir": Removed(
-            "", "Set the environment variable JAXDIST_CACHE to the folder, or to off."
-        ),
-        "model.width": Removed(16, "The widths are those of the paper: leave it out.", True),
+        "mesh.sequence_parallel": Removed(True, "It is on if tp divides the positions."),
+        "mesh.fsdp_over_context": Removed(True, "fsdp and cp shard parameters together."),
+        "monitoring.straggler_interval_steps": Removed(50, "Use monitoring.log_interval_steps."),
+        "monitoring.price_per_device_hour": Removed(0.0, "summary.json has the device_hours."),
+        "resilience.max_skipped_steps": Removed(20, "Use resilience.nonfinite_policy=stop."),
+        "runtime.cluster": Removed("auto", "Use runtime.num_processes=1 to run one process."),
+        "runtime.compilation_cache_dir": Removed("", "Set the environment variable JAXDIST_CACHE."),
+        "model.width": Removed(16, "Leave it out: widths are those of the paper.", True),
         "model.channels": Removed([32, 64], "Use model.mlp_dim for another size.", True),
         "model.image_size": Removed(32, "Images are those of CIFAR-10: leave it out.", True),
         "model.num_classes": Removed(10, "Classes are those of CIFAR-10: leave it out.", True),
-        "train.replica_norms": Removed(
-            False, "Use resilience.sdc_check_interval_steps, which compares replicas bit by bit."
-        ),
-        "data.num_threads": Removed(
-            0, "Use data.num_workers, or a grain.IterDataset that reads in its own threads."
-        ),
+        "train.replica_norms": Removed(False, "Use resilience.sdc_check_interval_steps."),
+        "data.num_threads": Removed(0, "Use data.num_workers, or return a grain.IterDataset."),
         "data.prefetch": Removed(2, "Two batches are kept ready on the devices: leave it out."),
-        "checkpoint.preflight": Removed(
-            True, "A new run always tries a small save before its first step: leave it out."
-        ),
-        "checkpoint.local_interval_minutes": Removed(
-            5.0, "Use checkpoint.local_interval_steps for more saves than one every 5 minutes."
-        ),
-        "resilience.phase_timeout_s": Removed(
-            3600.0, "Leave it out, or use resilience.step_timeout_s=0 for no watchdog at all."
-        ),
-        "optim.decay_mask": Removed(
-            "matrices", "Biases and norm scales never decay: leave the setting out.", True
-        ),
+        "checkpoint.preflight": Removed(True, "A new run always tries a small save first."),
+        "checkpoint.local_interval_minutes": Removed(5.0, "Use checkpoint.local_interval_steps."),
+        "resilience.phase_timeout_s": Removed(3600.0, "Use resilience.step_timeout_s=0 for none."),
+        "optim.decay_mask": Removed("matrices", "Biases and norm scales never decay.", True),
     }
 
     def problems(self) -> list[str]:
