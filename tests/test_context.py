@@ -201,8 +201,9 @@ def mask_off_by_one(monkeypatch):
     allowed = blockwise._Cut.allowed
 
     def late(cut, queries, keys):
-        ends = (queries.places + 1) % (LENGTH // SHARDS // 2) == 0
-        return allowed(cut, queries._replace(places=queries.places + ends.astype(np.int32)), keys)
+        ends = (queries.positions + 1) % (LENGTH // SHARDS // 2) == 0
+        shifted = queries.positions + ends.astype(np.int32)
+        return allowed(cut, queries._replace(positions=shifted), keys)
 
     monkeypatch.setattr(blockwise._Cut, "allowed", late)
 

@@ -15,7 +15,6 @@ from jaxdist.core.attention import (
     blockwise,
     kernels,
     make_attend,
-    parts,
     ring,
     zigzag,
 )
@@ -108,18 +107,18 @@ def test_parts_that_no_document_joins_find_nothing(calls):
     """Neither row of these queries sees a key, and one row of the others does."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 8)), jnp.float32) for n in (4, 2, 2))
-    keys = parts.Keys(key, value, jnp.array([[1, 1, 2, 2, 2, 2], [1, 2, 3, 3, 4, 4]]))
-    apart_from = parts.Queries(query, jnp.array([[3] * 6, [5, 5, 6, 6, 7, 7]]))
+    keys = zigzag.Keys(key, value, jnp.array([[1, 1, 2, 2, 2, 2], [1, 2, 3, 3, 4, 4]]))
+    apart_from = zigzag.Queries(query, jnp.array([[3] * 6, [5, 5, 6, 6, 7, 7]]))
     joined = apart_from._replace(segments=jnp.array([[2, 2, 3, 3, 3, 3], [5, 5, 6, 6, 7, 7]]))
-    out, lse = parts.across(apart_from, keys)
+    out, lse = zigzag.across(apart_from, keys)
     assert not out.any() and (lse == blockwise.UNSEEN).all()
-    out, lse = parts.across(joined, keys)
+    out, lse = zigzag.across(joined, keys)
     seen = lse[..., 0] != blockwise.UNSEEN
     assert seen.tolist() == [[True] * 2 + [False] * 4, [False] * 6]
     assert not out[~seen].any()
-    found = parts.OverAll(out, query, lse)
+    found = zigzag.GlobalAttention(out, query, lse)
     for queries, some in ((apart_from, False), (joined, True)):
-        dq, dk, dv = parts.across_backward(queries, keys, found)
+        dq, dk, dv = zigzag.across_backward(queries, keys, found)
         assert not dq[~seen].any() and bool(dq.any()) == some
         assert np.asarray(dk.any((2, 3)) & dv.any((2, 3))).tolist() == [
             [False] * 2 + [some] * 4,
@@ -151,13 +150,13 @@ def positions_stay_as_devices_hold_them(monkeypatch):
 
 def a_document_begins_early(monkeypatch):
     """Queries of a later part see the last key of the document before theirs."""
-    of = parts.Reaching.of
+    of = zigzag.Reaching.of
 
     def early(queries, keys):
         found = of(queries, keys)
         return found._replace(keys=found.keys | jnp.roll(found.keys, -1, axis=1))
 
-    monkeypatch.setattr(parts.Reaching, "of", early)
+    monkeypatch.setattr(zigzag.Reaching, "of", early)
 
 
 @pytest.mark.parametrize(

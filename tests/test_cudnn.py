@@ -16,26 +16,24 @@ from refusals import refused
 from jaxdist.config import read_run
 from jaxdist.core.attention import (
     AttentionPlan,
-    admission,
     blockwise,
     cudnn,
+    kernel_check,
     make_attend,
-)
-from jaxdist.core.attention.admission import (
-    Admission,
-    Shapes,
-    compare_packed,
-    compare_packed_ring,
-    compare_ring,
-    sample_segments,
 )
 from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
+from jaxdist.core.attention.kernel_check import (
+    KernelCheck,
+    Shapes,
+    sample_segments,
+    validate_kernel,
+)
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.step.packed_kernel import check_kernel
-from jaxdist.core.step_plan import Device, obstacle_of
+from jaxdist.core.step_plan import Device, kernel_rejection
 from jaxdist.core.types import AttentionCall, AttentionMask
 from jaxdist.data.packing import text_fields
 from jaxdist.run import setup, trained_run
@@ -122,32 +120,31 @@ SHAPES = Shapes(
 
 
 each_use = pytest.mark.parametrize(
-    "compare",
-    [compare_packed, compare_ring, pytest.param(compare_packed_ring, marks=pytest.mark.slow)],
+    "use", ["packed", "ring", pytest.param("packed_ring", marks=pytest.mark.slow)]
 )
 
 
 @each_use
-def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch, compare):
+def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch, use):
     forwards, backwards = cudnn_stand_in.install(monkeypatch)
-    found = compare(SHAPES, jax.devices()[0])
-    assert not found.obstacle
-    assert 0 < max(found.errors.values()) < admission.TOLERANCE / 2
+    found = validate_kernel(use, SHAPES, jax.devices()[0])
+    assert not found.rejection_reason
+    assert 0 < max(found.errors.values()) < kernel_check.TOLERANCE / 2
     # Round a ring both of what a step may be, beside each group's own keys.
     masks = {
-        compare_packed: {"PADDING_CAUSAL"},
-        compare_ring: {"CAUSAL", "NO_MASK"},
-        compare_packed_ring: {"PADDING_CAUSAL", "PADDING"},
+        "packed": {"PADDING_CAUSAL"},
+        "ring": {"CAUSAL", "NO_MASK"},
+        "packed_ring": {"PADDING_CAUSAL", "PADDING"},
     }
-    assert set(forwards) == set(backwards) == masks[compare]
+    assert set(forwards) == set(backwards) == masks[use]
 
 
 @each_use
-def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch, compare):
+def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch, use):
     cudnn_stand_in.install(monkeypatch, late=True)
-    found = compare(SHAPES, jax.devices()[0])
-    assert "differs" in found.obstacle
-    assert not found.errors["key gradient"] <= 5 * admission.TOLERANCE
+    found = validate_kernel(use, SHAPES, jax.devices()[0])
+    assert "differs" in found.rejection_reason
+    assert not found.errors["key gradient"] <= 5 * kernel_check.TOLERANCE
 
 
 def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
@@ -156,26 +153,27 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
     wide = lambda *x: right(*x[:4], Rule(x[4].causal, x[4].window and x[4].window + 1))
     monkeypatch.setattr(cudnn, "attend_packed", wide)
     small = dataclasses.replace(SHAPES, rows=1, seq_len=16, windows=(4,))
-    assert "differs" in compare_packed(small, jax.devices()[0]).obstacle
+    assert "differs" in validate_kernel("packed", small, jax.devices()[0]).rejection_reason
 
     # And so on for each of several.
     ones = [np.ones(3)] * 4
-    monkeypatch.setattr(admission, "_reference", lambda *_: ones)
+    monkeypatch.setattr(kernel_check, "_reference", lambda *_: ones)
     for wrong in (2.0, np.nan):
-        packed = lambda shapes, segments, window, wrong=wrong: [
+        packed = lambda inputs, segments, window, wrong=wrong: [
             x * (wrong if window else 1) for x in ones
         ]
-        monkeypatch.setattr(admission, "_packed", packed)
+        monkeypatch.setattr(kernel_check, "_packed", packed)
         for windows in ((0,), (0, 4), (4, 0)):
-            found = compare_packed(dataclasses.replace(small, windows=windows), jax.devices()[0])
-            assert bool(found.obstacle) == any(windows)
+            several = dataclasses.replace(small, windows=windows)
+            found = validate_kernel("packed", several, jax.devices()[0])
+            assert bool(found.rejection_reason) == any(windows)
 
 
 @each_use
-def test_the_kernel_is_refused_where_it_cannot_run(compare):
-    found = compare(SHAPES, jax.devices()[0])  # a CPU
-    assert "failed" in found.obstacle and not found.errors
-    assert f"compare_{found.use}" == compare.__name__
+def test_the_kernel_is_refused_where_it_cannot_run(use):
+    found = validate_kernel(use, SHAPES, jax.devices()[0])  # a CPU
+    assert "failed" in found.rejection_reason and not found.errors
+    assert found.use == use
 
 
 def test_what_is_compared_has_more_documents_than_a_call_takes():
@@ -188,9 +186,9 @@ def test_what_is_compared_has_more_documents_than_a_call_takes():
 
 
 def test_every_outcome_has_a_line():
-    failed = Admission(errors={}, obstacle="it failed")
-    elsewhere = Admission(errors={}, obstacle="")
-    admitted = Admission(errors={"output": 0.001, "key gradient": 0.004}, obstacle="")
+    failed = KernelCheck(errors={}, rejection_reason="it failed")
+    elsewhere = KernelCheck(errors={}, rejection_reason="")
+    admitted = KernelCheck(errors={"output": 0.001, "key gradient": 0.004}, rejection_reason="")
     rings = [dataclasses.replace(failed, use=use) for use in ("ring", "packed_ring")]
     lines = [outcome.describe() for outcome in (failed, elsewhere, admitted, *rings)]
     assert "it failed" in lines[0] and "4.0e-03" in lines[2]
@@ -211,11 +209,11 @@ def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False
 def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obstacle):
     compared = []
 
-    def compare(shapes, device):
+    def validate(use, shapes, device):
         compared.append(shapes)
-        return Admission(errors={}, obstacle="")
+        return KernelCheck(errors={}, rejection_reason="", use=use)
 
-    monkeypatch.setattr(admission, "compare_packed", compare)
+    monkeypatch.setattr(kernel_check, "validate_kernel", validate)
     gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     layout = SimpleNamespace(
@@ -235,8 +233,8 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
         plan = plan_for(dtype, packed=True, is_described=is_described)
         return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
 
-    assert obstacle in admit(jnp.bfloat16).obstacle
-    assert bool(admit(jnp.bfloat16).obstacle) == bool(obstacle)
+    assert obstacle in admit(jnp.bfloat16).rejection_reason
+    assert bool(admit(jnp.bfloat16).rejection_reason) == bool(obstacle)
     (shapes, _) = compared
     assert shapes == Shapes(
         rows=4, seq_len=4096, heads=4, kv_heads=1, head_dim=64, windows=(7, 0), dtype=jnp.bfloat16
@@ -256,12 +254,11 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     """Four devices share rows, two and two a ring."""
     compared = []
 
-    def compare(shapes, device):
+    def validate(use, shapes, device):
         compared.append(shapes)
-        return Admission(errors={}, obstacle="", use="ring")
+        return KernelCheck(errors={}, rejection_reason="", use=use)
 
-    monkeypatch.setattr(admission, "compare_ring", compare)
-    monkeypatch.setattr(admission, "compare_packed_ring", compare)
+    monkeypatch.setattr(kernel_check, "validate_kernel", validate)
     gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     layout = SimpleNamespace(
@@ -284,7 +281,8 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
 
     hybrid = ExchangePlan("hybrid", 2, False, "")
     found = admit(hybrid)
-    assert (obstacle in found.obstacle, bool(found.obstacle)) == (True, bool(obstacle))
+    reason = found.rejection_reason
+    assert (obstacle in reason, bool(reason)) == (True, bool(obstacle))
     assert found.use == "ring"
     expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
@@ -297,7 +295,7 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
         assert admit(exchange) is None
     assert admit(gathered, packed=True) is None and len(compared) == 1
     # Packed rows round it are compared with the same shapes.
-    assert obstacle in admit(hybrid, packed=True).obstacle
+    assert obstacle in admit(hybrid, packed=True).rejection_reason
     assert compared == 2 * compared[:1]
     # A window hides nothing of rows that are no longer.
     assert admit(hybrid, windows=(7, 4096)).use == "ring"
@@ -317,7 +315,7 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     assert setup.compare_kernel(parts, rows) is parts  # on a CPU nothing is compared
     unseen = setup.compare_kernel(parts, packed)
     assert unseen.check is None and unseen.plan.packed
-    found = Admission(errors={}, obstacle="", use="ring")
+    found = KernelCheck(errors={}, rejection_reason="", use="ring")
     monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
     compared = setup.compare_kernel(parts, rows)
     assert compared.check is found
@@ -332,7 +330,7 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
         built.append(arguments[4])
         return SimpleNamespace()
 
-    found = Admission(errors={}, obstacle="differs")
+    found = KernelCheck(errors={}, rejection_reason="differs")
     monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
     monkeypatch.setattr(setup, "make_step", build)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
@@ -345,12 +343,13 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
     layout = SimpleNamespace(auto_tensor=False, used=(TENSOR,))
     here, described = Device("gpu"), Device("gpu", is_described=True)
-    assert "not compared" in obstacle_of(layout, here, None)
-    assert obstacle_of(layout, described, None) == ""
-    for obstacle in ("", "differs"):
-        assert obstacle_of(layout, here, Admission(errors={}, obstacle=obstacle)) == obstacle
+    assert "not compared" in kernel_rejection(layout, here, None)
+    assert kernel_rejection(layout, described, None) == ""
+    for reason in ("differs", ""):
+        check = KernelCheck(errors={}, rejection_reason=reason)
+        assert kernel_rejection(layout, here, check) == reason
     layout.auto_tensor = True
-    assert "XLA splits" in obstacle_of(layout, here, Admission(errors={}, obstacle=""))
+    assert "XLA splits" in kernel_rejection(layout, here, check)
 
 
 def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkeypatch):
@@ -360,7 +359,7 @@ def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkey
 
     def check(model, layout, plan, *_):
         asked.append(plan.packed)
-        return Admission(errors={}, obstacle="") if plan.packed else None
+        return KernelCheck(errors={}, rejection_reason="") if plan.packed else None
 
     monkeypatch.setattr(setup, "check_kernel", check)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])

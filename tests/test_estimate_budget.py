@@ -12,7 +12,7 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig
-from jaxdist.core.attention.admission import Admission
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
@@ -192,7 +192,7 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
 
 def test_a_rejected_kernel_reopens_the_choice_of_remat():
     draft = Budget.of(run(remat="auto"), MeshSpec(fsdp=16), gpus(16, 72), None)
-    rejected = Admission(errors={}, obstacle="differs")
+    rejected = KernelCheck(errors={}, rejection_reason="differs")
     by_cudnn, by_blocks = (draft.replanned(True, check) for check in (None, rejected))
     assert (by_cudnn.job.attention, by_blocks.job.attention) == ("cudnn", "blockwise")
     for policy in POLICIES:

@@ -16,8 +16,8 @@ from kernel_choice import kernel_of
 from refusals import refused
 
 from jaxdist.core.attention import AttentionPlan, blockwise, kernels, make_attend
-from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.cudnn import DOCUMENTS
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.attention.tiled import TILE
 from jaxdist.core.mesh import MeshSpec
@@ -193,7 +193,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
         ),
         ({"packed": True, "compute_capability": ""}, "needs compute capability 9.0, this is not"),
         ({"packed": True, "packed_rejection": "differs from the reference"}, "differs from"),
-        ({"cached": True}, "places of their own"),
+        ({"cached": True}, "explicit query positions"),
         ({"head_dim": 36}, "multiple of 8, this is 36"),
         ({"head_dim": 512}, "this is 512"),
         ({"dropout": 0.1}, "same bits on every mesh"),
@@ -206,7 +206,7 @@ def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, rea
     assert kernel == "xla" and reason in why
     with refused("attention='cudnn'", reason):
         kernel_of("cudnn", **ask)
-    assert kernel_of("xla", **ask) == ("xla", "asked for")
+    assert kernel_of("xla", **ask) == ("xla", "from the settings")
 
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
@@ -259,7 +259,7 @@ def test_the_plan_names_the_kernel_and_why():
     cpu, gpu = Device("cpu"), Device("gpu", "9.0", is_described=True)
     assert plan(cpu, False).kernel == "xla"
     assert plan(cpu, False).reasons["kernel"].startswith("cuDNN needs an NVIDIA GPU")
-    slow = Admission(errors={}, obstacle="slow")
+    slow = KernelCheck(errors={}, rejection_reason="slow")
     for packed, check, kernel in (
         (False, None, "cudnn"),
         (True, None, "cudnn"),
@@ -276,7 +276,7 @@ def test_the_plan_names_the_kernel_and_why():
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
     rng = np.random.default_rng(0)
-    query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
     segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
     mask = AttentionMask(sliding_window=window, segments=jnp.asarray(segments) if packed else None)
     mixed = make_attend(AttentionPlan("cpu"))(query, key, value, mask)
@@ -327,7 +327,7 @@ def test_settings_of_layers_that_differ_are_refused_where_layers_do_not():
 
 def test_queries_at_given_positions_see_what_they_would_in_the_whole_row():
     rng = np.random.default_rng(0)
-    query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
     attend = make_attend(AttentionPlan("cpu"))
     whole = attend(query, key, value, AttentionMask(sliding_window=3))
     at = np.array([[5, 2], [0, 7]])

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxdist.core import matmul
 from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kernel
-from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.axis import axes_of, divisors_of
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -178,7 +178,7 @@ def plan_step(
     device: Device,
     packed: bool,
     settings: StepSettings,
-    check: Admission | None = None,
+    check: KernelCheck | None = None,
     remat: str | None = None,
 ) -> StepPlan:
     """Decide about the step of a model on a layout.
@@ -206,8 +206,8 @@ def plan_step(
         platform,
         device.compute_capability,
         exchange,
-        packed_rejection=obstacle_of(layout, device, None if is_ring else check),
-        ring_rejection=obstacle_of(layout, device, check if is_ring else None),
+        packed_rejection=kernel_rejection(layout, device, None if is_ring else check),
+        ring_rejection=kernel_rejection(layout, device, check if is_ring else None),
     )
     kernel = ""
     if model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
@@ -318,15 +318,15 @@ def _per_node(layout: Layout) -> int:
     return max(n for n in sizes if np.all(groups(n) == groups(n)[:, :1]))
 
 
-def obstacle_of(layout: Layout, device: Device, check: Admission | None) -> str:
-    """Return why cuDNN's operations may not be bound one by one on this layout; "" = they may.
+def kernel_rejection(layout: Layout, device: Device, check: KernelCheck | None) -> str:
+    """Return why cuDNN's operations must not be bound directly on this layout; "" = they may.
 
-    Packed documents and the parts of a ring need that. `check` is the comparison for that use.
+    Packed documents and hops of a ring need that. `check` is the comparison for that use.
     """
     if layout.auto_tensor and TENSOR in layout.used:
         return "XLA splits this model's heads, and cannot split cuDNN's own operations"
     if check is not None:
-        return check.obstacle
+        return check.rejection_reason
     if device.is_described:
         return ""
     return "cuDNN's kernel for it was not compared with the reference here"

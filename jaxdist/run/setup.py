@@ -23,7 +23,7 @@ from jaxdist.checkpoint.pytree import OPTIONAL, in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
-from jaxdist.core.attention.admission import Admission
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -76,7 +76,7 @@ class Parts:
     loss_scale: dict[str, Array]
     num_params: int
     packed: bool
-    check: Admission | None = None
+    check: KernelCheck | None = None
     remat: str | None = None
 
     @functools.cached_property

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxdist.config import stored_run
+from jaxdist.core.attention import cudnn
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled import gpu_target
@@ -70,7 +70,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         topology=f"1x{cluster.num_nodes}x{cluster.gpus_per_node}",
         target_config=text,
     ).devices
-    _patch_gpu_checks(gpu)
+    cudnn.emulate_gpu(gpu.compute_capability, gpu_target.CUDNN)
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
         settings = Path(scratch) / "config.toml"
@@ -97,29 +97,6 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "target": text,
     }
-
-
-def _patch_gpu_checks(gpu: Gpu) -> None:
-    """Make jax's checks before cuDNN attention use the planned GPU.
-
-    Before lowering the kernel, they query cuDNN version and compute capability of the local
-    backend. Here this is the CPU, which would disable the kernel that the run will use.
-    """
-    capability = _numbers(gpu.compute_capability)
-    major, minor, patch = gpu_target.CUDNN
-    answers = {
-        "check_cudnn_version": lambda: major * 10_000 + minor * 100 + patch,
-        "check_compute_capability": lambda least: capability >= _numbers(least),
-        "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
-    }
-    for name, answer in answers.items():
-        if not hasattr(fused_attention_stablehlo, name):
-            raise RuntimeError(f"this jax version has no {name} in its cuDNN checks")
-        setattr(fused_attention_stablehlo, name, answer)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split("."))
 
 
 def _branch_shares(parts: Any) -> dict[str, float]:

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.core.attention import blockwise, zigzag
-from jaxdist.core.attention.admission import Shapes, compare_ring
-from jaxdist.core.attention.parts import Keys, OverAll, Queries
+from jaxdist.core.attention.kernel_check import Shapes, validate_kernel
+from jaxdist.core.attention.zigzag import GlobalAttention, Keys, Queries
 from jaxdist.core.types import Array
 
 REPEATS = 20
@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     sizes = dict(heads=32, kv_heads=8, head_dim=128)
     shapes = Shapes(rows=1, seq_len=args.seq_len // 2, windows=(0,), dtype=jnp.bfloat16, **sizes)
-    admission = compare_ring(shapes, jax.devices()[0])
+    check = validate_kernel("ring", shapes, jax.devices()[0])
     heads = (sizes["heads"], sizes["kv_heads"], sizes["kv_heads"], sizes["heads"])
     query, key, value, cotangent = (
         jax.random.normal(k, (1, args.seq_len, n, sizes["head_dim"]), jnp.bfloat16)
@@ -49,7 +49,7 @@ def main() -> int:
         "seq_len": args.seq_len,
         "groups": groups,
         "device": jax.devices()[0].device_kind,
-        "compared": admission.describe(),
+        "compared": check.describe(),
         "ring_ms": 1e3 * seconds(ring, query, key, value, cotangent),
         "one_call_ms": 1e3 * seconds(jax.jit(one_call), query, key, value, cotangent),
     }
@@ -86,10 +86,10 @@ def round_the_ring(
         for j, earlier in others:
             found = blockwise.merge(found, zigzag.forward(mine, keys[j], True, earlier))
         out.append(found.out.astype(own.dtype))
-        over_all = OverAll(out[i], pull, found.lse)
+        over_all = GlobalAttention(out[i], pull, found.lse)
         for j, e, half in ((j, e, n) for j, e in [(i, None), *others] for n in (0, 1)):
             part = zigzag.backward(mine, keys[j], over_all, True, e, half)
-            dq, dk, dv = zigzag.spread(part, True, e, half)
+            dq, dk, dv = zigzag.scatter_to_positions(part, True, e, half)
             grads[i][0] = grads[i][0] + dq
             grads[j][1], grads[j][2] = grads[j][1] + dk, grads[j][2] + dv
     return [(x, *each) for x, each in zip(out, grads, strict=True)]

@@ -1,20 +1,17 @@
-"""Attention block by block, in plain JAX: the [queries, keys] matrix of a row never exists whole.
+"""Block-wise attention in plain JAX: the [queries, keys] matrix of a row is never materialized.
 
-Scores of one block of queries and one block of keys at a time are turned into a running softmax.
-Backward recomputes them from the log-sum-exp. Pairs of blocks in which no query sees a key are
+Scores of one block of queries and one block of keys at a time update a running softmax. The
+backward pass recomputes them from the log-sum-exp. Pairs of blocks in which no query sees a key are
 skipped, whether the causal mask, the window or the documents of packed rows hide them.
 
-Queries and keys say where they stand (`Span`), so any part of a row can attend to any other part.
-Partial results of several parts of the keys are joined by `merge`, which ring attention is built
-on (`attention/ring.py`).
+Queries and keys carry their positions (`Span`), so any part of a row can attend to any other part.
+`merge` joins attention to several parts of the keys; ring attention is built on it.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2. Deviation: blocks are XLA products in
 loops, not one fused kernel.
 
-Shapes: query [batch, queries, heads, head_dim]; key and value [batch, keys, kv_heads, head_dim];
-log-sum-exp float32 [batch, queries, heads]. Inside, blocks of queries are [num_blocks, batch,
-kv_heads, group, block, head_dim] with group = heads / kv_heads, and blocks of keys [num_blocks,
-batch, kv_heads, block, head_dim].
+Inside, blocks of queries are [num_blocks, batch, kv_heads, group, block, head_dim] with group =
+heads / kv_heads, and blocks of keys [num_blocks, batch, kv_heads, block, head_dim].
 """
 
 from __future__ import annotations
@@ -27,37 +24,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int
 
 from jaxdist.core import collectives
 from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
+Q: TypeAlias = Float[Array, "batch queries heads head_dim"]
+"""Queries, outputs of attention and their gradients; of this device's heads."""
+
+KV: TypeAlias = Float[Array, "batch keys kv_heads head_dim"]
+"""Keys, values and their gradients. Each key/value head serves heads / kv_heads query heads."""
+
+Lse: TypeAlias = Float[Array, "batch queries heads"]
+"""Log-sum-exp of the scores of each query, float32 or wider."""
+
+Segments: TypeAlias = Int[Array, "batch length"]
+"""Documents of packed rows: the number changes where the next document (or padding) starts."""
+
 UNSEEN = -1e30
-"""Log-sum-exp of a query that saw no key. Finite, so that differences of two are no NaN."""
+"""Log-sum-exp of a query that saw no key. Finite, so that differences of two are not NaN."""
 
 BLOCK = 256
 """Positions of a block: on CPU twice as fast as 1024, whose scores leave the cache."""
 
 
 class Span(NamedTuple):
-    """Where some positions of a batch stand.
+    """Positions of some queries or keys in their row; -1 = padding that no query sees.
 
-    Attributes:
-        places: int32 [batch or 1, length], index of each in its row; -1 = padding that no query
-            sees.
-        segments: int32 [batch, length], documents of packed rows; None = one document.
+    `segments` are the documents of packed rows; None = one document.
     """
 
-    places: Array
-    segments: Array | None = None
+    positions: Int[Array, "batch_or_1 length"]
+    segments: Segments | None = None
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees, apart from documents.
+    """The keys that a query sees within its document.
 
     Attributes:
-        causal: those up to its own place.
-        window: the newest of them, itself included; 0 = all.
+        causal: only keys up to the query's own position.
+        window: only the newest keys, the query's own included; 0 = all.
         block: positions of a block.
         softcap: bound that scores approach; 0 = none.
     """
@@ -69,113 +76,85 @@ class Rule(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to a part of the keys.
+    """Attention to a part of the keys: softmax over that part, and the log of its denominator.
 
-    Attributes:
-        out: float32 [batch, queries, heads, head_dim], softmax over that part; 0 where none is
-            seen.
-        lse: float32 [batch, queries, heads], log of the softmax's denominator.
+    Float32 or wider. A query that sees no key has output 0 and log-sum-exp `UNSEEN`.
     """
 
-    out: Array
-    lse: Array
+    out: Q
+    lse: Lse
 
 
-def attend(query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule) -> Array:
-    """softmax(query · key / √head_dim, masked) · value, with a backward pass of its own.
+class BackwardStats(NamedTuple):
+    """Statistics of queries over all parts of the keys, for the backward pass."""
 
-    Returns:
-        [batch, queries, heads, head_dim] in the query's dtype; sums in float32 or wider. A query
-        that sees no key gets 0. What backward reads is named "attention" for remat policies.
+    cotangent: Q
+    lse: Lse
+    delta: Lse
+
+    @classmethod
+    def of(cls, out: Q, lse: Lse, cotangent: Q) -> BackwardStats:
+        """Compute delta = output · cotangent."""
+        wide = lse.dtype
+        return cls(cotangent, lse, jnp.sum(out.astype(wide) * cotangent.astype(wide), -1))
+
+
+def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Q:
+    """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
+
+    Sums are in float32 or wider, the result in the query's dtype. A query that sees no key gets 0.
+    Residuals of the backward pass are named "attention" for remat policies.
     """
     query, key, value = declare_alike(query, key, value)
     return _attend(query, key, value, queries, keys, rule)
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """The same arrays [*dims], declared to vary over the axes over which any of them does."""
+    """Declare that arrays [*dims] vary over every axis over which any of them varies."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule) -> Array:
-    """`attend` of inputs that vary alike: [batch, queries, heads, head_dim]."""
+def _attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Q:
     return forward(query, key, value, queries, keys, rule).out.astype(query.dtype)
 
 
-def _forward(
-    query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule
-) -> tuple[Array, Any]:
-    """`_attend` [batch, queries, heads, head_dim], and what its backward reads."""
-    found = forward(query, key, value, queries, keys, rule)
-    out, lse = keep(found, query.dtype)
+def _forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> tuple[Q, Any]:
+    total = forward(query, key, value, queries, keys, rule)
+    out, lse = name_residuals(total, query.dtype)
     return out, (query, key, value, out, lse, queries, keys)
 
 
-def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of query, key and value in their shapes and dtypes; places have none.
-
-    `cotangent` [batch, queries, heads, head_dim] is that of the output.
-    """
+def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     query, key, value, out, lse, queries, keys = saved
-    grads = backward(query, key, value, queries, keys, Pull.of(out, lse, cotangent), rule)
+    stats = BackwardStats.of(out, lse, cotangent)
+    grads = backward(query, key, value, queries, keys, stats, rule)
     return *(g.astype(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def keep(found: Partial, dtype: Any) -> tuple[Array, Array]:
-    """(out in `dtype`, lse), [batch, queries, heads, head_dim] and without the last.
-
-    Both are named for remat policies that keep them.
-    """
+def name_residuals(total: Partial, dtype: Any) -> tuple[Q, Lse]:
+    """Return the output in `dtype` and the log-sum-exp, named for remat policies that keep them."""
     named = lambda x: checkpoint_name(x, "attention")
-    return named(found.out.astype(dtype)), named(found.lse)
+    return named(total.out.astype(dtype)), named(total.lse)
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Attention to two disjoint parts of the keys, from attention to each.
-
-    Out is [batch, queries, heads, head_dim], as in `Partial`.
+    """Merge attention to two disjoint parts of the keys.
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
     """
     lse = jnp.logaddexp(left.lse, right.lse)
-    part = lambda found: found.out * jnp.exp(found.lse - lse)[..., None]
-    return Partial(part(left) + part(right), lse)
+    scaled = lambda part: part.out * jnp.exp(part.lse - lse)[..., None]
+    return Partial(scaled(left) + scaled(right), lse)
 
 
-class Pull(NamedTuple):
-    """What backward knows of a query besides itself, over all parts of the keys.
-
-    Attributes:
-        cotangent: [batch, queries, heads, head_dim], of the output, compute dtype.
-        lse: float32 [batch, queries, heads].
-        delta: float32 [batch, queries, heads], output · cotangent.
-    """
-
-    cotangent: Array
-    lse: Array
-    delta: Array
-
-    @classmethod
-    def of(cls, out: Array, lse: Array, cotangent: Array) -> Pull:
-        """From the output and its cotangent, [batch, queries, heads, head_dim] each."""
-        wide = lse.dtype
-        return cls(cotangent, lse, jnp.sum(out.astype(wide) * cotangent.astype(wide), -1))
-
-
-def forward(
-    query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule
-) -> Partial:
-    """Attention of these queries to these keys alone; not differentiable.
-
-    Of query [batch, queries, heads, head_dim], key and value [batch, keys, kv_heads, head_dim]; the
-    result is float32, or wider where the query is.
-    """
-    query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
+def forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Partial:
+    """Attend from these queries to these keys only; not differentiable."""
+    query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = wide_dtype(query)
     q, k, v = cut.of_queries(query), cut.of_keys(key), cut.of_keys(value)
@@ -183,16 +162,13 @@ def forward(
     scale = 1 / math.sqrt(query.shape[-1])
 
     def of_query_block(_: None, mine: Any) -> tuple[None, tuple[Array, Array]]:
-        """One block of queries [batch, kv_heads, group, block, head_dim] and all keys.
-
-        Gives the output, shaped so, and the log-sum-exp, shaped so but for the last dim.
-        """
+        """Return output and log-sum-exp of a query block [batch, kv_heads, group, block, ...]."""
         q, q_span, seen = mine
 
         def add(total: _Running, other: Any) -> tuple[_Running, None]:
             k, v, k_span, is_seen = other
 
-            def look() -> _Running:
+            def update() -> _Running:
                 scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
                 scores = jnp.where(cut.allowed(q_span, k_span), scores, -jnp.inf)
                 top = jnp.maximum(total.top, jnp.max(scores, -1))
@@ -202,7 +178,7 @@ def forward(
                 weight = total.weight * old + jnp.sum(probs, -1)
                 return _Running(total.out * old[..., None] + mixed, top, weight)
 
-            return lax.cond(is_seen, look, lambda: total), None
+            return lax.cond(is_seen, update, lambda: total), None
 
         zero = jnp.zeros_like(q, wide)
         start = _Running(zero, jnp.full_like(zero[..., 0], UNSEEN), zero[..., 0])
@@ -216,45 +192,41 @@ def forward(
     return Partial(cut.to_queries(out), cut.to_queries(lse))
 
 
-def wide_dtype(query: Array) -> Any:
-    """What attention of a query [*dims] sums in: float32, or float64 where the query is."""
+def wide_dtype(query: Float[Array, "*dims"]) -> Any:
+    """Return the dtype of sums: float32, or float64 if the query is."""
     return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 
 def backward(
-    query: Array, key: Array, value: Array, queries: Span, keys: Span, pull: Pull, rule: Rule
-) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value through attention to these keys; shapes as those.
+    query: Q, key: KV, value: KV, queries: Span, keys: Span, stats: BackwardStats, rule: Rule
+) -> tuple[Q, KV, KV]:
+    """Return gradients of query, key and value through attention to these keys.
 
-    Of query [batch, queries, heads, head_dim], key and value [batch, keys, kv_heads, head_dim].
-    `pull` holds the statistics over all keys that the queries see, of which these may be a part.
-    Float32 or wider: sums over parts keep their bits.
+    `stats` is over all keys that the queries see, of which these may be a part. Gradients are
+    float32 or wider, so that sums over parts keep their bits.
     """
-    query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
+    query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
-    wide = pull.lse.dtype
+    wide = stats.lse.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
-    q, do = cut.of_queries(query), cut.of_queries(pull.cotangent)
-    lse, delta = cut.of_queries(pull.lse), cut.of_queries(pull.delta)
+    q, do = cut.of_queries(query), cut.of_queries(stats.cotangent)
+    lse, delta = cut.of_queries(stats.lse), cut.of_queries(stats.delta)
     k, v = cut.of_keys(key), cut.of_keys(value)
     scale = 1 / math.sqrt(query.shape[-1])
     numbers = jnp.arange(q.shape[0])
 
     def of_key_block(dq: Array, other: Any) -> tuple[Array, tuple[Array, Array]]:
-        """Add a block of keys' part to dq [blocks, batch, kv_heads, group, block, head_dim].
-
-        Gives it, and dk and dv [batch, kv_heads, block, head_dim] of that block.
-        """
+        """Add to dq [blocks, batch, kv_heads, group, block, ...]; return dk and dv of the block."""
         k, v, k_span, seen = other
 
         def add(total: _Grads, mine: Any) -> tuple[_Grads, None]:
             dq, dk, dv = total
             number, q, do, lse, delta, q_span, is_seen = mine
 
-            def look() -> tuple[Array, Array, Array]:
-                """(part of dq [batch, kv_heads, group, block, head_dim], dk, dv so far)."""
+            def add_block() -> tuple[Array, Array, Array]:
+                """Return dq [batch, kv_heads, group, block, ...] of this block; dk, dv so far."""
                 scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
-                # Where, before any product: what is hidden may be infinite.
+                # Mask before any product: hidden values may be infinite.
                 probs = jnp.where(
                     cut.allowed(q_span, k_span), jnp.exp(scores - lse[..., None]), 0.0
                 )
@@ -268,7 +240,7 @@ def backward(
                 )
 
             # Only blocks leave the branch: a branch that returned dq would copy all of it.
-            part, dk, dv = lax.cond(is_seen, look, lambda: (jnp.zeros_like(q, wide), dk, dv))
+            part, dk, dv = lax.cond(is_seen, add_block, lambda: (jnp.zeros_like(q, wide), dk, dv))
             dq = lax.dynamic_update_index_in_dim(dq, dq[number] + part, number, 0)
             return (dq, dk, dv), None
 
@@ -281,11 +253,11 @@ def backward(
     return cut.to_queries(dq), cut.to_keys(dk), cut.to_keys(dv)
 
 
-def _at_once(*inputs: Any) -> Any:
-    """The same inputs, any trees of arrays, none of them known before the others.
+def _together(*inputs: Any) -> Any:
+    """Pass trees of arrays through a barrier, so that none is available before the others.
 
     Positions and documents are the same in every layer. Differentiating a loop over layers would
-    otherwise compute the masks of all blocks ahead of it, and keep them: [queries, keys] after all.
+    otherwise compute the masks of all blocks ahead of it and keep them: [queries, keys] after all.
     """
     return lax.optimization_barrier(inputs)
 
@@ -314,23 +286,22 @@ class _Cut(NamedTuple):
     Attributes:
         queries: spans of the blocks of queries, leaves [num_blocks, batch or 1, block].
         keys: spans of the blocks of keys.
-        seen: bool [query blocks, key blocks], whether any query may see any key.
+        seen: whether any query of a block may see any key of another.
         heads: key/value heads.
         lengths: positions of (queries, keys) without padding.
-        rule: which keys a query sees.
+        rule: the keys that a query sees.
     """
 
     queries: Span
     keys: Span
-    seen: Array
+    seen: Bool[Array, "query_blocks key_blocks"]
     heads: int
     lengths: tuple[int, int]
     rule: Rule
 
     @classmethod
-    def of(cls, query: Array, key: Array, queries: Span, keys: Span, rule: Rule) -> _Cut:
-        """The cut of query [batch, queries, ...] and key [batch, keys, ...]."""
-        # Loops carry what varies as the queries do, so what they read must vary as well.
+    def of(cls, query: Q, key: KV, queries: Span, keys: Span, rule: Rule) -> _Cut:
+        # Carries of the loops vary over the axes of the queries, so their inputs must vary too.
         axes = tuple(collectives.varying_axes(query))
         cut = lambda x: jnp.moveaxis(_blocks(x, rule.block, fill=-1), 1, 0)
         queries, keys = jax.tree.map(cut, collectives.vary((queries, keys), axes))
@@ -338,16 +309,16 @@ class _Cut(NamedTuple):
         return cls(queries, keys, _any_seen(queries, keys, rule), key.shape[2], lengths, rule)
 
     def allowed(self, queries: Span, keys: Span) -> Array:
-        """Which keys of a block which queries see: bool [batch or 1, 1, 1, block, block]."""
-        mine, others = queries.places[:, :, None], keys.places[:, None, :]
-        found = others >= 0
+        """Return the mask of a pair of blocks, bool [batch or 1, 1, 1, block, block]."""
+        mine, others = queries.positions[:, :, None], keys.positions[:, None, :]
+        allowed = others >= 0
         if self.rule.causal:
-            found &= mine >= others
+            allowed &= mine >= others
         if self.rule.window:
-            found &= mine - others < self.rule.window
+            allowed &= mine - others < self.rule.window
         if queries.segments is not None and keys.segments is not None:
-            found &= queries.segments[:, :, None] == keys.segments[:, None, :]
-        return found[:, None, None]
+            allowed &= queries.segments[:, :, None] == keys.segments[:, None, :]
+        return allowed[:, None, None]
 
     def of_queries(self, x: Array) -> Array:
         """[batch, queries, heads, ...] -> [blocks, batch, kv_heads, group, block, ...]."""
@@ -358,8 +329,8 @@ class _Cut(NamedTuple):
     def to_queries(self, x: Array) -> Array:
         """[blocks, batch, kv_heads, group, block, ...] -> [batch, queries, heads, ...]."""
         x = jnp.moveaxis(x, (0, 2, 3, 4), (1, 3, 4, 2))
-        whole = x.reshape(x.shape[0], -1, x.shape[3] * x.shape[4], *x.shape[5:])
-        return whole[:, : self.lengths[0]]
+        rows = x.reshape(x.shape[0], -1, x.shape[3] * x.shape[4], *x.shape[5:])
+        return rows[:, : self.lengths[0]]
 
     def of_keys(self, x: Array) -> Array:
         """[batch, keys, kv_heads, head_dim] -> [blocks, batch, kv_heads, block, head_dim]."""
@@ -372,7 +343,7 @@ class _Cut(NamedTuple):
 
 
 def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
-    """[batch, length, ...] -> [batch, blocks, block, ...], padded with `fill` where need be.
+    """[batch, length, ...] -> [batch, blocks, block, ...], padded with `fill` if necessary.
 
     A row without a divisor between an eighth of `longest` and `longest` is padded.
     """
@@ -387,22 +358,22 @@ def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
     return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
 
-def _any_seen(queries: Span, keys: Span, rule: Rule) -> Array:
-    """Whether any query of a block may see any key of another; bool [query blocks, key blocks].
+def _any_seen(queries: Span, keys: Span, rule: Rule) -> Bool[Array, "query_blocks key_blocks"]:
+    """Return whether any query of a block may see any key of another.
 
-    By the smallest and largest of places and documents [blocks, batch or 1, block]: never False
-    where one is seen.
+    Compares the smallest and largest positions and documents of each block [blocks, batch or 1,
+    block], so it is never False if a key is seen.
     """
     low = lambda x: jnp.min(x, -1)[:, None]
     high = lambda x: jnp.max(x, -1)[:, None]
     first, last = (lambda x: jnp.min(x, -1)[None]), (lambda x: jnp.max(x, -1)[None])
-    found = last(keys.places) >= 0
+    seen = last(keys.positions) >= 0
     if rule.causal:
-        found &= high(queries.places) >= first(keys.places)
+        seen &= high(queries.positions) >= first(keys.positions)
     if rule.window:
-        found &= low(queries.places) - last(keys.places) < rule.window
+        seen &= low(queries.positions) - last(keys.positions) < rule.window
     if queries.segments is not None and keys.segments is not None:
-        found &= high(queries.segments) >= first(keys.segments)
-        found &= low(queries.segments) <= last(keys.segments)
-    found = jnp.any(found, -1)
-    return jnp.broadcast_to(found, (queries.places.shape[0], keys.places.shape[0]))
+        seen &= high(queries.segments) >= first(keys.segments)
+        seen &= low(queries.segments) <= last(keys.segments)
+    seen = jnp.any(seen, -1)
+    return jnp.broadcast_to(seen, (queries.positions.shape[0], keys.positions.shape[0]))

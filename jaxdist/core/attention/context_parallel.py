@@ -1,21 +1,16 @@
-"""Attention over rows whose positions several devices share (the `context` axis).
+"""Attention over rows whose positions are split over devices (the `context` axis).
 
-    ring         keys and values travel from device to device while those at hand are multiplied
-    all_gather   every device gets all keys and values, and attends to them
-    all_to_all   heads are exchanged for positions: each device attends to whole rows with its heads
-    hybrid       all_to_all inside groups of neighbours, a ring over the groups
+    ring         keys and values travel from device to device, overlapped with attention
+    all_gather   every device gathers all keys and values
+    all_to_all   heads are exchanged for positions: each device attends to complete rows
+    hybrid       all_to_all inside groups of neighbors, a ring over the groups
 
 All but `all_gather` are one mechanism: all-to-all inside groups of `inner` devices, a ring over
-the groups. The ring has `inner` 1, the all-to-all one group.
-
-The ring itself is in `attention/ring.py`.
+the groups (`ring.py`). The ring has `inner` 1, the all-to-all one group.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
 Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism
 Approach".
-
-Shapes, all of this device: query [batch, seq_shard, heads, head_dim]; key and value [batch,
-seq_shard, kv_heads, head_dim]; segments int32 [batch, seq_shard] or None.
 """
 
 from __future__ import annotations
@@ -29,10 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Int, Shaped
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise
-from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
+from jaxdist.core.attention.blockwise import KV, BackwardStats, Partial, Q, Rule, Segments, Span
 from jaxdist.core.attention.ring import Ring, attend_ring
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
@@ -43,14 +39,14 @@ Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
 
 class ExchangePlan(NamedTuple):
-    """How devices of the context axis exchange keys and values.
+    """The exchange of keys and values between devices of the context axis.
 
     Attributes:
-        exchange: the way.
-        inner: neighbours that exchange heads for positions; 1 = none do.
-        paired: whether permutes are made of exchanges between pairs. A pipeline needs that: its
-            stages take different branches, and a permute waits for all devices of the mesh.
-        reason: why this way, for the log.
+        exchange: the algorithm.
+        inner: neighbors that exchange heads for positions; 1 = none.
+        paired: permutes are exchanges between pairs. A pipeline needs that: its stages take
+            different branches, and a permute waits for all devices of the mesh.
+        reason: reason of the choice, for the log.
     """
 
     exchange: Exchange
@@ -60,7 +56,7 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(
-    wanted: str,
+    setting: str,
     *,
     size: int,
     heads: int,
@@ -69,24 +65,24 @@ def plan_exchange(
     has_stages: bool,
     packed: bool = False,
 ) -> ExchangePlan:
-    """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
+    """Choose the exchange between `size` devices of the context axis; `setting` may be "auto".
 
-    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
+    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbors along
     the axis share a node. `has_stages`: a pipeline runs the layers. `packed`: rows hold several
     documents.
 
     Raises:
-        ConfigError: the heads, or the stages, do not allow what is wanted.
+        ConfigError: the heads, or the stages, do not allow the setting.
     """
     fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
     # Pairs that exchange need an even ring.
     rings = [n for n in fits if not has_stages or size // n == 1 or size // n % 2 == 0]
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
     exchange: str
-    if wanted == "auto":
+    if setting == "auto":
         exchange, reason = _choose(size, heads, kv_heads, rings, inside, packed)
     else:
-        exchange, reason = wanted, "asked for"
+        exchange, reason = setting, "from the settings"
     inner = {"all_to_all": size, "hybrid": inside}.get(exchange, 1)
     possible = {
         "ring": 1 in rings,
@@ -110,7 +106,7 @@ _NEEDS = {
     "ring": "with pp > 1 it needs an even number of devices, which exchange in pairs",
     "all_to_all": "it needs query heads that cp divides, and key/value heads that divide or are "
     "divided by cp",
-    "hybrid": "it needs a group of neighbours on one node, more than one and fewer than cp, that "
+    "hybrid": "it needs a group of neighbors on one node, more than one and fewer than cp, that "
     "divides the heads, and with pp > 1 an even number of groups",
 }
 
@@ -118,24 +114,24 @@ _NEEDS = {
 def _choose(
     size: int, heads: int, kv_heads: int, rings: list[int], inside: int, packed: bool
 ) -> tuple[Exchange, str]:
-    """The exchange that is fastest, and why; `rings` and `inside` are legal `inner`."""
-    # Also where it moves more than others: attention takes most of the time of long rows.
+    """Choose the fastest exchange; `rings` and `inside` are legal values of `inner`."""
+    # Even if it moves more than others: attention takes most of the time of long rows.
     if size in rings:
         return "all_to_all", "the heads divide, and whole rows take the kernel of a single device"
     if packed and inside > 1:
-        # Documents see keys anew: of single devices some have half as much to do again as others.
-        return "hybrid", f"documents make work uneven, which {inside} neighbours share"
+        # With documents, some single devices have half as much work again as others.
+        return "hybrid", f"documents make work uneven, which {inside} neighbors share"
     if 2 * size * kv_heads <= heads:
         return "all_gather", "all keys and values are no larger than a device's own queries"
     if inside > 1 and size // inside > 1 and inside > heads // kv_heads + 1:
-        return "hybrid", f"{inside} neighbours exchange heads, which shortens the ring"
+        return "hybrid", f"{inside} neighbors exchange heads, which shortens the ring"
     if 1 in rings:
         return "ring", "keys and values travel while those at hand are multiplied"
     return "all_gather", _NEEDS["ring"]
 
 
 def _can_share(n: int, heads: int, kv_heads: int) -> bool:
-    """Whether n devices can share the heads: key/value heads may be repeated, queries not."""
+    """Return whether n devices can split the heads; key/value heads may be repeated."""
     return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
@@ -145,41 +141,38 @@ def _either(sizes: list[int]) -> str:
 
 
 def make_attend_to_shared(
-    plan: ExchangePlan,
-    attend_rows: Callable[..., Array],
-    choose_kernel: Callable[..., str],
+    plan: ExchangePlan, attend_rows: Callable[..., Array], choose_kernel: Callable[..., str]
 ) -> Callable[..., Array]:
-    """The `attend` of a `Context` where rows are shared.
+    """Make the `attend` of a `Context` for rows that are split over devices.
 
     Args:
-        plan: how devices exchange.
-        attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
-        choose_kernel: (query, ...) -> the kernel of a call; as of `kernels.AttentionRequest`.
+        plan: the exchange.
+        attend_rows: the `attend` for complete rows, after heads were exchanged for positions.
+        choose_kernel: (query, ...) -> the kernel of a call, see `kernels.AttentionRequest`.
 
     Returns:
-        As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
-        head_dim]. Queries and keys are those of one row, in the order of
-        `parallel.context.local_position_ids`. It raises `ConfigError` for dropout.
+        As `attention.make_attend`, for this device's queries and keys of the same row, [batch,
+        seq_shard, heads, head_dim], in the order of `parallel.context.local_position_ids`. It
+        raises `ConfigError` for dropout.
     """
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
+        query: Q,
+        key: KV,
+        value: KV,
         mask: AttentionMask,
         *,
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
-    ) -> Array:
-        """[batch, seq_shard, heads, head_dim] in the query's dtype; see `Context.attend`."""
-        if dropout is not None:  # of the package's own models the mesh was refused already
+    ) -> Q:
+        if dropout is not None:  # for models of the package the mesh was rejected before
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
         if mask.full_every:
             near = dataclasses.replace(mask, full_every=0)
             far = dataclasses.replace(near, sliding_window=0)
-            # Devices that share a row run the same layer, and so the same of two programs.
+            # Devices that share a row run the same layer, and so the same branch.
             each = [partial(attend, mask=m, kernel=kernel, softcap=softcap) for m in (far, near)]
             return jax.lax.cond(mask.has_no_window, *each, query, key, value)
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
@@ -202,35 +195,29 @@ def make_attend_to_shared(
             order = context.chunk_order(plan.inner)
             in_row = partial(_reordered, order=np.argsort(order))
             segments = None if segments is None else in_row(segments)
-            whole = AttentionMask(
+            row_mask = AttentionMask(
                 causal=mask.causal, sliding_window=mask.sliding_window, segments=segments
             )
             rows = (in_row(x) for x in shared)
-            mixed = attend_rows(*rows, whole, kernel=kernel, softcap=softcap)
+            mixed = attend_rows(*rows, row_mask, kernel=kernel, softcap=softcap)
             mixed = _reordered(mixed, order)
         else:
             ring = Ring(plan.inner, plan.paired, chosen == "cudnn")
             mixed = _attend_over_groups(*shared, segments, rule, ring)
         if plan.inner == 1:
             return mixed
-        # Remat policies keep it after the exchange too, so that backward need not repeat that.
+        # Remat policies keep it after the exchange too, so that it is not repeated.
         return checkpoint_name(group.return_heads(mixed), "attention")
 
     return attend
 
 
 def _attend_over_groups(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Array | None,
-    rule: Rule,
-    ring: Ring,
-) -> Array:
-    """Attend to the keys of all groups: [batch, length, heads, head_dim], in the query's dtype."""
+    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
+) -> Q:
     if rule.window >= query.shape[1] * ring.size:
         rule = rule._replace(window=0)
-    # Branches of a part's documents must vary as the queries that they are chosen for.
+    # Branches on documents must vary over the same axes as the queries.
     segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
     inputs = (query, key, value, segments)
     if not ring.fused:
@@ -243,14 +230,14 @@ def _attend_over_groups(
 
 
 class _Group(NamedTuple):
-    """Neighbours on the context axis that exchange heads for positions."""
+    """Neighbors on the context axis that exchange heads for positions."""
 
     size: int
 
-    def share_heads(self, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-        """[batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...] of each.
+    def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
+        """Exchange: [batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...].
 
-        Key/value heads are repeated where they are fewer than the devices.
+        Key/value heads are repeated if they are fewer than the devices.
         """
         if self.size == 1:
             return query, key, value
@@ -259,12 +246,12 @@ class _Group(NamedTuple):
         exchange = lambda x: self._all_to_all(x, 2, 1)
         return exchange(query), exchange(key), exchange(value)
 
-    def return_heads(self, mixed: Array) -> Array:
-        """[batch, size · seq_shard, heads / size, head_dim] -> [batch, seq_shard, heads, ...]."""
+    def return_heads(self, mixed: Q) -> Array:
+        """Undo `share_heads`: -> [batch, seq_shard, heads, head_dim]."""
         return mixed if self.size == 1 else self._all_to_all(mixed, 1, 2)
 
-    def join(self, x: Array) -> Array:
-        """[batch, seq_shard] of each device -> [batch, size · seq_shard]."""
+    def join(self, x: Shaped[Array, "batch seq_shard"]) -> Shaped[Array, "batch seq"]:
+        """Concatenate positions of all devices: seq = size · seq_shard."""
         if self.size == 1:
             return x
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
@@ -274,8 +261,10 @@ class _Group(NamedTuple):
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
 
 
-def _reordered(x: Array, order: np.ndarray) -> Array:
-    """[batch, seq, ...] with its equal chunks in another order."""
+def _reordered(
+    x: Shaped[Array, "batch seq *rest"], order: Int[np.ndarray, " chunks"]
+) -> Shaped[Array, "batch seq *rest"]:
+    """Reorder the equal chunks of each row."""
     chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
     return chunks[:, order].reshape(x.shape)
 
@@ -284,41 +273,31 @@ def _reordered(x: Array, order: np.ndarray) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_gathered(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
-) -> Array:
-    """Attention [batch, seq_shard, heads, head_dim] to gathered keys, in the query's dtype."""
+def _attend_gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
     return _gathered(query, key, value, segments, rule).out.astype(query.dtype)
 
 
-def _gathered(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
-) -> Partial:
-    """Attention of query [batch, seq_shard, heads, head_dim] to the keys of all devices."""
+def _gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Partial:
     key, value = _gather((key, value))
     queries, keys = _gathered_spans(query, segments)
     return blockwise.forward(query, key, value, queries, keys, rule)
 
 
 def _gathered_forward(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
-) -> tuple[Array, Any]:
-    """`_attend_gathered` [batch, seq_shard, heads, head_dim], and what its backward reads."""
-    out, lse = blockwise.keep(_gathered(query, key, value, segments, rule), query.dtype)
+    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
+) -> tuple[Q, Any]:
+    total = _gathered(query, key, value, segments, rule)
+    out, lse = blockwise.name_residuals(total, query.dtype)
     return out, (query, key, value, out, lse, segments)
 
 
-def _gathered_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of this device's query, key and value, in their shapes and dtypes.
-
-    `cotangent` [batch, seq_shard, heads, head_dim] is that of the output.
-    """
+def _gathered_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     query, key, value, out, lse, segments = saved
-    pull = Pull.of(out, lse, cotangent)
-    whole_key, whole_value = _gather((key, value))
+    stats = BackwardStats.of(out, lse, cotangent)
+    all_keys, all_values = _gather((key, value))
     queries, keys = _gathered_spans(query, segments)
-    dq, *grads = blockwise.backward(query, whole_key, whole_value, queries, keys, pull, rule)
-    # One device's gradients of all keys: summed, and each keeps its own.
+    dq, *grads = blockwise.backward(query, all_keys, all_values, queries, keys, stats, rule)
+    # These are one device's gradients of all keys: sum them, and keep this device's part.
     dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
@@ -327,12 +306,12 @@ _attend_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _gather(tree: Any) -> Any:
-    """[batch, seq_shard, ...] -> [batch, seq, ...] of each leaf, device after device."""
+    """Gather leaves [batch, seq_shard, ...] to [batch, seq, ...], in device order."""
     return jax.tree.map(lambda x: collectives.all_gather(x, CONTEXT.name, dim=1), tree)
 
 
-def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
-    """Spans of this device's queries, places [1, seq_shard], and of all keys, places [1, seq]."""
+def _gathered_spans(query: Q, segments: Segments | None) -> tuple[Span, Span]:
+    """Return the spans of this device's queries and of all keys."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.position_ids_of(i, length, size) for i in range(size)])
     return (

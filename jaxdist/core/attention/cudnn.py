@@ -1,14 +1,11 @@
-"""cuDNN's fused attention by its operations, and with them attention to packed documents.
+"""cuDNN's fused attention through private operations of jax, and attention to packed documents.
 
-`jax.nn.dot_product_attention` knows no documents, and its gradient leaves out what flows into the
-log-sum-exp. So `forward` and `backward` bind the operations of jax's own module, inside
-`shard_map` alone: nothing here tells XLA how to split them.
+The only module that touches these operations. `jax.nn.dot_product_attention` has no documents, and
+its gradient lacks the part through the log-sum-exp. So `forward` and `backward` bind the operations
+of jax's own module, only inside `shard_map`: they carry no rule for XLA to split them.
 
-A call takes at most `DOCUMENTS` documents of a row, since its scratch grows with them. A row that
-holds more takes further calls, so that it is never wrong, and only it is slower.
-
-Shapes: query [batch, queries, heads, head_dim]; key and value [batch, keys, kv_heads, head_dim];
-log-sum-exp float32 [batch, queries, heads]; all of this device.
+A call takes at most `DOCUMENTS` documents of a row, because its scratch memory grows with them. A
+row with more documents takes further calls.
 """
 
 from __future__ import annotations
@@ -17,15 +14,16 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxdist.core import collectives
-from jaxdist.core.attention.blockwise import Rule, declare_alike
+from jaxdist.core.attention.blockwise import KV, Lse, Q, Rule, Segments, declare_alike
 from jaxdist.core.types import Array
 from jaxdist.settings import ConfigError
 
@@ -35,117 +33,101 @@ except (ImportError, AttributeError):  # jax may move what is private
     operations = None  # type: ignore[assignment]
 
 DOCUMENTS = 4
-"""Documents of a row that one call takes. cuDNN is taken to give each the scratch of a whole row:
-8B in rows of 8,192, two at a time, would need 4 GiB for 8."""
+"""Documents of a row in one call. We assume that cuDNN gives each the scratch of a complete row: 8B
+in rows of 8,192, two at a time, would need 4 GiB for 8."""
+
+Stats: TypeAlias = Float32[Array, "sequences heads queries"]
+"""cuDNN's log-sum-exp, by the position in each sequence. A sequence is a row, or a document."""
 
 
 class Sequences(NamedTuple):
-    """Parts of the rows of a batch: of queries, or of the keys that they attend to.
+    """Parts of the rows of a batch, of queries or of the keys that they attend to.
 
-    Attributes:
-        starts: int32 [batch, number], place of the first position of each in its row; the row's
-            length where there is none.
-        lengths: int32 [batch, number], positions; 0 where there is none.
+    Empty ones have length 0 and start at the end of the row.
     """
 
-    starts: Array
-    lengths: Array
+    starts: Int[Array, "batch number"]
+    lengths: Int[Array, "batch number"]
 
 
 class Documents(NamedTuple):
-    """Documents of packed rows, counted along the row.
+    """Documents of packed rows: the index 0, 1, ... of each position's document in its row."""
 
-    Attributes:
-        number: int32 [batch, seq], of the document of each position: 0, 1, ...
-    """
-
-    number: Array
+    number: Segments
 
     @classmethod
-    def of(cls, segments: Array) -> Documents:
-        """From int32 [batch, seq] that changes where the next document (or padding) begins."""
+    def of(cls, segments: Segments) -> Documents:
+        """Count the changes of the segments along each row."""
         changes = segments[:, 1:] != segments[:, :-1]
         first = jnp.zeros_like(segments[:, :1])
         return cls(jnp.concatenate([first, jnp.cumsum(changes, 1, dtype=jnp.int32)], 1))
 
     @property
-    def num_calls(self) -> Array:
-        """Calls that the fullest row needs, int32 []."""
+    def num_calls(self) -> Int[Array, ""]:
+        """Number of calls for the row with the most documents."""
         return jnp.max(self.number) // DOCUMENTS + 1
 
-    def sequences(self, call: Array) -> Sequences:
-        """Those of the call numbered `call`, int32 [], from 0 on."""
-        wanted = call * DOCUMENTS + jnp.arange(DOCUMENTS, dtype=jnp.int32)
-        number, wanted = self.number[:, None, :], wanted[None, :, None]
-        count = lambda those: jnp.sum(those, -1, dtype=jnp.int32)
-        return Sequences(count(number < wanted), count(number == wanted))
+    def sequences(self, call: Int[Array, ""]) -> Sequences:
+        """Return the documents of a call; calls count from 0."""
+        documents = call * DOCUMENTS + jnp.arange(DOCUMENTS, dtype=jnp.int32)
+        number, documents = self.number[:, None, :], documents[None, :, None]
+        count = lambda mask: jnp.sum(mask, -1, dtype=jnp.int32)
+        return Sequences(count(number < documents), count(number == documents))
 
-    def taken(self, call: Array) -> Array:
-        """Positions whose document that call takes, bool [batch, seq]."""
+    def taken(self, call: Int[Array, ""]) -> Bool[Array, "batch seq"]:
+        """Return the mask of positions whose document is in that call."""
         return self.number // DOCUMENTS == call
 
-    def lse_of(self, stats: Array, call: Array, starts: Array) -> Array:
-        """Log-sum-exp [batch, seq, heads] of that call's positions; anything elsewhere.
-
-        `stats` float32 [batch · DOCUMENTS, heads, seq] is cuDNN's, by the place in the document.
-        """
+    def lse_of(self, stats: Stats, call: Int[Array, ""], starts: Int[Array, "batch number"]) -> Lse:
+        """Return the log-sum-exp of that call's positions; undefined elsewhere."""
         batch, seq = self.number.shape
         slot = jnp.clip(self.number - call * DOCUMENTS, 0, DOCUMENTS - 1)
-        place = jnp.arange(seq) - jnp.take_along_axis(starts, slot, axis=1)
+        inside = jnp.arange(seq) - jnp.take_along_axis(starts, slot, axis=1)
         stats = stats.reshape(batch, DOCUMENTS, -1, seq)
         row = jnp.arange(batch)[:, None]
-        return stats[row, slot, :, jnp.clip(place, 0, seq - 1)]
+        return stats[row, slot, :, jnp.clip(inside, 0, seq - 1)]
 
 
-def stats_of(lse: Array, starts: Array) -> Array:
-    """The way back of `Documents.lse_of`: float32 [batch · DOCUMENTS, heads, seq]."""
+def stats_of(lse: Lse, starts: Int[Array, "batch number"]) -> Stats:
+    """Undo `Documents.lse_of`."""
     batch, seq, heads = lse.shape
-    places = jnp.clip(starts[:, :, None] + jnp.arange(seq), 0, seq - 1)
-    stats = lse[jnp.arange(batch)[:, None, None], places]  # [batch, DOCUMENTS, seq, heads]
+    positions = jnp.clip(starts[:, :, None] + jnp.arange(seq), 0, seq - 1)
+    stats = lse[jnp.arange(batch)[:, None, None], positions]  # [batch, DOCUMENTS, seq, heads]
     return jnp.moveaxis(stats, -1, 2).reshape(-1, heads, seq)
 
 
-def attend_packed(query: Array, key: Array, value: Array, segments: Array, rule: Rule) -> Array:
-    """Attention [batch, seq, heads, head_dim] of every document to itself, in the query's dtype.
+def attend_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> Q:
+    """Attend within every document; padding is a document of its own.
 
-    `segments` int32 [batch, seq] is the same within a document and changes at its end; padding is
-    a document of its own. Places are counted within documents, so that `rule` means the same.
+    Positions count within documents, so `rule` keeps its meaning.
 
     Raises:
         ConfigError: the batch has more elements than cuDNN can count.
     """
-    if obstacle := too_large(query.shape):
-        raise ConfigError(f"{obstacle}. Use model.attention='xla', or smaller microbatches.")
+    if reason := too_large(query.shape):
+        raise ConfigError(f"{reason}. Use model.attention='xla', or smaller microbatches.")
     return _attend_packed(*declare_alike(query, key, value, segments), rule)
 
 
 def too_large(shape: tuple[int, ...]) -> str:
-    """Why cuDNN cannot count the elements of packed queries of this shape; "" where it can."""
+    """Return why cuDNN cannot count the elements of packed queries of this shape; "" = it can."""
     if math.prod(shape) < 2**31:
         return ""
     return f"cuDNN counts the elements of packed queries in 32 bits, these are {shape}"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_packed(query: Array, key: Array, value: Array, segments: Array, rule: Rule) -> Array:
-    """`attend_packed` of inputs that vary alike: [batch, seq, heads, head_dim]."""
+def _attend_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> Q:
     return _packed_forward(query, key, value, segments, rule)[0]
 
 
-def _packed_forward(
-    query: Array, key: Array, value: Array, segments: Array, rule: Rule
-) -> tuple[Array, Any]:
-    """`_attend_packed` [batch, seq, heads, head_dim], and what its backward reads."""
+def _packed_forward(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> tuple[Q, Any]:
     out, lse = forward_packed(query, key, value, segments, rule)
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
     return out, (query, key, value, out, lse, segments)
 
 
-def _packed_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of query, key and value in their shapes and dtypes; segments have none.
-
-    `cotangent` [batch, seq, heads, head_dim] is that of the output.
-    """
+def _packed_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     query, key, value, out, lse, segments = saved
     inputs = (query, key, value, out, lse, cotangent)
     return *backward_packed(*inputs, segments=segments, rule=rule), None
@@ -154,88 +136,75 @@ def _packed_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
 _attend_packed.defvjp(_packed_forward, _packed_backward)
 
 
-def forward_packed(
-    query: Array, key: Array, value: Array, segments: Array, rule: Rule
-) -> tuple[Array, Array]:
-    """`attend_packed` of inputs that vary alike, not differentiable, and its log-sum-exp.
+def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> tuple[Q, Lse]:
+    """Attend within every document; not differentiable. Inputs vary over the same axes.
 
-    [batch, seq, heads, head_dim] in the query's dtype, float32 [batch, seq, heads].
+    The output has the query's dtype, the log-sum-exp is float32.
     """
     documents = Documents.of(segments)
 
-    def look(call: Array, own: Sequences) -> tuple[Array, Array]:
+    def attend(call: Array, own: Sequences) -> tuple[Array, Array]:
         out, stats = forward(query, key, value, rule, sequences=(own, own))
         return out, documents.lse_of(stats, call, own.starts)
 
     lse = jnp.zeros_like(query[..., 0], jnp.float32)
-    return _in_calls(documents, look, (jnp.zeros_like(query), lse))
+    return _in_calls(documents, attend, (jnp.zeros_like(query), lse))
 
 
 def backward_packed(
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    lse: Array,
-    cotangent: Array,
-    *,
-    segments: Array,
-    rule: Rule,
-) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in their shapes and dtypes.
+    query: Q, key: KV, value: KV, out: Q, lse: Lse, cotangent: Q, *, segments: Segments, rule: Rule
+) -> tuple[Q, KV, KV]:
+    """Return gradients of query, key and value in their dtypes.
 
-    `out` and its cotangent [batch, seq, heads, head_dim] and `lse` [batch, seq, heads] may be those
-    of more keys, as in `backward`.
+    `out`, its cotangent and `lse` may be over more keys, as in `backward`.
     """
 
-    def look(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
+    def pull_back(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
         stats = stats_of(lse, own.starts)
         return backward(query, key, value, out, stats, cotangent, rule, sequences=(own, own))
 
     zeros = tuple(jnp.zeros_like(x) for x in (query, key, value))
-    return _in_calls(Documents.of(segments), look, zeros)
+    return _in_calls(Documents.of(segments), pull_back, zeros)
 
 
-def _in_calls(documents: Documents, look: Callable[..., Any], totals: Any) -> Any:
-    """What `look(call, sequences)` finds of every document: a tuple of [batch, seq, ...].
+def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
+    """Collect the results of `run(call, sequences)`, leaves [batch, seq, ...], over all calls.
 
-    cuDNN leaves what belongs to no document of the call undefined, so it is never added.
+    cuDNN leaves positions outside the documents of a call undefined, so they are never added.
     """
 
-    def again(carry: tuple[Array, Any]) -> Array:
+    def has_next(carry: tuple[Array, Any]) -> Array:
         return carry[0] < num_calls
 
-    def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        """One call, int32 [], into the totals [batch, seq, ...] of the documents that it takes."""
+    def step(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        """Write the results of call number carry[0], int32 [], to its documents."""
         call, totals = carry
         taken = documents.taken(call)
-        spread = lambda x: jnp.expand_dims(taken, tuple(range(2, x.ndim)))
-        found = look(call, documents.sequences(call))
-        totals = jax.tree.map(lambda new, old: jnp.where(spread(new), new, old), found, totals)
+        mask = lambda x: jnp.expand_dims(taken, tuple(range(2, x.ndim)))
+        results = run(call, documents.sequences(call))
+        totals = jax.tree.map(lambda new, old: jnp.where(mask(new), new, old), results, totals)
         return call + 1, totals
 
     num_calls = documents.num_calls
     first = collectives.vary(jnp.int32(0), tuple(collectives.varying_axes(num_calls)))
-    return lax.while_loop(again, turn, (first, totals))[1]
+    return lax.while_loop(has_next, step, (first, totals))[1]
 
 
 # --- the operations -------------------------------------------------------------------------------
 
 
 def forward(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Q,
+    key: KV,
+    value: KV,
     rule: Rule,
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
-) -> tuple[Array, Array]:
-    """One call: the output in the query's dtype and shape, and the log-sum-exp.
+) -> tuple[Q, Stats]:
+    """Call the kernel once; not differentiable.
 
-    `sequences` are of the queries and of the keys, as many of both and more than one of a row.
-
-    The log-sum-exp is float32 [batch, heads, queries], or with sequences [batch · number, heads,
-    queries], by the place in the sequence. Not differentiable.
+    `sequences` are those of the queries and those of the keys: the same number of both, and more
+    than one per row.
     """
     operands = (query, key, value, *_others(query, key, sequences))
     settings = _settings(query, rule, sequences)
@@ -245,20 +214,20 @@ def forward(
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    stats: Array,
-    cotangent: Array,
+    query: Q,
+    key: KV,
+    value: KV,
+    out: Q,
+    stats: Stats,
+    cotangent: Q,
     rule: Rule,
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
-) -> tuple[Array, Array, Array]:
-    """One call: gradients of query, key and value, in their shapes and dtypes.
+) -> tuple[Q, KV, KV]:
+    """Call the kernel once for gradients of query, key and value, in their dtypes.
 
-    `out` and its cotangent, [batch, queries, heads, head_dim], and `stats` (as `forward` gives
-    them) may be those of more keys than these: the gradients are then these keys' part.
+    `out`, its cotangent and `stats` may be over more keys than these: the gradients are then the
+    part that flows through these keys.
     """
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
@@ -266,26 +235,26 @@ def backward(
     return dq, dk, dv
 
 
-def _others(
-    query: Array, key: Array, sequences: tuple[Sequences, Sequences] | None
-) -> tuple[Array, ...]:
-    """Bias, lengths and first elements of query and key sequences, page tables, as jax asks.
+def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
+    """Return bias, lengths and first elements of query and key sequences, and page tables.
 
-    Of query and key [batch, positions, heads, head_dim]. What is not used is [0] of its dtype.
+    Unused operands have shape [0].
     """
     unused = jnp.zeros(0, query.dtype)
     if sequences is None:
         return (unused,) * 7
-    # Not by jax's own helper, which in 0.10 takes the query's heads for the key's too.
+    # jax's own helper uses the query's heads for the key too in 0.10.
     mine, others = sequences
     firsts = _first_elements(mine, query), _first_elements(others, key)
     return (unused, mine.lengths, others.lengths, *firsts, unused, unused)
 
 
-def _first_elements(sequences: Sequences, x: Array) -> Array:
-    """Where each sequence begins in x [batch, seq, heads, head_dim], counted in elements.
+def _first_elements(
+    sequences: Sequences, x: Float[Array, "batch seq heads head_dim"]
+) -> Int[Array, "batch number_plus_1"]:
+    """Return the offset of each sequence in x, in elements, and the end of the array as padding.
 
-    int32 [batch, number + 1], read as one list of which the rest stands at the array's end.
+    cuDNN reads them as one flat list.
     """
     batch, seq = x.shape[:2]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * seq
@@ -294,8 +263,8 @@ def _first_elements(sequences: Sequences, x: Array) -> Array:
     return jnp.concatenate([starts, rest]).reshape(batch, -1) * math.prod(x.shape[2:])
 
 
-def _settings(query: Array, rule: Rule, sequences: Any) -> dict[str, Any]:
-    """Attributes of either operation, for a query [batch, queries, heads, head_dim]."""
+def _settings(query: Q, rule: Rule, sequences: Any) -> dict[str, Any]:
+    """Return the attributes of either operation."""
     kinds = operations.MaskType
     mask = kinds.CAUSAL if rule.causal else kinds.NO_MASK
     if sequences is not None:
@@ -318,7 +287,7 @@ _OPERANDS = (
     *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
     *("page_table_k", "page_table_v"),
 )
-_KNOWN = {
+_ATTRIBUTES = {
     *("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout"),
     *("sliding_window_length", "score_mod_name", "score_mod_jaxpr", "score_mod_args"),
     *("is_training", "activation", "fwd_output", "grad_output", "ctx"),
@@ -326,15 +295,48 @@ _KNOWN = {
 
 
 def missing() -> str:
-    """Why jax's operations cannot be bound from here; "" where they can."""
+    """Return why jax's operations cannot be bound; "" = they can."""
     if operations is None:
-        return f"jax {jax.__version__} keeps cuDNN's operations elsewhere"
+        return f"jax {jax.__version__} has moved cuDNN's operations"
     names = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
     for name in names:
         lowering = getattr(operations, f"{name}_cuda_lowering", None)
         if lowering is None or not hasattr(operations, f"{name}_p"):
             return f"jax {jax.__version__} has no operation {name}_p"
-        asked = list(inspect.signature(lowering).parameters)
-        if tuple(asked[1:11]) != _OPERANDS or set(asked[11:]) - _KNOWN:
-            return f"jax {jax.__version__} asks {name}_p for other operands"
+        parameters = list(inspect.signature(lowering).parameters)
+        if tuple(parameters[1:11]) != _OPERANDS or set(parameters[11:]) - _ATTRIBUTES:
+            return f"jax {jax.__version__} has other operands of {name}_p"
     return ""
+
+
+def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Decide as a remat policy: keep the residuals of attention, so that it runs once.
+
+    Those of `jax.nn.dot_product_attention` on cuDNN are its output and its log-sum-exp. A name
+    cannot select them: it would keep the output after the call, and the backward pass would repeat
+    the call for its other result.
+    """
+    if primitive.name == "name":
+        return params["name"] == "attention"
+    return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def emulate_gpu(compute_capability: str, version: tuple[int, int, int]) -> None:
+    """Answer jax's checks before cuDNN attention for a described GPU with that cuDNN version.
+
+    Otherwise they query the local backend. If it is the CPU, the kernel would be turned off.
+
+    Raises:
+        RuntimeError: jax has renamed a check.
+    """
+    numbers = lambda text: tuple(int(number) for number in text.split("."))
+    capability, (major, minor, patch) = numbers(compute_capability), version
+    answers = {
+        "check_cudnn_version": lambda: major * 10_000 + minor * 100 + patch,
+        "check_compute_capability": lambda least: capability >= numbers(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == numbers(other),
+    }
+    for name, answer in answers.items():
+        if not hasattr(operations, name):
+            raise RuntimeError(f"jax {jax.__version__} has no {name} before cuDNN attention")
+        setattr(operations, name, answer)

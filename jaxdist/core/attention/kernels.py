@@ -1,10 +1,7 @@
-"""Attention to whole rows: which kernel runs and why, dense and cuDNN attention, their dropout.
+"""The choice of the attention kernel, and attention to complete rows with it; dropout.
 
-A model calls `Context.attend`, which `make_attend` builds for a platform. It is told what the mask
-depends on (`AttentionMask`), never the mask itself.
-
-Shapes: query [batch, queries, heads, head_dim]; key and value [batch, keys, kv_heads, head_dim],
-each key/value head serving heads / kv_heads query heads. Heads are those of this device.
+A model calls `Context.attend`, which `make_attend` builds for a platform. It receives the inputs of
+the mask (`AttentionMask`), never the mask itself.
 """
 
 from __future__ import annotations
@@ -18,8 +15,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
 
 from jaxdist.core.attention import blockwise, cudnn, tiled
+from jaxdist.core.attention.blockwise import KV, Q
 from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -29,11 +28,11 @@ Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 
 BLOCKWISE_FROM = 2048
 """Keys of a row from which XLA's attention runs block by block on CPU. Tiles are faster, but hold
-scores of a whole row (`scripts/bench/results/context.md`)."""
+scores of a complete row (`scripts/bench/results/context.md`)."""
 
 DENSE_BELOW = 1024
-"""Keys of a row below which it is dense where it cannot go in tiles. Block by block it is faster
-from there, too, as it leaves out the half that the causal mask hides."""
+"""Keys of a row below which it is dense if it cannot run in tiles. Longer rows are faster block by
+block, which skips the half that the causal mask hides."""
 
 
 class AttentionPlan(NamedTuple):
@@ -42,10 +41,9 @@ class AttentionPlan(NamedTuple):
     Attributes:
         platform: "cpu" or "gpu".
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" if unknown.
-        exchange: how devices that share rows exchange keys and values; None = rows are whole.
-        packed_rejection: why cuDNN may not multiply packed documents; "" = it may.
-        ring_rejection: why cuDNN may not multiply the parts that travel round a ring, of rows of
-            one document; "" = it may.
+        exchange: exchange of keys and values between devices that share rows; None = they do not.
+        packed_rejection: why cuDNN must not run packed documents; "" = it may.
+        ring_rejection: the same for hops of a ring on rows of one document.
     """
 
     platform: str
@@ -79,7 +77,7 @@ class AttentionRequest(NamedTuple):
 def make_attend(
     plan: AttentionPlan, *, tensor_index: Callable[[], Any] = lambda: 0
 ) -> Callable[..., Array]:
-    """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
+    """Make the `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value.
 
     Args:
         plan: the devices.
@@ -87,27 +85,25 @@ def make_attend(
 
     Returns:
         (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
-        heads, head_dim] in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises
-        `ConfigError` where "cudnn" cannot do what is asked.
+        heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto", "xla" or
+        "cudnn". It raises `ConfigError` if "cudnn" does not support the call.
     """
 
-    def choose(query: Array, **call: Any) -> Kernel:
-        """`choose_kernel` for queries [batch, queries, heads, head_dim] here."""
+    def choose(query: Q, **call: Any) -> Kernel:
         too_large = cudnn.too_large(query.shape)
         request = AttentionRequest(query.dtype, query.shape[-1], too_large=too_large, **call)
         return choose_kernel(request, plan)[0]
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
+        query: Q,
+        key: KV,
+        value: KV,
         mask: AttentionMask,
         *,
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
-    ) -> Array:
-        """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
+    ) -> Q:
         chosen = choose(
             query,
             kernel=kernel,
@@ -126,7 +122,7 @@ def make_attend(
             return _attend(query, key, value, mask, chosen, softcap)
         near = dataclasses.replace(mask, full_every=0)
         far = dataclasses.replace(near, sliding_window=0)
-        # Kernels skip what a window hides: it is no value of the program, but one of two programs.
+        # Kernels skip what a window hides, so the window selects one of two programs.
         branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
         return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
 
@@ -136,12 +132,12 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """An `attend` [batch, queries, heads, head_dim] that computes float16 in float32.
+    """Compute float16 [batch, queries, heads, head_dim] in float32.
 
-    XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
+    XLA:CPU has no float16 product with float32 sums, which every kernel needs.
     """
 
-    def in_float32(query: Array, key: Array, value: Array, *args: Any, **options: Any) -> Array:
+    def in_float32(query: Q, key: KV, value: KV, *args: Any, **options: Any) -> Q:
         if query.dtype != jnp.float16:
             return attend(query, key, value, *args, **options)
         wide = (x.astype(jnp.float32) for x in (query, key, value))
@@ -151,7 +147,7 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
-    """Choose the attention kernel of a call on these devices, and say why.
+    """Choose the attention kernel of a call on these devices, with the reason.
 
     Raises:
         ConfigError: the call names cuDNN, which cannot honor the mask or the shapes.
@@ -159,30 +155,30 @@ def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kerne
     platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
     dtype, head_dim, packed = request.dtype, request.head_dim, request.packed
     softcap, num_keys, dropout = request.softcap, request.num_keys, request.dropout
-    # Of heads exchanged for positions each device has whole rows.
+    # After heads are exchanged for positions each device has complete rows.
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
-    obstacles = []
+    reasons = []
     if platform != "gpu":
-        obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {platform}")
+        reasons.append(f"cuDNN needs an NVIDIA GPU, this is {platform}")
     elif capability and float(capability) < 8.0:
-        obstacles.append(f"cuDNN's kernel needs compute capability 8.0, this is {capability}")
+        reasons.append(f"cuDNN's kernel needs compute capability 8.0, this is {capability}")
     if dtype not in (jnp.bfloat16, jnp.float16):
-        obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
+        reasons.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
     if platform == "gpu":
-        hidden = _part_obstacles(request, plan) if in_parts else []
+        hidden = _ring_rejections(request, plan) if in_parts else []
         if packed and not hidden:
-            hidden = _packed_obstacles(request, plan)
-        obstacles += hidden
+            hidden = _packed_rejections(request, plan)
+        reasons += hidden
     if request.cached:
-        obstacles.append("cuDNN's kernel takes no queries with places of their own")
-    # Wider heads run where they were compared first, which whole packed rows are.
+        reasons.append("cuDNN's kernel does not support explicit query positions (KV cache)")
+    # Wider heads run only if they were compared first, as complete packed rows are.
     widest = 256 if packed and not in_parts else 128
     if head_dim % 8 or head_dim > widest:
-        obstacles.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
+        reasons.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
     if dropout:
-        obstacles.append("attention dropout must give the same bits on every mesh")
+        reasons.append("attention dropout must give the same bits on every mesh")
     if softcap:
-        obstacles.append(f"cuDNN's kernel has no soft cap, and scores are capped at {softcap:g}")
+        reasons.append(f"cuDNN's kernel has no soft cap, and scores are capped at {softcap:g}")
     by_xla: Kernel = "xla"
     how = ""
     if in_parts:
@@ -195,35 +191,35 @@ def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kerne
         elif in_tiles and num_keys > tiled.TILE:
             by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
     if request.kernel == "xla":
-        return by_xla, f"asked for{how}"
-    if not obstacles:
+        return by_xla, f"from the settings{how}"
+    if not reasons:
         if in_parts:
             reached = "a document reaches" if packed else "arrives"
             return "cudnn", f"fused, one call for each part of a row that {reached}"
-        return "cudnn", "fused, and it honours the causal mask and the window" + (
+        return "cudnn", "fused, and it honors the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
         )
     if request.kernel == "cudnn":
         raise ConfigError(
-            f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
+            f"model.attention='cudnn' is impossible here: {'; '.join(reasons)}. "
             "Use attention='xla' or 'auto'."
         )
-    return by_xla, "; ".join(obstacles) + how
+    return by_xla, "; ".join(reasons) + how
 
 
-def _packed_obstacles(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
+def _packed_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
     if float(plan.compute_capability or 0) < 9.0:
-        known = plan.compute_capability or "not known"
-        return [f"cuDNN's packed kernel needs compute capability 9.0, this is {known}"]
+        capability = plan.compute_capability or "unknown"
+        return [f"cuDNN's packed kernel needs compute capability 9.0, this is {capability}"]
     reasons = (cudnn.missing(), plan.packed_rejection or request.too_large)
     return [reason for reason in reasons if reason]
 
 
-def _part_obstacles(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
-    """Why cuDNN cannot multiply the parts of a row that devices share."""
+def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
+    """Return why cuDNN cannot run on parts of rows."""
     assert plan.exchange is not None
     if plan.exchange.exchange == "all_gather":
-        return ["cuDNN's causal mask does not know which of all gathered keys come first"]
+        return ["cuDNN's causal mask has no positions of all gathered keys"]
     if 0 < request.window < request.num_keys:
         return ["cuDNN's kernel does not support a sliding window over a ring"]
     if not request.causal and request.packed:
@@ -233,11 +229,13 @@ def _part_obstacles(request: AttentionRequest, plan: AttentionPlan) -> list[str]
     return [reason for reason in (cudnn.missing(), plan.ring_rejection) if reason]
 
 
-def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
-    """Which keys a query sees, bool [batch or 1, 1, queries, keys]; the 1 stands for all heads."""
-    place = jnp.arange(keys)
+def visible(
+    mask: AttentionMask, queries: int, keys: int
+) -> Bool[Array, "batch_or_1 1 {queries} {keys}"]:
+    """Return the mask of a dense kernel; the 1 is for all heads."""
+    position = jnp.arange(keys)
     query = jnp.arange(queries)[None] if mask.query_positions is None else mask.query_positions
-    behind = query[..., None] - place  # [batch or 1, queries, keys]
+    behind = query[..., None] - position  # [batch or 1, queries, keys]
     allowed = behind >= 0 if mask.causal else jnp.ones_like(behind, bool)
     if mask.sliding_window:
         near = behind < mask.sliding_window
@@ -247,18 +245,11 @@ def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
     return allowed[:, None]
 
 
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: AttentionMask,
-    kernel: Kernel,
-    softcap: float,
-) -> Array:
-    """A kernel on a mask and a soft cap that it can honour: [batch, queries, heads, head_dim].
+def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, softcap: float) -> Q:
+    """Run a kernel that supports the mask and the soft cap.
 
-    What backward reads of it is named "attention" for remat policies, but not of cuDNN's on rows of
-    one document, whose results a policy knows by their operation (`keeps_attention`).
+    Residuals are named "attention" for remat policies, except those of cuDNN on rows of one
+    document, which a policy selects by their operation (`cudnn.keeps_attention`).
     """
     rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
     if kernel == "cudnn" and mask.segments is not None:
@@ -289,31 +280,19 @@ def _attend(
     return mixed if kernel == "cudnn" else checkpoint_name(mixed, "attention")
 
 
-def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A remat policy: keep what attention's backward reads of its forward, so that it runs once.
-
-    Of cuDNN's kernel as jax offers it that is its output and the log-sum-exp of its scores. A name
-    cannot say it: it would keep the output after the call, and backward would call again for what
-    the call returns.
-    """
-    if primitive.name == "name":
-        return params["name"] == "attention"
-    return primitive.name == "dot_product_attention_fwd_wrapper"
-
-
 def _attend_dense(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Q,
+    key: KV,
+    value: KV,
     mask: AttentionMask,
     softcap: float,
     dropout: AttentionDropout | None = None,
     first_head: Any = 0,
-) -> Array:
-    """Attention whose scores and probabilities exist, float32 [batch, heads, queries, keys].
+) -> Q:
+    """Attend with materialized scores and probabilities, float32 [batch, heads, queries, keys].
 
-    Shapes as in the file's docstring. The bits of a head's query that are dropped depend on it
-    alone; `first_head` is the index of the first local head among all heads.
+    The random bits of dropout depend on the row and the head only; `first_head` is the index of the
+    first local head among all heads.
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
@@ -329,8 +308,10 @@ def _attend_dense(
     return checkpoint_name(mixed, "attention")
 
 
-def _dropped(probs: Array, dropout: AttentionDropout, first_head: Any) -> Array:
-    """Probabilities float32 [batch, heads, queries, keys], some dropped and the others scaled."""
+def _dropped(
+    probs: Float[Array, "batch heads queries keys"], dropout: AttentionDropout, first_head: Any
+) -> Float[Array, "batch heads queries keys"]:
+    """Drop some probabilities and scale the others."""
     heads, *shape = probs.shape[1:]
 
     def draw(row: Array, head: Array) -> Array:

@@ -1,16 +1,14 @@
-"""Attention in tiles of queries, in plain JAX: for rows of up to some thousand keys on CPU.
+"""Attention in tiles of queries, in plain JAX: for rows of up to a few thousand keys on CPU.
 
-Each tile multiplies the keys that one of its queries may see, and no others: those behind the tile
-(causal mask) and those before the window never enter a product. Where a tile stands is known when
-the program is traced, so that nothing loops or branches. Backward computes the probabilities again
-from the log-sum-exp of their scores, which is faster on CPU than reading them back.
+Each tile multiplies only the keys that one of its queries may see: keys behind the tile (causal
+mask) and keys before the window never enter a product. Tiles are static, so nothing loops or
+branches. The backward pass recomputes the probabilities from the log-sum-exp of their scores, which
+is faster on CPU than reading them back.
 
-Rows of more keys go block by block (`blockwise.py`), whose program does not grow with the row.
+Longer rows go block by block (`blockwise.py`), whose program does not grow with the row.
 
-Shapes: query [batch, length, heads, head_dim]; key and value [batch, length, kv_heads, head_dim].
 Inside, queries are [batch, kv_heads, group, length, head_dim] with group = heads / kv_heads, and
-keys and values [batch, kv_heads, length, head_dim], so that batch and heads are one batch of
-products.
+keys and values [batch, kv_heads, length, head_dim]: batch and heads are one batch of products.
 """
 
 from __future__ import annotations
@@ -24,45 +22,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
 
-from jaxdist.core.attention.blockwise import Rule, declare_alike, wide_dtype
+from jaxdist.core.attention.blockwise import KV, Q, Rule, Segments, declare_alike, wide_dtype
 from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
 TILE = 128
-"""Queries of a tile. On CPU 64 are as fast and make twice the program; 256 skip too little."""
+"""Queries of a tile. On CPU 64 are as fast but double the program; 256 skip too few keys."""
 
 
 class _Tile(NamedTuple):
-    """Queries that share their products, and the keys that one of them may see."""
+    """Queries of one product, and the keys that any of them may see."""
 
     queries: slice
     keys: slice
 
 
-def attend(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
-    """softmax(query · key / √head_dim, masked) · value, with a backward pass of its own.
+def attend(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
+    """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
-    `segments`, int32 [batch, length], are documents of packed rows. `rule.block` is not read.
-
-    Returns:
-        [batch, length, heads, head_dim] in the query's dtype; sums in float32 or wider. What
-        backward reads is named "attention" for remat policies.
+    Sums are in float32 or wider, the result in the query's dtype. Residuals of the backward pass
+    are named "attention" for remat policies. `rule.block` is ignored.
     """
     query, key, value = declare_alike(query, key, value)
     return _attend(query, key, value, segments, rule)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
-    """`attend` of inputs that vary alike: [batch, length, heads, head_dim]."""
+def _attend(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
     return _forward(query, key, value, segments, rule)[0]
 
 
-def _forward(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
-) -> tuple[Array, Any]:
-    """`_attend` [batch, length, heads, head_dim], and what its backward reads."""
+def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> tuple[Q, Any]:
     wide = wide_dtype(query)
     q, k, v = _by_head(query, key.shape[2]), _by_head(key), _by_head(value)
     product = partial(jnp.einsum, preferred_element_type=wide)
@@ -76,15 +68,15 @@ def _forward(
         outs.append(mixed / weight)
         lses.append((top + jnp.log(weight))[..., 0])
     named = lambda x: checkpoint_name(x, "attention")
-    out = named(_by_place(jnp.concatenate(outs, 3)).astype(query.dtype))
+    out = named(_by_position(jnp.concatenate(outs, 3)).astype(query.dtype))
     return out, (query, key, value, segments, out, named(jnp.concatenate(lses, 3)))
 
 
-def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of the inputs, from that of the output [batch, length, heads, head_dim].
+def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
+    """Return gradients of the inputs.
 
-    Scores are [batch, kv_heads, keys, group, queries] here, and the gradient of queries comes out
-    with head_dim before them: then no product reads scores turned around, only heads.
+    Scores are [batch, kv_heads, keys, group, queries] here, and head_dim precedes the queries in
+    their gradient: then products read only heads transposed, never scores.
     """
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
@@ -102,7 +94,7 @@ def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
         seen = lambda x, tile=tile: x[:, :, tile.keys]
         scores = product("bgkd,bgrqd->bgkrq", seen(k), mine(q)) * _scale(query)
         scores = soft_cap(scores, rule.softcap)
-        # Where, before any product: what is hidden may be infinite.
+        # Mask before any product: hidden values may be infinite.
         allowed = jnp.moveaxis(_allowed(tile, segments, rule), -1, 2)
         probs = jnp.exp(jnp.where(allowed, scores - mine(lse)[:, :, None], -jnp.inf))
         dprobs = product("bgkd,bgrqd->bgkrq", seen(v), mine(do))
@@ -114,14 +106,14 @@ def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
     of_queries = jnp.concatenate([jnp.moveaxis(x, 2, 4) for x in dq], 3)
     of_keys, of_values = (_sum_over_tiles(parts, tiles, length) for parts in (dk, dv))
     pairs = zip((of_queries, of_keys, of_values), (query, key, value), strict=True)
-    return *(_by_place(grad).astype(x.dtype) for grad, x in pairs), None
+    return *(_by_position(grad).astype(x.dtype) for grad, x in pairs), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _tiles(length: int, rule: Rule) -> list[_Tile]:
-    """The tiles of a row, in order; their keys begin and end where tiles do."""
+    """Return the tiles of a row, in order; their keys start and end at tile boundaries."""
     tiles = []
     for start in range(0, length, TILE):
         stop = min(start + TILE, length)
@@ -130,38 +122,39 @@ def _tiles(length: int, rule: Rule) -> list[_Tile]:
     return tiles
 
 
-def _scale(query: Array) -> float:
-    """What scores of a query [..., head_dim] are multiplied by."""
+def _scale(query: Float[Array, "*dims head_dim"]) -> float:
     return 1 / math.sqrt(query.shape[-1])
 
 
 def _scores(q: Array, k: Array, tile: _Tile, rule: Rule) -> Array:
-    """Scores of a tile, nothing masked: [batch, kv_heads, group, queries, keys]; wide dtype."""
+    """Return unmasked scores of a tile, [batch, kv_heads, group, queries, keys]; wide dtype."""
     mine, seen = q[:, :, :, tile.queries], k[:, :, tile.keys]
     dims = "bgrqd,bgkd->bgrqk"
     scores = jnp.einsum(dims, mine, seen, preferred_element_type=wide_dtype(q)) * _scale(q)
     return soft_cap(scores, rule.softcap)
 
 
-def _allowed(tile: _Tile, segments: Array | None, rule: Rule) -> Array:
-    """Which keys of a tile which of its queries see: bool [batch or 1, 1, 1, queries, keys].
+def _allowed(
+    tile: _Tile, segments: Segments | None, rule: Rule
+) -> Bool[Array, "batch_or_1 1 1 queries keys"]:
+    """Return the mask of a tile.
 
-    Places are compared here, not by the program: XLA:CPU would compare them again for each score,
-    without vector instructions, three times as long as the exponential takes.
+    Positions are compared at trace time: XLA:CPU would compare them again for each score, without
+    vector instructions, three times as long as the exponential takes.
     """
-    place = lambda part: np.arange(part.start, part.stop)
-    behind = place(tile.queries)[:, None] - place(tile.keys)
-    found = behind >= 0 if rule.causal else np.ones_like(behind, bool)
+    position = lambda part: np.arange(part.start, part.stop)
+    behind = position(tile.queries)[:, None] - position(tile.keys)
+    visible = behind >= 0 if rule.causal else np.ones_like(behind, bool)
     if rule.window:
-        found &= behind < rule.window
-    allowed = jnp.asarray(found[None])
+        visible &= behind < rule.window
+    allowed = jnp.asarray(visible[None])
     if segments is not None:
         allowed &= segments[:, tile.queries, None] == segments[:, None, tile.keys]
     return allowed[:, None, None]
 
 
 def _sum_over_tiles(parts: list[Array], tiles: list[_Tile], length: int) -> Array:
-    """Gradients of all keys from those of each tile's keys [batch, kv_heads, keys, head_dim]."""
+    """Sum the gradients of keys [batch, kv_heads, keys, head_dim] over tiles."""
     columns = []
     for start in range(0, length, TILE):
         column = slice(start, min(start + TILE, length))
@@ -179,7 +172,7 @@ def _sum_over_tiles(parts: list[Array], tiles: list[_Tile], length: int) -> Arra
 
 
 def _by_head(x: Array, kv_heads: int = 0) -> Array:
-    """[batch, length, heads, head_dim] -> [batch, kv_heads, group, length, head_dim].
+    """Move heads: [batch, length, heads, head_dim] -> [batch, kv_heads, group, length, head_dim].
 
     Without `kv_heads` the result has no group: [batch, heads, length, head_dim].
     """
@@ -187,6 +180,6 @@ def _by_head(x: Array, kv_heads: int = 0) -> Array:
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]) if kv_heads else x
 
 
-def _by_place(x: Array) -> Array:
-    """The way back of `_by_head`, with a group or without: [batch, length, heads, head_dim]."""
+def _by_position(x: Array) -> Array:
+    """Undo `_by_head`, with a group or without: [batch, length, heads, head_dim]."""
     return jnp.swapaxes(x.reshape(x.shape[0], -1, *x.shape[-2:]), 1, 2)

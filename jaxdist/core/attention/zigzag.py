@@ -1,69 +1,91 @@
-"""One step of a zig-zag ring by cuDNN's kernel: a group's queries and the keys that are at hand.
+"""One hop of a zig-zag ring on cuDNN's kernel: the queries of a group and the keys that it holds.
 
-Group i of n holds parts i and 2n−1−i of a row: an early and a late half, in the row's order. Under
-a causal mask it is then known what each step multiplies, without a mask of its own:
+Group i of n holds chunks i and 2n−1−i of a row: an early and a late half, in row order. So under a
+causal mask each hop needs no mask of its own:
 
-    own keys                      queries and keys as they are, causal
-    keys of an earlier group      all queries see the early half, and none the late half
-    keys of a later group         the late queries see all of them, and the early queries none
+    own keys                      one causal call
+    keys of an earlier group      all queries see the early half of the keys, none the late half
+    keys of a later group         late queries see all of the keys, early queries none
 
-So of packed rows, too, all queries of a step stand behind all its keys (`parts.across`): the early
-and the late half follow one another in the row, and a document that reaches past one of them covers
-what lies between.
+Two different chunks of packed rows share at most one document, because a document has no gaps: its
+keys are the last ones of their chunk, and its queries the first ones of theirs. It is one sequence
+of cuDNN's packed layout, without a mask.
 
-A call's results are of the query's dtype. What it leaves out is zero, with the log-sum-exp of a
-query that saw no key; parts are joined, and gradients summed, in float32.
+Outputs and gradients have the query's dtype. Queries that see no key get zeros and the log-sum-exp
+`UNSEEN`. Hops are merged, and gradients summed, in float32. Nothing here is differentiable.
 
 Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
-Deviation: backward gives the kernel the output and the log-sum-exp over all keys, so that each step
-leaves these keys' part of the gradients.
-
-Shapes: query [batch, length, heads, head_dim]; key and value [batch, length, kv_heads, head_dim];
-documents int32 [batch, length] or None, under a causal mask only.
+Deviation: the backward pass gives the kernel the output and the log-sum-exp over all keys, so that
+each hop returns the part of the gradients that flows through its keys.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxdist.core.attention.blockwise import UNSEEN, Partial, Rule
-from jaxdist.core.attention.parts import (
-    Grads,
-    Keys,
-    OverAll,
-    Queries,
-    across,
-    across_backward,
-    within,
-    within_backward,
-)
+from jaxdist.core.attention import cudnn
+from jaxdist.core.attention.blockwise import KV, UNSEEN, Lse, Partial, Q, Rule, Segments
+from jaxdist.core.attention.cudnn import Sequences
 from jaxdist.core.types import Array
 
 Tree = TypeVar("Tree")
+Grads: TypeAlias = tuple[Q, KV, KV]
+"""Part of the gradients of query, key and value that flows through these keys."""
+PartGrads: TypeAlias = tuple[
+    Float[Array, "rows part_queries heads head_dim"],
+    Float[Array, "rows part_keys kv_heads head_dim"],
+    Float[Array, "rows part_keys kv_heads head_dim"],
+]
+"""The same of the positions of one call."""
 
 
-def forward(queries: Queries, keys: Keys, is_causal: bool, is_earlier: Array | None) -> Partial:
-    """Attention [batch, length, ...] of these queries to these keys alone, float32.
+class Queries(NamedTuple):
+    """Queries and their documents; None = a row is one document."""
 
-    `is_earlier`, bool [], says whether the keys are an earlier group's; None = the group's own. Not
-    differentiable.
+    query: Q
+    segments: Segments | None
+
+
+class Keys(NamedTuple):
+    """Keys, values and their documents; None = a row is one document."""
+
+    key: KV
+    value: KV
+    segments: Segments | None
+
+
+class GlobalAttention(NamedTuple):
+    """Attention over all keys of the row: its output, the output's gradient, its log-sum-exp."""
+
+    out: Q
+    cotangent: Q
+    lse: Lse
+
+
+def forward(
+    queries: Queries, keys: Keys, is_causal: bool, is_earlier: Bool[Array, ""] | None
+) -> Partial:
+    """Attend from these queries to these keys only, in float32.
+
+    `is_earlier` is whether the keys belong to an earlier group; None = to this group.
     """
 
     def to_early_keys() -> tuple[Array, Array]:
         return across(queries, early(keys))
 
-    def of_late_queries() -> tuple[Array, Array]:
+    def from_late_queries() -> tuple[Array, Array]:
         out, lse = across(late(queries), keys)
         return after_early(out), after_early(lse, UNSEEN)
 
     if is_earlier is None:
         out, lse = within(queries, keys, Rule(is_causal))
     elif is_causal:
-        out, lse = lax.cond(is_earlier, to_early_keys, of_late_queries)
+        out, lse = lax.cond(is_earlier, to_early_keys, from_late_queries)
     else:
         out, lse = across(queries, keys)
     return Partial(out.astype(lse.dtype), lse)
@@ -72,35 +94,36 @@ def forward(queries: Queries, keys: Keys, is_causal: bool, is_earlier: Array | N
 def backward(
     queries: Queries,
     keys: Keys,
-    found: OverAll,
+    total: GlobalAttention,
     is_causal: bool,
-    is_earlier: Array | None,
+    is_earlier: Bool[Array, ""] | None,
     half: int,
-) -> Grads:
-    """Half of the work that gives these keys' part of the gradients of query, key and value.
+) -> PartGrads:
+    """Compute half of the gradients that flow through these keys, in one call of the kernel.
 
-    In their dtypes, and of the positions that the call was about: `spread` puts them in place, and
-    then the sum of the first and the second half, 0 and 1, is the part. Both take one call of the
-    same size, so that there is one for keys to travel beside, and one for gradients. `found` is
-    over all keys, [batch, length, ...]; `is_earlier` as in `forward`.
+    They are of the positions of the call: `scatter_to_positions` expands them, and then the sum of
+    the halves 0 and 1 is complete. Both halves are calls of the same size: one overlaps with
+    sending keys, the other with sending gradients. `is_earlier` as in `forward`.
     """
     if not is_causal:
-        return across_backward(queries, HALVES[half][0](keys), found)
+        return across_backward(queries, HALVES[half][0](keys), total)
     if half == 0:  # late queries see the early keys of any group
-        return across_backward(late(queries), early(keys), late(found))
+        return across_backward(late(queries), early(keys), late(total))
     if is_earlier is None:
         # Each half of a group's own as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
-        queries, keys, found = jax.tree.map(rows, (queries, keys, found))
-        return within_backward(queries, keys, found, Rule(is_causal))
+        queries, keys, total = jax.tree.map(rows, (queries, keys, total))
+        return within_backward(queries, keys, total, Rule(is_causal))
     # Early queries see the early keys of an earlier group, late ones the late keys of a later one.
     start = jnp.where(is_earlier, 0, queries.query.shape[1] // 2)
     same = lambda x: lax.dynamic_slice_in_dim(x, start, x.shape[1] // 2, axis=1)
-    return across_backward(*jax.tree.map(same, (queries, keys, found)))
+    return across_backward(*jax.tree.map(same, (queries, keys, total)))
 
 
-def spread(grads: Grads, is_causal: bool, is_earlier: Array | None, half: int) -> Grads:
-    """What `backward` found at the places that it is of: float32 [batch, length, ...] each."""
+def scatter_to_positions(
+    grads: PartGrads, is_causal: bool, is_earlier: Bool[Array, ""] | None, half: int
+) -> Grads:
+    """Expand a result of `backward` to all positions, float32."""
     dq, dk, dv = (x.astype(jnp.float32) for x in grads)
     if not is_causal:
         widen = HALVES[half][1]
@@ -110,33 +133,140 @@ def spread(grads: Grads, is_causal: bool, is_earlier: Array | None, half: int) -
     if is_earlier is None:
         rows = lambda x: x.reshape(-1, 2 * x.shape[1], *x.shape[2:])
         return rows(dq), rows(dk), rows(dv)
-    place = lambda x: jnp.where(is_earlier, before_late(x), after_early(x))
-    return place(dq), place(dk), place(dv)
+    scatter = lambda x: jnp.where(is_earlier, before_late(x), after_early(x))
+    return scatter(dq), scatter(dk), scatter(dv)
+
+
+# --- calls of the kernel --------------------------------------------------------------------------
+
+
+def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Q, Lse]:
+    """Attend to the keys of the queries' own chunks."""
+    if keys.segments is not None:
+        return cudnn.forward_packed(queries.query, keys.key, keys.value, keys.segments, rule)
+    out, stats = cudnn.forward(queries.query, keys.key, keys.value, rule)
+    return out, jnp.moveaxis(stats, 1, 2)
+
+
+def within_backward(queries: Queries, keys: Keys, total: GlobalAttention, rule: Rule) -> Grads:
+    """Return the gradients of `within`."""
+    inputs = (queries.query, keys.key, keys.value)
+    if keys.segments is not None:
+        stats = total.out, total.lse, total.cotangent
+        return cudnn.backward_packed(*inputs, *stats, segments=keys.segments, rule=rule)
+    lse = jnp.moveaxis(total.lse, 2, 1)
+    return cudnn.backward(*inputs, total.out, lse, total.cotangent, rule)
+
+
+def across(queries: Queries, keys: Keys) -> tuple[Q, Lse]:
+    """Attend to all keys of chunks that precede the queries."""
+    inputs = (queries.query, keys.key, keys.value)
+    if queries.segments is None or keys.segments is None:
+        out, stats = cudnn.forward(*inputs, _ALL)
+        return out, jnp.moveaxis(stats, 1, 2)
+    shared = SharedDocument.of(queries.segments, keys.segments)
+
+    def attend() -> tuple[Array, Array]:
+        out, stats = cudnn.forward(*inputs, _ALL, sequences=shared.sequences)
+        lse = jnp.moveaxis(stats[::SEQUENCES], 1, 2)
+        return _select(shared.queries, out, 0.0), _select(shared.queries, lse, UNSEEN)
+
+    def skip() -> tuple[Array, Array]:
+        zeros = jnp.zeros_like(queries.query)
+        return zeros, jnp.full_like(zeros[..., 0], UNSEEN, jnp.float32)
+
+    return lax.cond(jnp.any(shared.queries), attend, skip)
+
+
+def across_backward(queries: Queries, keys: Keys, total: GlobalAttention) -> Grads:
+    """Return the gradients of `across`."""
+    inputs, stats = (queries.query, keys.key, keys.value), jnp.moveaxis(total.lse, 2, 1)
+    if queries.segments is None or keys.segments is None:
+        return cudnn.backward(*inputs, total.out, stats, total.cotangent, _ALL)
+    shared = SharedDocument.of(queries.segments, keys.segments)
+
+    def pull_back() -> Grads:
+        of_each = total.out, jnp.repeat(stats, SEQUENCES, axis=0), total.cotangent
+        dq, *grads = cudnn.backward(*inputs, *of_each, _ALL, sequences=shared.sequences)
+        dk, dv = (_select(shared.keys, g, 0.0) for g in grads)
+        return _select(shared.queries, dq, 0.0), dk, dv
+
+    def skip() -> Grads:
+        dq, dk, dv = (jnp.zeros_like(x) for x in inputs)
+        return dq, dk, dv
+
+    return lax.cond(jnp.any(shared.queries), pull_back, skip)
+
+
+_ALL = Rule(causal=False)
+
+SEQUENCES = 2
+"""Sequences of a row: one, and an empty one, because cuDNN reads a single one as complete rows."""
+
+
+class SharedDocument(NamedTuple):
+    """The document of each row that continues from the keys to the queries behind them, if any.
+
+    Masks of its queries, the first ones, and of its keys, the last ones.
+    """
+
+    queries: Bool[Array, "batch queries"]
+    keys: Bool[Array, "batch keys"]
+
+    @classmethod
+    def of(
+        cls, queries: Int[Array, "batch queries"], keys: Int[Array, "batch keys"]
+    ) -> SharedDocument:
+        """Compare the documents of both."""
+        last = keys[:, -1:]
+        is_last = queries == last
+        return cls(is_last, (keys == last) & jnp.any(is_last, axis=1, keepdims=True))
+
+    @property
+    def sequences(self) -> tuple[Sequences, Sequences]:
+        """The sequences of the queries and of the keys, int32 [batch, 2] each."""
+        mine, others = (jnp.sum(x, 1, dtype=jnp.int32) for x in self)
+        none = jnp.zeros_like(mine)
+        end, last = (jnp.full_like(none, x.shape[1]) for x in self)
+        pair = lambda first, second: jnp.stack([first, second], axis=1)
+        return (
+            Sequences(pair(none, end), pair(mine, none)),
+            Sequences(pair(last - others, last), pair(others, none)),
+        )
+
+
+def _select(
+    mask: Bool[Array, "batch length"], x: Float[Array, "batch length ..."], other: float
+) -> Float[Array, "batch length ..."]:
+    mask = jnp.expand_dims(mask, tuple(range(mask.ndim, x.ndim)))
+    return jnp.where(mask, x, jnp.asarray(other, x.dtype))
 
 
 # --- halves ---------------------------------------------------------------------------------------
 
 
 def early(tree: Tree) -> Tree:
-    """Leaves [batch, length, ...] -> the first half of their positions."""
+    """Take the first half of the positions of leaves [batch, length, ...]."""
     return jax.tree.map(lambda x: x[:, : x.shape[1] // 2], tree)
 
 
 def late(tree: Tree) -> Tree:
-    """Leaves [batch, length, ...] -> the second half of their positions."""
+    """Take the second half of the positions of leaves [batch, length, ...]."""
     return jax.tree.map(lambda x: x[:, x.shape[1] // 2 :], tree)
 
 
-def before_late(x: Array) -> Array:
-    """[batch, length / 2, ...] -> [batch, length, ...] with zeros in the second half."""
+def before_late(x: Shaped[Array, "batch half ..."]) -> Shaped[Array, "batch 2*half ..."]:
+    """Append zeros for the second half of the positions."""
     return jnp.pad(x, [(0, 0), (0, x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
 
-def after_early(x: Array, fill: float = 0.0) -> Array:
-    """[batch, length / 2, ...] -> [batch, length, ...] with `fill` in the first half."""
+def after_early(
+    x: Shaped[Array, "batch half ..."], fill: float = 0.0
+) -> Shaped[Array, "batch 2*half ..."]:
+    """Prepend `fill` for the first half of the positions."""
     widths = [(0, 0), (x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=fill)
 
 
 HALVES = ((early, before_late), (late, after_early))
-"""How to cut each half of the positions out of [batch, length, ...], and how to put it back."""
+"""Functions that take each half of the positions of [batch, length, ...], and that expand it."""

@@ -118,10 +118,7 @@ class RoundedWeight:
 
 
 def make_dot(
-    axes: tuple[str, ...],
-    platform: str,
-    *,
-    is_wide: Bool[Array, ""] | None = None,
+    axes: tuple[str, ...], platform: str, *, is_wide: Bool[Array, ""] | None = None
 ) -> Any:
     """Make a `Context.dot` in fp8; a product [*dims], as of `matmul.make_dot`.
 
@@ -229,9 +226,7 @@ def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array,
         return *product.backward(_from_bytes(x), _from_bytes(w), g8), None, None
     x8, w8 = product.rounded(x, E4M3), product.rounded(w, E4M3)
     dx, dw = lax.cond(
-        wide,
-        lambda: jax.vjp(product.wide, x, w)[1](gradient),
-        lambda: product.backward(x8, w8, g8),
+        wide, lambda: jax.vjp(product.wide, x, w)[1](gradient), lambda: product.backward(x8, w8, g8)
     )
     return dx, dw, None, None
 

@@ -14,14 +14,7 @@ from jaxtyping import Float, Float32
 
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of, dim_of
-from jaxdist.core.matmul.fp8 import (
-    E4M3,
-    RoundedWeight,
-    largest_of,
-    narrow,
-    scale_of,
-    widen,
-)
+from jaxdist.core.matmul.fp8 import E4M3, RoundedWeight, largest_of, narrow, scale_of, widen
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.types import Array
 

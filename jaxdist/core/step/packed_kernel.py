@@ -1,9 +1,8 @@
-"""Decide, before the first step, whether a run may bind cuDNN's operations one by one.
+"""Check of cuDNN's kernel before the first step, for packed documents and hops of a ring.
 
-Packed documents and the parts that a ring sends need them. Every process compares the kernel with
-the reference on one of its devices (`attention/admission.py`). If one process rejects it, it is
-rejected for all, since all must run the same program. A kernel that was not compared is not used,
-unless the devices are only described: there a program is compiled and never run.
+Every process compares the kernel on one of its devices (`attention/kernel_check.py`). A rejection
+by one process applies to all, because all must run the same program. A kernel that was not compared
+is not used, except on described devices, for which a program is compiled and never run.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import TypeAlias
 
 import jax
 
-from jaxdist.core.attention import admission, choose_kernel
-from jaxdist.core.attention.admission import Admission, Shapes, Use
+from jaxdist.core.attention import choose_kernel, kernel_check
+from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
@@ -28,7 +27,7 @@ Agree: TypeAlias = Callable[[str, str], list[str]]
 
 def check_kernel(
     model: Model, layout: Layout, plan: StepPlan, config: TrainConfig, agree: Agree
-) -> Admission | None:
+) -> KernelCheck | None:
     """Compare cuDNN's kernel with the reference for the rows of a plan; collective.
 
     None if the kernel is not used, or the plan's devices are only described. `agree` maps (name,
@@ -59,20 +58,18 @@ def check_kernel(
     return _agreed(shapes, layout, use, agree)
 
 
-def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> Admission:
-    """Return this process's comparison, or a rejection by another process; collective."""
-    compare = {
-        "packed": admission.compare_packed,
-        "ring": admission.compare_ring,
-        "packed_ring": admission.compare_packed_ring,
-    }[use]
+def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelCheck:
+    """Return this process's check, or a rejection by another process; collective."""
     here = jax.local_devices()
     own = [device for device in layout.mesh.devices.flat if device in here]
-    result = compare(shapes, own[0]) if own else Admission(errors={}, obstacle="", use=use)
-    refusals = [text for text in agree(f"{use}_attention", result.obstacle) if text]
-    if refusals and not result.obstacle:
-        return Admission(errors={}, obstacle=f"in another process {refusals[0]}", use=use)
-    return result
+    check = KernelCheck(errors={}, rejection_reason="", use=use)
+    if own:
+        check = kernel_check.validate_kernel(use, shapes, own[0])
+    rejections = [text for text in agree(f"{use}_attention", check.rejection_reason) if text]
+    if rejections and not check.rejection_reason:
+        reason = f"in another process {rejections[0]}"
+        return KernelCheck(errors={}, rejection_reason=reason, use=use)
+    return check
 
 
 def shapes_of(model: Model, layout: Layout, plan: StepPlan, config: TrainConfig) -> Shapes | None:

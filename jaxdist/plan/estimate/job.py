@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context_parallel import ExchangePlan
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.axis import axes_of
 from jaxdist.core.forward import row_chunks
 from jaxdist.core.mesh import MeshSpec
@@ -126,7 +126,7 @@ class Job:
     model: Model
     engine: Engine = dataclasses.field(default_factory=Engine)
     packed: bool | None = None
-    check: Admission | None = None
+    check: KernelCheck | None = None
 
     @classmethod
     def of(

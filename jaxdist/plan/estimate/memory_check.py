@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdist.config import RunConfig
-from jaxdist.core.attention.admission import Admission
+from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model
 from jaxdist.hardware import GPUS, Cluster, gpu_of
@@ -70,7 +70,7 @@ class Budget:
         job = job if remat is None else remat.job
         return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
 
-    def replanned(self, packed: bool, check: Admission | None) -> Budget:
+    def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
         """Return the budget for the rows of the data and the result of the kernel check.
 
         Block-wise attention has other costs, so remat "auto" is chosen again.

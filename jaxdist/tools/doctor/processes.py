@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.runtime.formatting.tables import few
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.doctor.findings import Finding, error, ok, warning
 
 _TRIES = 3
@@ -159,17 +160,28 @@ def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
 # --- the shared directory -------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Token:
-    """The file of one process in the run directory; `nonce` identifies this check."""
+    """The file of one process in the run directory; `nonce` is that of this check."""
 
-    def __init__(self, directory: Path, nonce: str, process: int):
-        self._file = locate(directory) / f".doctor-{nonce}-{process}"
-        self._text = f"{nonce} {process}\n"
+    directory: Path
+    nonce: str
+    process: int
+
+    @property
+    def path(self) -> Location:
+        """Return the path of the file."""
+        return locate(self.directory) / f".doctor-{self.nonce}-{self.process}"
+
+    @property
+    def text(self) -> str:
+        """Return the content of the file."""
+        return f"{self.nonce} {self.process}\n"
 
     def write(self) -> str:
         """Write the file; return the reason for a failure, or ""."""
         try:
-            self._file.write(self._text)
+            self.path.write(self.text)
         except OSError as failure:
             return failure.strerror or str(failure)
         return ""
@@ -177,14 +189,14 @@ class Token:
     def is_complete(self) -> bool:
         """Return whether the file can be read with its full content."""
         try:
-            return self._file.text() == self._text
+            return self.path.text() == self.text
         except OSError:
             return False
 
     def delete(self) -> None:
         """Delete the file."""
         with contextlib.suppress(OSError):
-            self._file.delete()
+            self.path.delete()
 
 
 def read_tokens(

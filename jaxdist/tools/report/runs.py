@@ -159,9 +159,7 @@ def _outcome(
     facts = [r for r in events if r["event"] == "run"]
     rated = [r for r in evals if math.isfinite(r.get("loss", math.nan))]
     best = min(rated, key=lambda r: r["loss"]) if rated else {}
-    # The first step of each start includes the compilation.
-    first_steps = {start.get("step", 0) + 1 for start in starts}
-    steady = [record for record in train if record["step"] not in first_steps]
+    steady = _without_compiling_steps(train, starts)
     gpu = gpu_of(device_kind)
     return {
         "exit_reason": _exit_reason(events),
@@ -193,6 +191,12 @@ def _exit_reason(events: list[Record]) -> str:
         if record.get("event") == "start":
             break
     return "unfinished"
+
+
+def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:
+    """Leave out the first step of each start, which includes the compilation."""
+    first = {start.get("step", 0) + 1 for start in starts}
+    return [record for record in train if record["step"] not in first]
 
 
 def _median(records: list[Record], key: str) -> float | None:

@@ -1,0 +1,221 @@
+"""Numeric check of cuDNN's kernel on the user's device, for calls that bind its operations.
+
+Packed documents and hops of a ring need private operations of jax, which depend on the versions of
+cuDNN and of the driver. So a run that would use them first compares them with the block-wise kernel
+in float32, forward and backward, on two rows of the run's length and heads (one row, if a
+microbatch has one). If the kernel is rejected, attention runs block by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jaxdist.core.attention import blockwise, cudnn, zigzag
+from jaxdist.core.attention.blockwise import KV, Q, Rule, Span
+from jaxdist.core.attention.zigzag import GlobalAttention, Keys, Queries
+from jaxdist.core.types import Array
+
+TOLERANCE = 0.02
+"""Largest difference, relative to the reference's largest magnitude. Rounding to bfloat16 takes
+less than half of it."""
+
+Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
+"""Calls that are checked: documents of complete rows, hops of a ring, documents on a ring."""
+
+_NAMES = ("output", "query gradient", "key gradient", "value gradient")
+_ROWS = 2
+_MAX_RING_LEN = 8192  # the reference's float32 arrays of a longer part might not fit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Shapes of one device's attention.
+
+    Attributes:
+        rows: rows of a microbatch.
+        seq_len: positions of a row; on a ring those of one group of devices.
+        heads, kv_heads: heads of this device.
+        head_dim: width of a head.
+        windows: window of each kind of layer; 0 = all keys.
+        dtype: compute dtype.
+    """
+
+    rows: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCheck:
+    """Result of the comparison with the reference.
+
+    Attributes:
+        errors: output and gradients -> largest difference, relative to the reference's peak; {} if
+            the kernel failed, or only other processes compared it.
+        rejection_reason: why the kernel is not used; "" = it is.
+        use: the calls that were checked.
+    """
+
+    errors: dict[str, float]
+    rejection_reason: str
+    use: Use = "packed"
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        name = f"{self.use.replace('_', ' ')} attention"
+        if self.rejection_reason:
+            return f"{name}: {self.rejection_reason}; block by block instead"
+        if not self.errors:
+            return f"{name}: cuDNN's kernel, which other processes compared"
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        return (
+            f"{name}: cuDNN's kernel differs from the float32 reference by at most "
+            f"{self.errors[worst]:.1e} of its peak ({worst}), {TOLERANCE} are allowed"
+        )
+
+
+def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
+    """Compare cuDNN's kernel with the reference on a device, forward and backward.
+
+    On a ring the rows are those of two groups of at most `_MAX_RING_LEN` positions each, and every
+    kind of hop is compared. Packed rows hold several documents, some of which cross the boundaries
+    between chunks; they are compared with each window of the model.
+    """
+    try:
+        with jax.default_device(device):
+            errors = np.max(_compare(use, shapes), axis=0)  # NaN if any is
+    except Exception as error:  # any failure of cuDNN, the compiler or jax
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        rejection = f"cuDNN's kernel failed ({reason[:200]})"
+        return KernelCheck(errors={}, rejection_reason=rejection, use=use)
+    named = {name: float(e) for name, e in zip(_NAMES, errors, strict=True)}
+    wrong = [f"{name} by {e:.2g}" for name, e in named.items() if not e <= TOLERANCE]
+    rejection = f"cuDNN's kernel differs from the float32 reference: {', '.join(wrong)} of its peak"
+    return KernelCheck(errors=named, rejection_reason=rejection if wrong else "", use=use)
+
+
+def _compare(use: Use, shapes: Shapes) -> list[list[float]]:
+    """Return the largest differences of each comparison, in the order of `_NAMES`."""
+    rows = min(shapes.rows, _ROWS)
+    length = shapes.seq_len if use == "packed" else 2 * min(shapes.seq_len, _MAX_RING_LEN)
+    is_ring = use == "ring"
+    segments = np.ones((rows, length), np.int32) if is_ring else sample_segments(rows, length)
+    inputs = _sample_inputs(shapes, segments)
+    if use == "packed":
+        pairs = [
+            (_packed(inputs, segments, window), _reference(inputs, segments, window))
+            for window in shapes.windows
+        ]
+    else:
+        results = _round_a_ring(inputs, None if is_ring else segments)
+        pairs = [(results, _reference(inputs, segments, 0))]
+    return [[_error(*both) for both in zip(*pair, strict=True)] for pair in pairs]
+
+
+def _error(a: Any, b: Any) -> float:
+    a, b = np.asarray(a, np.float32), np.asarray(b)
+    return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+
+
+def sample_segments(rows: int, seq_len: int) -> Int[np.ndarray, "rows seq_len"]:
+    """Sample documents: short ones for more than one call, a long one, padding.
+
+    Row 1 holds one document without padding, and so does row 0 if it is too short for more.
+    """
+    segments = np.ones((rows, seq_len), np.int32)
+    if seq_len < 4:
+        return segments
+    rng = np.random.default_rng(0)
+    ends = rng.choice(np.arange(1, seq_len // 2), min(seq_len // 2 - 1, 12), replace=False)
+    segments[0] += np.isin(np.arange(seq_len), [*ends, ends[0] + 1]).cumsum(dtype=np.int32)
+    segments[0, seq_len - seq_len // 16 :] = 0
+    return segments
+
+
+def _sample_inputs(shapes: Shapes, segments: Int[np.ndarray, "rows seq"]) -> list[Array]:
+    """Sample query, key, value and a cotangent, [rows, seq, heads or kv_heads, head_dim]."""
+    heads = (shapes.heads, shapes.kv_heads, shapes.kv_heads, shapes.heads)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (*segments.shape, n, shapes.head_dim), shapes.dtype)
+        for key, n in zip(keys, heads, strict=True)
+    ]
+
+
+def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
+    """Return output and gradients of cuDNN's packed kernel, [rows, seq, heads, head_dim] each."""
+    documents, rule = jnp.asarray(segments), Rule(True, window)
+    attend = lambda q, k, v: cudnn.attend_packed(q, k, v, documents, rule)
+    return _vjp(attend, inputs)
+
+
+def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | None) -> Any:
+    """Return the same of rows [rows, seq, ...] of two groups; this device takes the place of both.
+
+    `segments` are passed to the kernel if rows are packed.
+    """
+    documents = (None, None) if segments is None else _split_by_group(jnp.asarray(segments))
+
+    def run(*inputs: Array) -> tuple[Array, ...]:
+        """Return output and gradients, [rows, seq, heads or kv_heads, head_dim] each."""
+        query, key, value, cotangent = (_split_by_group(x) for x in inputs)
+        own = [Keys(*chunk) for chunk in zip(key, value, documents, strict=True)]
+        out, dq, dk, dv = ([jnp.zeros(()), jnp.zeros(())] for _ in range(4))
+        for mine in range(2):
+            # The keys of the other group precede the second group.
+            hops: list[tuple[int, Any]] = [(mine, None), (1 - mine, jnp.bool_(mine == 1))]
+            queries = Queries(query[mine], documents[mine])
+            total = blockwise.merge(*(zigzag.forward(queries, own[k], True, e) for k, e in hops))
+            out[mine] = total.out.astype(query[mine].dtype)
+            stats = GlobalAttention(out[mine], cotangent[mine], total.lse)
+            for k, e, half in ((k, e, n) for k, e in hops for n in (0, 1)):
+                part = zigzag.backward(queries, own[k], stats, True, e, half)
+                grads = zigzag.scatter_to_positions(part, True, e, half)
+                dq[mine], dk[k], dv[k] = (
+                    total + part
+                    for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)
+                )
+        return tuple(_join_groups(*groups) for groups in (out, dq, dk, dv))
+
+    return jax.jit(run)(*inputs)
+
+
+def _split_by_group(x: Array) -> tuple[Array, Array]:
+    """Split [rows, 2 · length, ...] into the zig-zag chunks [rows, length, ...] of two groups."""
+    first, second, third, last = jnp.split(x, 4, axis=1)
+    return jnp.concatenate([first, last], axis=1), jnp.concatenate([second, third], axis=1)
+
+
+def _join_groups(outer: Array, inner: Array) -> Array:
+    """Undo `_split_by_group`: [rows, 2 · length, ...]."""
+    (first, last), (second, third) = (jnp.split(x, 2, axis=1) for x in (outer, inner))
+    return jnp.concatenate([first, second, third, last], axis=1)
+
+
+def _reference(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
+    """Return the same in float32, of the same rounded inputs [rows, seq, heads, head_dim]."""
+    span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
+    rule = Rule(True, window)
+    attend = lambda q, k, v: blockwise.attend(q, k, v, span, span, rule)
+    with jax.default_matmul_precision("highest"):
+        return _vjp(attend, [x.astype(jnp.float32) for x in inputs])
+
+
+def _vjp(attend: Any, inputs: list[Array]) -> Any:
+    """Return the output, and gradients of query, key and value, [rows, seq, heads, head_dim]."""
+
+    def run(query: Q, key: KV, value: KV, cotangent: Q) -> Any:
+        out, pull_back = jax.vjp(attend, query, key, value)
+        return out, *pull_back(cotangent)
+
+    return jax.jit(run)(*inputs)
