@@ -213,7 +213,7 @@ def test_fingerprint_follows_rows():
         ("empty", "has no rows"),
         ("unseeded", "cannot be called: .*seed"),
         ("iterator", "returned generator, which has no random access"),
-        ("endless", "repeats without end"),
+        ("endless", "repeats forever"),
         ("gaps", "row 7 is missing"),
         ("nothing_left", "has no rows"),
         ("forgetful", "cannot be resumed: from the state after its first row"),

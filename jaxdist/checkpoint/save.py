@@ -255,7 +255,7 @@ class Saver:
         metrics: dict[str, float],
         document: Callable[[], dict[str, Any]],
     ) -> None:
-        """In the background, on every process: what became of the save, the same for all."""
+        """Complete a save in the background; the outcome is the same on every process."""
         described: dict[str, Any] = {}
         try:
             if not outcome.error:
@@ -263,7 +263,7 @@ class Saver:
                 described = document()
                 crash_point("after_arrays")
         except GivenUp:
-            pass  # who gave up says why
+            pass  # the process that aborted reports why
         except Exception as failure:
             outcome.error = one_line(failure)
             self._writer.give_up()

@@ -1,8 +1,9 @@
 """A tokenized corpus: memory-mapped shards, document ends, and a metadata file.
 
-DIR/corpus.json        written last; a folder without it is not a corpus DIR/tokens-00000.bin
-little-endian uint8, uint16 or uint32 DIR/weights-00000.bin  uint8, 1 if a token is learned; absent
-if all are DIR/documents.bin      little-endian uint64, the end of each document in tokens
+DIR/corpus.json        written last; a folder without it is not a corpus
+DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
+DIR/weights-00000.bin  uint8, 1 if a token is learned; absent if all are
+DIR/documents.bin      little-endian uint64, the end of each document in tokens
 DIR/tokenizer.json     the tokenizer and the files next to it, unless it is bytes
 
 If DIR is on an object store, tokens are read in the ranges that rows need, and document ends and

@@ -60,7 +60,7 @@ class CustomRows:
             raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
         if self.num_rows == sys.maxsize:
             raise ConfigError(
-                f"data source {name!r} repeats without end: training repeats rows by itself, "
+                f"data source {name!r} repeats forever: training repeats rows itself, "
                 "each epoch in another order. Leave .repeat() out."
             )
         first = source[0]

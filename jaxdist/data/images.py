@@ -159,7 +159,7 @@ def _read_batch(
             raise ValueError(f"labels outside 0..{NUM_CLASSES - 1}; CIFAR-100 has another layout")
     except _Refused as error:
         raise ConfigError(
-            f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch has only a dict of "
+            f"{str(path)!r} tries to load {error}: a CIFAR-10 batch has only a dict of "
             "bytes, lists and one uint8 array. No code was run; download the archive from a "
             "trusted source."
         ) from None

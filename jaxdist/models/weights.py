@@ -19,7 +19,7 @@ class Weight:
     Attributes:
         name: its path, e.g. "layers.mlp.up".
         dims: logical dims.
-        shape: of the whole array.
+        shape: shape of the global array.
     """
 
     name: str

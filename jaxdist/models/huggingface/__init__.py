@@ -1,8 +1,9 @@
 """Read and write Hugging Face model directories.
 
-config_keys   keys of `config.json`: used, harmless or rejected families      model settings from
-`config.json` and back tensors       which tensors our arrays are made of safetensors   the file
-format, read block by block, written tensor by tensor directory     `config.json` and the tensors of
-a directory, checked against each other loading       weights onto a mesh, each process reading what
-its devices hold
+config_keys   keys of `config.json`: used, harmless or rejected
+families      model settings from `config.json` and back
+tensors       the tensors that our arrays are made of
+safetensors   the file format, read block by block, written tensor by tensor
+directory     `config.json` and the tensors of a directory, checked against each other
+loading       weights onto a mesh, each process reading the shards of its devices
 """

@@ -1,5 +1,5 @@
 """Format numbers and tables for every command.
 
-numbers  sizes, counts, durations, money, shares and rates tables   aligned columns, label and text,
-wrapped lines
+numbers  sizes, counts, durations, money, shares and rates
+tables   aligned columns, label and text, wrapped lines
 """
