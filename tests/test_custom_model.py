@@ -198,11 +198,11 @@ def test_the_example_is_short():
     [
         ("no_such_module:build", {}, "cannot be loaded: No module named 'no_such_module'"),
         ("jaxdist.models.example:make", {}, "cannot be loaded: .*has no attribute 'make'"),
-        ("jaxdist.models.example:build", {"widht": 8}, "refused its arguments: .*'widht'"),
+        ("jaxdist.models.example:build", {"widht": 8}, "its arguments: .*'widht'"),
         (
             "jaxdist.models.example:RULES",
             {},
-            "refused its arguments: 'dict' object is not callable",
+            "its arguments: 'dict' object is not callable",
         ),
         ("builtins:dict", {}, "returned dict, not a jaxdist.core.types.Model"),
     ],
