@@ -218,7 +218,8 @@ def _manual(
         pairs = zip(in_specs, arguments, strict=True)
         specs = tuple(specs(x) if callable(specs) else specs for specs, x in pairs), out_specs
         if layout.auto_tensor:
-            specs = _over(specs, layout.manual_axes)
+            manual = lambda spec: spec_over(spec, layout.manual_axes)
+            specs = jax.tree.map(manual, specs, is_leaf=lambda x: isinstance(x, P))
         with explain_types(model, layout.manual_axes):
             return jax.shard_map(
                 function,
@@ -229,13 +230,6 @@ def _manual(
             )(*arguments)
 
     return over_devices
-
-
-def _over(specs: Any, axes: tuple[str, ...]) -> Any:
-    """Return specs without any axis but `axes`."""
-    return jax.tree.map(
-        lambda spec: spec_over(spec, axes), specs, is_leaf=lambda x: isinstance(x, P)
-    )
 
 
 def divisor(weight: Array) -> Array:

@@ -31,7 +31,11 @@ _BETTER = 0.8  # share of it that another exchange must stay below
 def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     """Build the execution context of a model on this layout."""
     vocabulary_axis = TENSOR.name if TENSOR in layout.used else None
-    hooks = _hooks(layout)
+    hooks = {
+        name: hook
+        for axis in layout.used
+        for name, hook in axis.hooks(layout.sequence_parallel).items()
+    }
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
@@ -136,15 +140,6 @@ def _suggest_balanced_exchange(
     if named:
         return f"; --mesh.context-attention {' or '.join(named)} would balance it better"
     return "; a cp that divides the query and key/value heads allows all_to_all, which is balanced"
-
-
-def _hooks(layout: Layout) -> dict[str, Any]:
-    """Return the members of `Context` that the axes in use implement."""
-    return {
-        name: hook
-        for axis in layout.used
-        for name, hook in axis.hooks(layout.sequence_parallel).items()
-    }
 
 
 def _make_sum(layout: Layout) -> Callable[[Any, str], Any]:
