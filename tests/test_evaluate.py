@@ -75,8 +75,11 @@ def test_the_path_of_a_checkpoint_names_its_step(tmp_path, monkeypatch):
         opened.weights(200)
 
 
+ROWS = SimpleNamespace(fields=("tokens", "targets"))
+
+
 class Opened:
-    """A run that notes what it is asked for."""
+    """A run that records its calls."""
 
     path = "runs/x"
 
@@ -89,14 +92,14 @@ class Opened:
 
     def open_held_out(self, sources):
         self.asked["sources"] = sources
-        return "rows"
+        return ROWS
 
     def weights(self, step, kind):
         self.asked["weights"] = step, kind
         return SimpleNamespace(params="params", step=7, kind="raw")
 
-    def parts_for(self, dataset):
-        assert dataset == "rows"
+    def parts_for(self, fields):
+        assert fields == ROWS.fields
         return SimpleNamespace(spec="dp=2", plan=SimpleNamespace(digest="f00d"))
 
     def evaluate(self, params, dataset, max_batches):
@@ -127,7 +130,7 @@ def test_the_command_asks_for_what_its_flags_say(
     run = Opened()
     monkeypatch.setattr("jaxdist.run.trained_run.open_run", run.open)
     assert command.main(["a/run", "--json", *flags]) == 0
-    evaluation = {"evaluate": ("params", "rows", batches), "weights": weights, "sources": sources}
+    evaluation = {"evaluate": ("params", ROWS, batches), "weights": weights, "sources": sources}
     assert run.asked == {"run": "a/run", **opened, **evaluation}
     facts = {"run": "runs/x", "step": 7, "weights": "raw", "mesh": "dp=2", "step_plan": "f00d"}
     assert json.loads(capsys.readouterr().out) == {**facts, "loss": 2.0, "tokens": 1e6}
