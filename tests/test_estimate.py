@@ -30,7 +30,7 @@ from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.model_costs import DecoderCosts, costs_of
-from jaxdist.plan.estimate.model_trace import attention_of
+from jaxdist.plan.estimate.model_trace import decoder_of
 from jaxdist.plan.estimate.search import Candidate, search, why_not
 from jaxdist.plan.estimate.time import LIKELY, estimate_time, layer_backward, model_flops_per_token
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
@@ -430,7 +430,8 @@ def test_a_decoder_attends_as_it_says():
     )  # fmt: skip
     for given in (config, DecoderConfig()):
         model = build(given, seq_len=16)
-        assert model.attention_call == attention_of(model, 16)
+        decoder = decoder_of(model, 16)
+        assert decoder is not None and model.attention_call == decoder.call
     assert set(vars(build(config, seq_len=16).attention_call).values()) == {5, 2, "xla", 0.25, 50.0}
 
 

@@ -35,7 +35,7 @@ class PlanConfig(RunConfig):
         "key is reported with all valid ones",
     )
     tokens: float = setting(
-        0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
+        0.0, "tokens (images) of the complete run, e.g. 1e12; 0 = train.steps", ge=0
     )
     deadline: str = setting(
         "",
@@ -45,12 +45,10 @@ class PlanConfig(RunConfig):
     budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
     price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
     spot_price: float = setting(-1.0, "USD per GPU-hour on spot; -1 = list price", ge=-1)
-    preemptions_per_day: float = setting(
-        2.0, "spot preemptions per day, of the whole job together", ge=0
-    )
+    preemptions_per_day: float = setting(2.0, "spot preemptions per day of the job", ge=0)
     failures_per_day: float = setting(
         -1.0,
-        "failures per day that stop the whole job; -1 = by the number of GPUs "
+        "failures per day that stop the job; -1 = by the number of GPUs "
         f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
         ge=-1,
     )

@@ -60,11 +60,11 @@ class Plan:
     Attributes:
         base: the user's settings.
         choice: the planned settings: the user's mesh, or the best one.
-        asked: the user named the mesh.
+        mesh_is_fixed: the user named the mesh.
         flows: traffic of one device in one step.
-        proof: result of the compiler; None if it was disabled.
+        check: result of the compiler; None if it was disabled.
         restart: from the end of a process to the next trained step.
-        saving: checkpoints, with hardware failures only; `spot_checkpoints`: preemptions too.
+        checkpoints: with hardware failures only; `spot_checkpoints`: with preemptions too.
         on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
         limits: days and money that the run may take.
     """

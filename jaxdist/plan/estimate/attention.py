@@ -45,7 +45,7 @@ def imbalance(job: Job) -> float:
     `_DOCUMENTS_PER_ROW` in each.
     """
     plan = job.exchange
-    if plan is None or job.attention_call is None:
+    if plan is None or job.decoder is None:
         return 0.0
     packed = job.config.data.packs_documents
     sizes = job.spec[context.CONTEXT], job.seq_len

@@ -31,11 +31,11 @@ from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulat
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
-from jaxdist.core.types import AttentionCall, Dims, Model, rows_per_example
+from jaxdist.core.types import Dims, Model, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.optim import is_frozen
-from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, attention_of, decoder_of, trace
+from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, decoder_of, trace
 from jaxdist.plan.estimate.software import OURS, Software
 
 Role = Literal["param", "moment", "gradient", "gathered"]
@@ -172,11 +172,6 @@ class Job:
     def decoder(self) -> DecoderShape | None:
         """Sizes of the model if it is a decoder, built-in or custom; else None."""
         return decoder_of(self.model, self.seq_len)
-
-    @functools.cached_property
-    def attention_call(self) -> AttentionCall | None:
-        """Call of attention in a block; None unless there is exactly one."""
-        return attention_of(self.model, self.seq_len)
 
     @property
     def seq_len(self) -> int:
@@ -326,9 +321,9 @@ class Job:
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:
         """Layers of the model by attention window; 0 = no window."""
-        call, layers = self.attention_call, self.model.num_layers
-        if call is None:
+        if self.decoder is None:
             return {}
+        call, layers = self.decoder.call, self.model.num_layers
         full = layers // call.full_every if len(call.windows) > 1 else 0
         counts = zip(call.windows, (layers - full, full), strict=False)
         return {window: number for window, number in counts if number}
@@ -347,11 +342,10 @@ class Job:
         Raises:
             ConfigError: the settings name cuDNN, and the exchange of this mesh does not support it.
         """
-        call = self.attention_call
-        if call is None or self.decoder is None:
+        if self.decoder is None:
             return ""
-        packed = self.plan.packed
-        request = request_of(call, self.decoder.head_dim, self.seq_len, self.dtype, packed=packed)
+        call, head_dim = self.decoder.call, self.decoder.head_dim
+        request = request_of(call, head_dim, self.seq_len, self.dtype, packed=self.plan.packed)
         return choose_kernel(request, self.plan.attention)[0]
 
     @property

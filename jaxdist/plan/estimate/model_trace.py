@@ -131,12 +131,6 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
     return _Block(calls, jaxpr, x)
 
 
-def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
-    """Return how a model's block attends; None if it does not, or does more than once."""
-    block = _trace_block(model, seq_len)
-    return block.calls[0][0] if block is not None and len(block.calls) == 1 else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderShape:
     """Sizes of a block that is one attention and one MLP on a residual stream, and of the head.
@@ -150,6 +144,7 @@ class DecoderShape:
         num_layer_norms: those of them that subtract a mean.
         norms_mlp_output: a norm follows the MLP's last product.
         marks: names that the block gives to values by `checkpoint_name`.
+        call: the block's call of attention.
     """
 
     d_model: int
@@ -164,6 +159,7 @@ class DecoderShape:
     num_layer_norms: int
     norms_mlp_output: bool
     marks: frozenset[str]
+    call: AttentionCall
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,7 +173,7 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     block = _trace_block(model, seq_len)
     if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
         return None
-    _, query, key = block.calls[0]
+    call, query, key = block.calls[0]
     d_model, num_heads, head_dim, num_kv_heads = block.x.shape[-1], query[2], query[3], key[2]
     products, outputs = 0.0, 0.0
     sums, marks = 0, set()
@@ -215,6 +211,7 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         num_layer_norms=norms["all"] if sums > norms["all"] else 0,
         norms_mlp_output=norms["last"] > 0,
         marks=frozenset(marks - {_ATTEND} | {"attention"}),
+        call=call,
     )
 
 

@@ -274,11 +274,8 @@ def _best_exchanges(job: Job) -> list[str]:
     for name in names:
         changed = job.changed("mesh", context_attention=name)
         costs[name] = (estimate_time(changed).seconds, estimate_memory(changed).total_bytes)
-    return [name for name in names if not any(_is_less(c, costs[name]) for c in costs.values())]
-
-
-def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one != other and one[0] <= other[0] and one[1] <= other[1]
+    beats = lambda one, other: one != other and one[0] <= other[0] and one[1] <= other[1]
+    return [name for name in names if not any(beats(c, costs[name]) for c in costs.values())]
 
 
 def _zeros(current: int, spec: MeshSpec) -> list[int]:

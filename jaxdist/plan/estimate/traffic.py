@@ -172,7 +172,7 @@ def _activations(job: Job) -> Iterator[Moved]:
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
     """Arguments of `ActivationSizes` for attention between devices that share rows."""
     plan, tensor = job.exchange, job.spec[TENSOR]
-    if plan is None or job.attention_call is None:
+    if plan is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
     # Key/value heads are repeated before the exchange if there are fewer than neighbors.
