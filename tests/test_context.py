@@ -20,12 +20,10 @@ from test_parity import check
 from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
-from jaxdist.core import collectives
 from jaxdist.core.attention import (
     AttentionPlan,
     blockwise,
     make_attend,
-    ring,
     tiled,
     visible,
 )
@@ -33,7 +31,6 @@ from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
-from jaxdist.core.parallel import reduction
 from jaxdist.core.types import AttentionDropout, AttentionMask
 from jaxdist.settings import ConfigError
 
@@ -178,64 +175,6 @@ def test_a_layer_has_a_window_or_none_as_its_number_says(plan, layer, mask):
     assert apart(found, dense(mask, "grouped", False)) <= CLOSE
 
 
-def merge_forgets_the_denominators(monkeypatch):
-    """Parts averaged without their log-sum-exp."""
-    mean = lambda a, b: blockwise.Partial((a.out + b.out) / 2, jnp.logaddexp(a.lse, b.lse))
-    monkeypatch.setattr(blockwise, "merge", mean)
-
-
-def chunks_in_another_order(monkeypatch):
-    """Positions of contiguous chunks, as if rows were not cut in zig-zag."""
-    position_ids_of = axis.position_ids_of
-
-    def contiguous(device, length, size):
-        if isinstance(device, int):  # how this test lays rows out
-            return position_ids_of(device, length, size)
-        return device * length + jnp.arange(length)
-
-    monkeypatch.setattr(axis, "position_ids_of", contiguous)
-
-
-def mask_off_by_one(monkeypatch):
-    """The last query of each chunk sees the first key of the next."""
-    allowed = blockwise._Cut.allowed
-
-    def late(cut, queries, keys):
-        ends = (queries.positions + 1) % (LENGTH // SHARDS // 2) == 0
-        shifted = queries.positions + ends.astype(np.int32)
-        return allowed(cut, queries._replace(positions=shifted), keys)
-
-    monkeypatch.setattr(blockwise._Cut, "allowed", late)
-
-
-def last_part_dropped(monkeypatch):
-    """Keys stay where they are: every device sees its own again and again."""
-    monkeypatch.setattr(collectives, "permute", lambda x, *_: x)
-
-
-def gradients_stay_abroad(monkeypatch):
-    """Gradients of keys end on the device before the one that holds the keys."""
-    send = ring.Ring.send
-    home = lambda self, x: x if not hasattr(x, "segments") else send(self, x)
-    monkeypatch.setattr(ring.Ring, "send", home)
-
-
-@pytest.mark.parametrize(
-    ("plant", "mask"),
-    [
-        (merge_forgets_the_denominators, "causal"),
-        (chunks_in_another_order, "causal"),
-        (mask_off_by_one, "causal"),
-        (last_part_dropped, "causal"),
-        (gradients_stay_abroad, "causal"),
-    ],
-)
-def test_a_fault_in_the_ring_is_seen(plant, mask, monkeypatch):
-    plant(monkeypatch)
-    found = shared(PLANS["ring"], mask, "grouped", False)
-    assert apart(found, dense(mask, "grouped", False)) > 1e-2
-
-
 # --- one device -----------------------------------------------------------------------------------
 
 
@@ -362,29 +301,6 @@ NUM_FAST = 4
 )
 def test_every_mesh_with_shared_rows_computes_what_one_device_computes(case):
     check(run(case), reference(case.model))
-
-
-def gradients_of_one_part(monkeypatch):
-    """Gradients are not summed over the devices that share rows."""
-    reduce_gradients = reduction.reduce_gradients
-    kept = lambda axes: tuple(a for a in axes if a != "context")
-
-    def partial(grads, *args):
-        *specs, axes = args
-        whole = reduce_gradients(grads, *specs, kept(axes))
-        # The step's types want them equal: those of the first device, on all.
-        first = collectives.group_index("context") == 0
-        keep = lambda g: collectives.all_reduce(jnp.where(first, g, 0), "context")
-        return jax.tree.map(keep, whole)
-
-    monkeypatch.setattr(reduction, "reduce_gradients", partial)
-
-
-def test_gradients_that_are_not_summed_are_seen(monkeypatch):
-    case = Case("learned", "cp=2")
-    gradients_of_one_part(monkeypatch)
-    with pytest.raises(AssertionError):
-        check(run(case, steps=2), reference(case.model, steps=2))
 
 
 STAGES = [

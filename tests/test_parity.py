@@ -22,9 +22,7 @@ from tiny import (
     run,
 )
 
-from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel import reduction
 from jaxdist.core.state import init_state
 
 FIRST_LOSS = 1e-6  # relative: the order of one sum
@@ -134,57 +132,3 @@ def test_another_seed_gives_other_parameters():
     state = init_state(model_of("learned"), optimizer(), layout_of(case), seed=1, loss_scale={})
     table = initial_state("learned").params["embed"]["table"]
     assert np.mean(np.asarray(state.params["embed"]["table"]) == table) < 1e-3
-
-
-def mean_of_replicas(monkeypatch):
-    """Each replica's gradients averaged instead of summed."""
-    reduce_gradients = reduction.reduce_gradients
-
-    def averaged(grads, *args):
-        return jax.tree.map(lambda g: g / 2, reduce_gradients(grads, *args))
-
-    monkeypatch.setattr(reduction, "reduce_gradients", averaged)
-
-
-def rows_counted_locally(monkeypatch):
-    """Sums over the global batch replaced by twice those of the first replica."""
-    all_reduce = collectives.all_reduce
-
-    def local(x, axes, op="sum"):
-        if x.ndim == 0 and op == "sum" and axes == ("data",):
-            first = collectives.group_index(axes) == 0
-            return 2 * all_reduce(jax.numpy.where(first, x, 0), axes)
-        return all_reduce(x, axes, op)
-
-    monkeypatch.setattr(collectives, "all_reduce", local)
-
-
-def wrong_part_of_the_sequence(monkeypatch):
-    """Each tensor device keeps its neighbour's positions."""
-    index = collectives.group_index
-    shifted = lambda axes: 1 - index(axes) if axes == "tensor" else index(axes)
-    from jaxdist.core.parallel import tensor
-
-    split = tensor._split_sequence
-
-    def swapped(x):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "group_index", shifted)
-            return split(x)
-
-    monkeypatch.setattr(tensor, "_split_sequence", swapped)
-
-
-@pytest.mark.parametrize(
-    ("plant", "case"),
-    [
-        (mean_of_replicas, Case("learned", "dp=2")),
-        (rows_counted_locally, Case("learned", "dp=2")),
-        (wrong_part_of_the_sequence, Case("learned", "tp=2")),
-    ],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_a_planted_fault_is_seen(plant, case, monkeypatch):
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        check(run(case), reference(case.model))

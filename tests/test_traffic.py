@@ -22,9 +22,7 @@ import jax
 import pytest
 from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, text_batch
 
-from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel import reduction
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.plan.compiled.collectives import read_collectives
 from jaxdist.plan.compiled.hlo import UnknownHLO
@@ -146,17 +144,3 @@ def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_as_aske
     assert set(gathered) == {"bf16"}
     scattered = re.findall(r'"stablehlo.reduce_scatter"(?:.|\n)*?-> tensor<[\dx]*(\w+)>', text)
     assert set(scattered) == {reduced}
-
-
-def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):
-    """The fault that sharding annotations alone make: M all-reduces of the gradients, not one."""
-    case = Case("rotary", "dp=2", microbatches=4)
-
-    def every_time(grads, from_specs, to_specs, axes):
-        return jax.tree.map(
-            lambda g: collectives.vary(collectives.all_reduce(g, axes), axes), grads
-        )
-
-    monkeypatch.setattr(reduction, "scatter_gradients", every_time)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
-    assert found["all-reduce", "data"][1] > 4 * theory(case)["all-reduce", "data"]
