@@ -236,13 +236,13 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
     ("source", "why"),
     {
         "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-                  "processor time"),
+                  "CPU time"),
         "repeats": ("{{ 'a' * 5000000000 }}", "memory"),
         "doubles": ("{% set n = namespace(x='a' * 1000000) %}{% for i in range(40) %}"
                     "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", "memory"),
         "prints": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "characters"),
         "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        "powers": ("{% set n = 9 ** 9 %}{{ 9 ** n }}", "processor time"),
+        "powers": ("{% set n = 9 ** 9 %}{{ 9 ** n }}", "CPU time"),
         "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     }.values(),
 )  # fmt: skip
