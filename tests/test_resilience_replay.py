@@ -18,7 +18,7 @@ from jaxdist.run.resilience.anomalies import Anomaly
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.settings import ConfigError
 from jaxdist.tools.compare.__main__ import _recorded_otherwise
-from jaxdist.tools.compare.rerun import StepDone
+from jaxdist.tools.compare.rerun import RerunStep
 
 OFFENCE = Anomaly(
     step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
@@ -189,7 +189,7 @@ def test_a_step_without_labels_is_replayed_compared_and_read(tmp_path, capsys, m
     assert run_here("train", *flags, f"--replay={tmp_path / 'a'}:{step}") == 0
     out = capsys.readouterr().out
     assert "recorded: no labels" in out and out.count("the same bits") == 3
-    again = StepDone(step=step, digests={}, numbers=loss_and_norm(run.metrics[step - 1]))
+    again = RerunStep(step=step, digests={}, numbers=loss_and_norm(run.metrics[step - 1]))
     directory = RunDirectory.existing(tmp_path / "a")
     lines = _recorded_otherwise((directory, directory), [(again, again)], None, mesh)
     assert "recorded" not in "".join(lines)
