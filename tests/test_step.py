@@ -242,7 +242,7 @@ def test_recomputing_saves_memory():
 
 def test_an_unknown_policy_is_refused():
     with refused("remat='some'", "none, dots, full", error=ValueError):
-        remat_policy("some", {})
+        remat_policy("some")
 
 
 def test_gathered_weights_are_not_kept_for_the_backward_pass():
