@@ -17,8 +17,8 @@ from jaxdist.settings import ConfigError
 
 FIXES = (
     "Add ", "Change ", "Check ", "Choose ", "Did you mean", "Drop ", "Give ", "Name ", "Raise ",
-    "Remove ", "Set ", "Shorten ", "The default is ", "There are ", "Try ", "Use ", "remove ",
-    "use ", "--help",
+    "Reduce ", "Remove ", "Set ", "Shorten ", "The default is ", "Try ", "Use ", "remove ", "use ",
+    "--help",
 )  # fmt: skip
 """Words with which a message begins what to do."""
 
@@ -135,7 +135,7 @@ RULES = {
     "cudnn on CPU": (
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
-        ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Shorten"),
+        ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Reduce"),
     "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 1024"),
     "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
     "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),

@@ -265,6 +265,6 @@ def _names(dotted: str) -> Path:
 def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-    near = f"The folder has {', '.join(names[:8])}." if names else "Check the path."
+    near = f"Use one of {', '.join(names[:8])}." if names else "Check the path."
     named = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
     return f"{near} Names of the package: {named}."
