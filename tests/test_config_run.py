@@ -280,7 +280,7 @@ NUM_SETTINGS = {
     "eval": 5,
     "checkpoint": 10,
     "monitoring": 6,
-    "resilience": 5,
+    "resilience": 6,
     "runtime": 5,
 }
 """Section -> its number of settings; "" = the settings outside of sections."""

@@ -218,8 +218,8 @@ def summary_of(run_dir):
 def test_a_run_of_skipped_steps_ends_with_87_and_names_a_finite_checkpoint(tmp_path):
     job = tiny("--steps", 60, "--optim.peak_lr=1e20", "--optim.warmup_steps=0")
     job += ["--checkpoint.save_interval_steps=1"]
-    job += ["--run-dir", tmp_path]
-    with refused("step 21", "last 20 steps", "step 20.", error=Stopped) as caught:
+    job += ["--resilience.max_skipped_steps=4", "--run-dir", tmp_path]
+    with refused("step 5", "max_skipped_steps", "step 4.", error=Stopped) as caught:
         run_here("train", *job)
     assert caught.value.exit_code == 87 and 87 in runtime.FINAL_CODES
     assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
@@ -255,6 +255,7 @@ def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path):
     data.write_text("".join(json.dumps(turns("long " * 60)) + "\n" for _ in range(30)))
     job = tiny("--steps", 4, "--train.global_batch_size=1", "--data.sources", data)
     job += ["--data.records=chat", "--data.packing=documents", "--data.tokenizer=bytes"]
+    job += ["--resilience.max_skipped_steps=2"]
     job += ["--mesh=dp=1", "--simulate=1", "--run-dir", tmp_path / "run"]
     done = run("train", *job)
     assert done.returncode == 0, done.stderr

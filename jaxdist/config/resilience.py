@@ -7,10 +7,6 @@ from typing import Literal
 
 from jaxdist.settings import setting
 
-MAX_SKIPPED_STEPS = 20
-"""Consecutive skipped steps that end a run with exit code 87, after which the launcher does not
-restart. Steps without labels and those that lower the loss scale do not count."""
-
 MAX_ROLLBACKS = 5
 """Rollbacks of one start after which a run stops, because another one would not help."""
 
@@ -28,9 +24,15 @@ class ResilienceConfig:
     )
     nonfinite_policy: Literal["skip", "rollback", "stop"] = setting(
         "skip",
-        "policy for a NaN or Inf loss or gradient (the update is never applied): skip = continue, "
-        "up to 20 steps in a row; rollback = return to the newest checkpoint and skip that batch; "
+        "policy for a NaN or Inf loss or gradient (the update is never applied): skip = continue; "
+        "rollback = return to the newest checkpoint and skip that batch; "
         "stop = exit with 87, without a restart by the launcher",
+    )
+    max_skipped_steps: int = setting(
+        20,
+        "consecutive skipped steps that end the run with exit code 87, without a restart by the "
+        "launcher. Steps without labels and steps that lower the loss scale do not count",
+        ge=1,
     )
     spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
         "report",

@@ -115,7 +115,6 @@ class RunConfig:
         "mesh.fsdp_over_context": Removed(True, "fsdp and cp shard parameters together."),
         "monitoring.straggler_interval_steps": Removed(50, "Use monitoring.log_interval_steps."),
         "monitoring.price_per_device_hour": Removed(0.0, "summary.json has the device_hours."),
-        "resilience.max_skipped_steps": Removed(20, "Use resilience.nonfinite_policy=stop."),
         "runtime.cluster": Removed("auto", "Use runtime.num_processes=1 to run one process."),
         "runtime.compilation_cache_dir": Removed("", "Set the environment variable JAXDIST_CACHE."),
         "model.width": Removed(16, "Leave it out: widths are those of the paper.", True),

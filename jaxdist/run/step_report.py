@@ -7,7 +7,6 @@ import logging
 from typing import Any, NoReturn
 
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.config.resilience import MAX_SKIPPED_STEPS
 from jaxdist.core.step import Metrics
 from jaxdist.data import Loader
 from jaxdist.data.ledger import Link
@@ -77,7 +76,7 @@ class StepReporter:
         anomaly = self.guard.check(step, values, loader, link.first_sample)
         if anomaly is not None:
             self._act_on(anomaly)
-        if self.guard.skipped >= MAX_SKIPPED_STEPS:
+        if self.guard.skipped >= self.guard.config.max_skipped_steps:
             self.stop_skipping(step)
 
     def stop_skipping(self, step: int) -> NoReturn:
@@ -88,7 +87,8 @@ class StepReporter:
         self.stop(
             kind,
             f"step {step}: the updates of the last {self.guard.skipped} steps were not applied, "
-            f"because {why}. Lower optim.peak_lr, or check the rows in anomalies.jsonl.",
+            f"because {why} (resilience.max_skipped_steps). Lower optim.peak_lr, or check the "
+            "rows in anomalies.jsonl.",
         )
 
     def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:
