@@ -392,7 +392,7 @@ def test_unknown_columns_are_rejected_and_metadata_is_ignored(tmp_path):
 ASK = {"role": "user", "content": "a"}
 SAY = {"role": "assistant", "content": "b"}
 BAD_CHATS = {
-    "text": ({"text": "a"}, "no list 'messages'", "has: text"),
+    "text": ({"text": "a"}, "no list 'messages'", "keys: text"),
     "no_messages": ({"messages": []}, "no list 'messages'"),
     "not_objects": ({"messages": ["a"]}, "message 1", "not an object"),
     "no_content": ({"messages": [ASK, {"role": "assistant"}]}, "message 2", "not an object"),

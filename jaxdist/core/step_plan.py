@@ -271,7 +271,7 @@ def plan_step(
 def request_of(
     call: AttentionCall, head_dim: int, seq_len: int, dtype: Any, *, packed: bool
 ) -> AttentionRequest:
-    """Describe the attention of training's rows to `choose_kernel`."""
+    """Return the `choose_kernel` request for the attention of training."""
     return AttentionRequest(
         dtype,
         head_dim,

@@ -68,8 +68,8 @@ class BadRecord(ValueError):
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
     """Return the `messages` of a record, in which the assistant speaks.
 
-    Unless `answered`, the last message must be the user's. Raises `BadRecord` if they are no list
-    of {"role", "content"} with text, or have nothing to learn.
+    Unless `answered`, the last message must be the user's. Raises `BadRecord` if `messages` is not
+    a list of {"role", "content"} with text, or if no token would be in the loss.
     """
     messages = record.get("messages")
     if "messages" not in record and isinstance(record.get("conversations"), list):
@@ -79,7 +79,7 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         )
     if not isinstance(messages, list) or not messages:
         have = ", ".join(record)
-        raise BadRecord(f"has no list 'messages' (it has: {have}). Use data.records=text for text.")
+        raise BadRecord(f"has no list 'messages' (keys: {have}). Use data.records=text for text.")
     more = ("tools", "system", "functions", "documents")  # `generate` accepts other fields
     _check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
     for number, message in enumerate(messages, start=1):
@@ -130,7 +130,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
     """Return `prompt`, `completion` and the end token as tokens and weights [length].
 
     Only completion and end token have weight 1. The prompt is encoded separately, as in generation.
-    Raises `BadRecord` if one of them is missing or not text, or there is nothing to learn.
+    Raises `BadRecord` if one of them is missing or not text, or if no token would be in the loss.
     """
     for field in ("prompt", "completion"):
         if not isinstance(record.get(field), str):
@@ -287,9 +287,10 @@ class JinjaTemplate:
     ) -> int:
         """Return the start of an answer whose content is `text[start:stop]`.
 
-        It is the end of the generation prompt for the `messages` before it. If the template formats
-        those differently in `text`, it is the end of the prompt's header, such as
-        `<|im_start|>assistant`, or of the common part. `after` ends the previous answer.
+        The answer starts after the generation prompt of the `messages` before it. If `text` does
+        not start with this prompt, it starts after the prompt's header, such as
+        `<|im_start|>assistant`, or else after their common prefix. `after` is the end of the
+        previous answer.
         """
         try:
             prompt = self._rendered(messages, for_answer=True)

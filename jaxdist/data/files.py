@@ -211,7 +211,7 @@ class _Ranges(io.RawIOBase):
             return 0
         data = self._location.part(self._at, length)
         if len(data) != length:
-            raise OSError(errno.EIO, "it changed while it was read", str(self._location))
+            raise OSError(errno.EIO, "the file changed while it was read", str(self._location))
         buffer[:length] = data
         self._at += length
         return length

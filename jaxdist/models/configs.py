@@ -90,8 +90,8 @@ class DecoderConfig:
     )
     local_rope_theta: float = setting(
         0.0,
-        "base of the rotary frequencies in layers with a window, without rope_scaling; "
-        "0 = rope_theta in all layers (Gemma 3 10000)",
+        "base of the rotary frequencies in layers with a sliding window, which then ignore "
+        "rope_scaling (Gemma 3: 10000); 0 = rope_theta in all layers",
         ge=0,
     )
     activation: Literal["swiglu", "geglu", "gelu"] = setting(

@@ -320,7 +320,7 @@ def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array
     columns = width // parts
 
     def sum_columns(part: Array | int) -> Array:
-        """Return columns of the gradient, [num_rows, columns]."""
+        """Return block number `part` of the gradient's columns, [num_rows, columns]."""
         own = lax.dynamic_slice_in_dim(cotangent, part * columns, columns, -1)
         sums = jnp.zeros((num_rows, columns), wide)
         return sums.at[index].add(own.astype(wide)).astype(dtype)

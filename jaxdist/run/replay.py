@@ -199,7 +199,7 @@ def state_before(
     else:
         state = parts.init_state()
     checkpointer.close()
-    log.info("replaying step %d of %s from step %d", step, run.path, done)
+    log.info("replaying step %d of %s from the state after step %d", step, run.path, done)
     left_out = dict.fromkeys((*position.left_out, *history.left_out))
     loader = parts.open_loader(dataset, dataclasses.replace(position, left_out=tuple(left_out)))
     with contextlib.ExitStack() as stack:

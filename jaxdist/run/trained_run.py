@@ -79,8 +79,8 @@ class TrainedRun:
         if chosen not in steps:
             existing = ", ".join(map(str, steps))
             raise ConfigError(
-                f"run {self.path} has no valid checkpoint {'' if step is None else step}, it has: "
-                f"{existing}. Name one of these, or omit --step for the newest."
+                f"run {self.path} has no valid checkpoint{'' if step is None else f' {step}'}; "
+                f"valid: {existing}. Name one of these, or omit --step for the newest."
             )
         own = self.parts.config
         if step is None and chosen != steps[-1]:  # a damaged checkpoint is newer

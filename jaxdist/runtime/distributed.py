@@ -171,8 +171,8 @@ def _check_gloo_address(plan: JoinPlan) -> None:
         return
     if is_loopback(address):
         raise ConfigError(
-            f"host {name} resolves its own name to {address}, to which CPU processes on the "
-            f"other hosts would connect. Remove that line from /etc/hosts on {name}."
+            f"host {name} resolves its own name to the loopback address {address}, which CPU "
+            f"processes on other hosts would use. Remove this entry from /etc/hosts on {name}."
         )
 
 

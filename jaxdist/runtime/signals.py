@@ -81,9 +81,10 @@ class Preemption:
     def preempted(self) -> bool:
         """Return whether the job stops after this step; equal in every process.
 
-        All processes must call it equally often. The agreed call is one past the largest that any
-        process had made (0 before the first). Calls are counted, not training steps: a run that
-        resumes at step 150 would never reach the call 1 of a notice during its start.
+        All processes must call it equally often. On a notice they agree on a call number, one more
+        than the most calls of any process so far, and all return True from that call. Calls are
+        counted because step numbers would fail: with a notice during its start, a run that resumes
+        at step 150 would never reach step 1.
         """
         if not self._share():
             return self._noticed

@@ -127,9 +127,10 @@ def make_dot(
     *,
     is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
-    """Make a `Context.dot` in mxfp8 or nvfp4; a product [*dims], as of `matmul.make_dot`.
+    """Make a `Context.dot` in mxfp8 or nvfp4; returns a product [*dims] like `matmul.make_dot`.
 
-    Wire: 4 bytes for each array in nvfp4, whose scale is that of all `axes`; nothing in mxfp8.
+    Communication: an all-reduce of 4 bytes per array over `axes` for nvfp4's array scale; none for
+    mxfp8.
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:

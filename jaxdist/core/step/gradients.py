@@ -47,7 +47,7 @@ def make_value_and_grad(
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """Make the differentiated part of a step, as a function of global arrays.
 
-    Frozen parameters have no gradient: None is in their places. The gradient of a running average
+    Frozen parameters have no gradient, only None. The gradient of a running average
     is the batch's own value (`step/statistics.py`).
 
     Returns:
@@ -144,7 +144,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
-    """Add up sums, float32 [] each, over replicas and stages: then equal on every device."""
+    """Add up sums, float32 [] each, over replicas and stages; results are equal on all devices."""
     axes = layout.loss_axes
     for name, value in sums.items():
         source = f"the sum {name!r} leaves {definition_of(model)}"
@@ -210,7 +210,7 @@ def _accumulate(
 def _manual(
     function: Any, model: Model, layout: Layout, plan: StepPlan, in_specs: Any, out_specs: Any
 ) -> Any:
-    """Run `function` on each device's own part; an argument's specs may depend on the argument."""
+    """Wrap `function` in `shard_map`; specs of an argument may be a function of the argument."""
     if plan.orders_collectives:
         function = in_order(function, hidden=layout.auto_tensor)
 

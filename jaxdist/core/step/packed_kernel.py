@@ -30,8 +30,8 @@ def check_kernel(
 ) -> KernelCheck | None:
     """Compare cuDNN's kernel with the reference for the rows of a plan; collective.
 
-    None if the kernel is not used, or the plan's devices are only described. `agree` maps (name,
-    this process's text) to the texts of all processes.
+    Returns None if the kernel is not used, or if the plan's devices are only described. `agree`
+    maps (name, this process's text) to the texts of all processes.
     """
     shapes = shapes_of(model, layout, plan, config)
     exchange, call = plan.exchange, model.attention_call

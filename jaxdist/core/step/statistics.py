@@ -41,7 +41,7 @@ def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
     by_path = dict(jax.tree_util.tree_leaves_with_path(batch_stats))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:
-        """Return the gradient [*dims], or the batch statistic of that running average."""
+        """Return the gradient [*dims]; for a running average, the batch statistic."""
         if dims.update != "statistic":
             return grad
         if path not in by_path:
@@ -62,7 +62,7 @@ def mask(axes: Params, grads: Params) -> Params:
 
 
 def update_running_stats(axes: Params, updated: Params, old: Params, grads: Params) -> Params:
-    """Return updated parameters [...], running averages moved from `old` values to the batch's."""
+    """Return updated parameters [...], with running averages moved toward the batch's values."""
 
     def leaf(dims: Any, new: Array, before: Array, batch_stats: Array) -> Array:
         return before + MOMENTUM * (batch_stats - before) if dims.update == "statistic" else new

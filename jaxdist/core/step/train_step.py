@@ -48,8 +48,8 @@ class Step:
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: execution context of the model (kernels, dtypes), for logs.
         options: compiler options of `train`, for logs; none on CPUs.
-        batch_sharding: sharding of a batch's leaves: rows, and positions if devices share rows.
-            `place_batch` of `core/parallel/context.py` places complete rows so.
+        batch_sharding: sharding of a batch's leaves: rows, and positions if devices share rows, as
+            `place_batch` of `core/parallel/context.py` makes it.
     """
 
     train: Any
@@ -202,7 +202,7 @@ def make_update(
 ) -> Callable[..., tuple[Params, Any]]:
     """Make (state, grads, norm, learning rate) -> (params, opt_state) with the same layout.
 
-    Frozen parameters stay as they are. The optimizer sees None in their places.
+    Frozen parameters do not change. The optimizer gets None instead of them.
 
     Partitioned automatically: moments, gradients and the slice of the parameters they update share
     one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.

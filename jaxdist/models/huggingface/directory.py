@@ -82,8 +82,8 @@ class Weights:
 
     Attributes:
         model: settings from its `config.json`.
-        pieces: name of our array -> its parts, by layer.
-        tensors: name -> tensor, not read yet.
+        pieces: name of the array in jaxdist -> its parts, one per layer if stacked.
+        tensors: name in the directory -> tensor, read on demand.
     """
 
     model: DecoderConfig

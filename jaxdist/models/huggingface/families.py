@@ -150,8 +150,8 @@ def family_of(config: DecoderConfig) -> str:
     if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
         return "gpt2"
     raise ConfigError(
-        "this combination of model settings is none of the families "
-        f"{', '.join(_ARCHITECTURES)}, so Hugging Face has no model for it. "
+        "these model settings match none of the Hugging Face families "
+        f"{', '.join(_ARCHITECTURES)}, so they cannot be exported. "
         "See configs/ for settings of these families."
     )
 

@@ -35,7 +35,7 @@ class MissingGather(Exception):
 
 
 def dot_general(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a matrix product; split dims that are summed give a term of a sum."""
+    """Return the state of a matrix product; PARTIAL if a contracted dim is split."""
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     shapes = [v.aval.shape for v in equation.invars]
     free_l = [d for d in range(len(shapes[0])) if d not in (*contract_l, *batch_l)]
@@ -101,7 +101,7 @@ def _unsplit(states: Sequence[int]) -> int:
 
 
 def gather(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a lookup: split indices into an equal table, or parts of split rows."""
+    """Return the state of a lookup, with split indices or in a table with split rows."""
     table, index = states[:2]
     if table == ZERO:
         return ZERO

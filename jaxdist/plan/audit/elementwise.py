@@ -48,13 +48,13 @@ def same(equation: Any, states: Sequence[int]) -> int:
 
 
 def name(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a named value; those of `mark_device_local` are no terms."""
+    """Return the state of a named value; VARYING if `mark_device_local` marked it."""
     is_own = equation.params["name"] == OWN_VALUE and states[0] not in FIXED
     return VARYING if is_own else states[0]
 
 
 def convert(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a cast: a rounded term of a sum is still a term, an integer is not."""
+    """Return the state of a cast: PARTIAL survives a cast to a float dtype, not to an integer."""
     floats = all(
         jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (equation.invars[0], equation.outvars[0])
     )
@@ -62,7 +62,7 @@ def convert(equation: Any, states: Sequence[int]) -> int:
 
 
 def add(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum or difference: terms of sums may only be added to terms of sums."""
+    """Return the state of a sum or difference: PARTIAL may only be added to PARTIAL."""
     del equation
     left, right = states
     if PARTIAL not in states:
@@ -107,21 +107,21 @@ def power(equation: Any, states: Sequence[int]) -> int:
 
 
 def nonlinear(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a nonlinear function; a sum over devices must precede it."""
+    """Return the state of a nonlinear function, whose input must not be PARTIAL."""
     if PARTIAL in states:
         raise omitted(states, f"goes through {equation.primitive.name}")
     return other(equation, states)
 
 
 def other(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of any elementwise function: splits remain, terms of sums are lost."""
+    """Return the state of any elementwise function: splits remain, PARTIAL becomes VARYING."""
     del equation
     total = join_all(VARYING if state == PARTIAL else state for state in states)
     return CONSTANT if total == ZERO else total
 
 
 def select(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of `where`: values masked by device index, else zero, are terms of a sum."""
+    """Return the state of `where`: PARTIAL if the device index selects between values and zeros."""
     del equation
     which, *cases = states
     state = join_all(cases)
@@ -137,7 +137,7 @@ def select(equation: Any, states: Sequence[int]) -> int:
 
 
 def random_bits(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of random numbers; those drawn by device index are no mask."""
+    """Return the state of random numbers; VARYING if their seed depends on the device index."""
     state = other(equation, states)
     return VARYING if state == INDEX else state
 

@@ -219,7 +219,7 @@ class Interpreter:
         return results[: len(equation.outvars)]
 
     def _beside(self, equation: Any, state: int) -> int:
-        """Return the state over an axis that a collective does not use."""
+        """Return the state of a collective's result over an axis that it does not use."""
         params = equation.params
         if equation.primitive.name in GATHERS and not params.get("tiled", False):
             ndim = len(equation.outvars[0].aval.shape)
@@ -230,7 +230,7 @@ class Interpreter:
         return state
 
     def _after(self, equation: Any, state: int, axis: str) -> int:
-        """Return the state over an axis that a collective uses."""
+        """Return the state of a collective's result over an axis of its groups."""
         name, params = equation.primitive.name, equation.params
         if state in (ZERO, CONSTANT) and name != "ppermute":
             return state

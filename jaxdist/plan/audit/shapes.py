@@ -43,14 +43,14 @@ def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum: over split dims it is a term of the complete sum."""
+    """Return the state of a sum: PARTIAL if a summed dim is split."""
     [state] = states
     axes, shape = equation.params["axes"], equation.invars[0].aval.shape
     return _after_reduction(without(state, axes, shape), axes, len(shape))
 
 
 def reduce_other(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a maximum, product, ... of parts: no claim."""
+    """Return the state of a maximum, product, ...: VARYING if a reduced dim is split."""
     state, axes = states[0], equation.params["axes"]
     if state == PARTIAL and equation.primitive.name in ("reduce_max", "reduce_min", "reduce_prod"):
         raise omitted(states, f"goes through {equation.primitive.name}")
@@ -90,7 +90,7 @@ def transpose(equation: Any, states: Sequence[int]) -> int:
 
 
 def squeeze(equation: Any, states: Sequence[int]) -> int:
-    """Return the state without dims of size 1; a split one leaves a value of the device's own."""
+    """Return the state without dims of size 1; if one was split, the values differ by device."""
     gone = equation.params["dimensions"]
     return _after_reduction(states[0], gone, len(equation.invars[0].aval.shape))
 
@@ -103,7 +103,7 @@ def expand_dims(equation: Any, states: Sequence[int]) -> int:
 
 
 def reshape(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a reshape: split dims that are cut or joined are split as one."""
+    """Return the state of a reshape: dims made from a split dim are split together."""
     state = states[0]
     if not is_split(state):
         return state
@@ -120,7 +120,7 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return runs of dims of one shape and of the other that hold the same elements."""
+    """Group the dims of two shapes of a reshape into consecutive runs of equal size."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):
@@ -147,7 +147,7 @@ def cut(equation: Any, states: Sequence[int]) -> int:
 
 
 def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a slice; at a start by device index it splits an equal value."""
+    """Return the state of a slice; one that starts by device index splits an equal value."""
     state, where = cut(equation, states[:1]), join_all(states[1:])
     if where in FIXED or state in (ZERO, PARTIAL):
         return state

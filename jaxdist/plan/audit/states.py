@@ -11,10 +11,10 @@ A state is an int, one for each mesh axis in use:
     VARYING    anything else: no claim, and never an alarm
     mask > 0   split: each device holds its part of the dims whose bits are set
 
-A mask of several dims means that the axis splits them as one; after a reshape it is unknown which.
-A sum over only some of them loses the claim. If each device holds a single row, a reshape that
-drops that dim may mean rows laid one after the other along the next dim, or terms of a sum over
-rows: `ROW` marks such a split, for which both are allowed.
+If a mask has several dims, the axis splits their product; a reshape does not show which of them.
+A sum over only some of these dims is VARYING. If each device holds a single row, a reshape that
+drops this dim is ambiguous: the rows may be concatenated along the next dim, or be terms of a sum
+over rows. `ROW` marks such a split, for which both are allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dims_of(state: int) -> list[int]:
 
 
 def like(state: int, *sources: int) -> int:
-    """Return a split state, marked with `ROW` if one of its sources is."""
+    """Return `state`, with the `ROW` mark if it is split and a split source has the mark."""
     marked = any(is_split(source) and source & ROW for source in sources)
     return state | ROW if marked and is_split(state) else state
 

@@ -50,7 +50,7 @@ class Work:
 
 
 def costs_of(job: Job) -> ModelCosts:
-    """Return the costs of a job's model: a decoder's formulas if it is one, else its trace."""
+    """Return the costs of a job's model: formulas for a decoder, else from its trace."""
     return ModelCosts(job) if job.decoder is None else DecoderCosts(job, job.decoder)
 
 

@@ -223,7 +223,7 @@ def _head(model: Model, seq_len: int) -> Any:
 
 
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one row of a batch: the model's own, or those of text."""
+    """Return the shapes of one row of a batch: `model.row`, by default those of text."""
     ids = jax.ShapeDtypeStruct((seq_len,), jnp.int32)
     weights = jax.ShapeDtypeStruct((seq_len,), jnp.float32)
     return dict(model.row) or {"tokens": ids, "targets": ids, "weights": weights}

@@ -164,10 +164,10 @@ class DeviceTime:
 
     Attributes:
         device: its number in the trace's process.
-        total_s: from its first kernel to the end of its last.
-        busy_s: in which any kernel ran.
-        communication_s: in which a collective ran.
-        exposed_s: in which a collective ran and no other kernel.
+        total_s: seconds from the start of its first kernel to the end of its last.
+        busy_s: seconds in which any kernel ran.
+        communication_s: seconds in which a collective ran.
+        exposed_s: seconds in which only collectives ran.
     """
 
     device: int

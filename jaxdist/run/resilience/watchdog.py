@@ -198,7 +198,7 @@ class Watchdog:
             self._leave(runtime.EXIT_HANG)
 
     def _keep_beating(self, beats: int) -> bool:
-        """Write some heartbeats; False as soon as another process aborts or the watchdog closes."""
+        """Write `beats` heartbeats; False once another process aborts or the watchdog closes."""
         for _ in range(beats):
             if self._closed.wait(self._beat_s):
                 return False

@@ -93,7 +93,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def _number(text: str) -> float | None:
-    """Return None for "[N/A]" and "[Not Supported]"."""
+    """Parse a number; None for "[N/A]" and "[Not Supported]"."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 

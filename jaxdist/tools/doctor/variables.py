@@ -228,7 +228,7 @@ def _proxies(environ: Mapping[str, str], coordinator_address: str) -> Iterator[F
         yield note(
             CHECK,
             f"{proxies[0]}={environ[proxies[0]]} applies to the coordinator {coordinator_address}; "
-            "jaxdist bypasses it, other programs of the job may not",
+            "jaxdist bypasses the proxy, but other programs of the job might use it",
             f"export no_proxy={no_proxy}",
         )
 

@@ -105,7 +105,7 @@ class SlurmConfig:
         (), "path to mount in the container, in addition to the working and the run directory"
     )
     python: str = setting(
-        "", "interpreter on the nodes; empty = this one, or python in a container"
+        "", "Python interpreter on the nodes; empty = the current one, or python in a container"
     )
     program: str = setting("", "program to run instead of jaxdist.train")
     script: str = setting("", "file to write; empty = NAME.sbatch")

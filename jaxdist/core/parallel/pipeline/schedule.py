@@ -33,7 +33,7 @@ Key: TypeAlias = tuple[Kind, int, int, int]
 
 
 class Action(NamedTuple):
-    """`kind` of work on a microbatch with one of the stage's virtual stages."""
+    """Work of one stage in one tick: its kind, microbatch and virtual stage."""
 
     kind: Kind
     microbatch: int

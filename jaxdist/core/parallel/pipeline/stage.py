@@ -120,11 +120,11 @@ def make_stage(
     gather: str,
     reduce_dtype: Any,
 ) -> Stage:
-    """Make this device's stage: its layers where they run, parameters gathered once, microbatches.
+    """Make this device's stage: the layers of its virtual stages, and its microbatches.
 
     Params are local shards, layers [layers stored on this stage, ...]; the batch is this replica's
-    rows [rows, ...]. `layer_specs` name the axes over which the stacked leaves are gathered: here
-    and once with `gather` = "step", else in each action.
+    rows [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered: once, by
+    this function, if `gather` = "step", else in each action.
     """
     layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":
