@@ -54,7 +54,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for."""
+    """Import a public name at its first use."""
     import importlib
 
     if name in _CALLED:

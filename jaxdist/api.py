@@ -219,7 +219,7 @@ def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
 def _objects(
     model: Any, data: Any, values: dict[str, Any]
 ) -> tuple[Callable[[int], Model] | None, Any]:
-    """Return model and data that are objects; add the others to the settings in `values`.
+    """Return model and data if they are objects; otherwise add them to the settings in `values`.
 
     An importable function is named in the settings, so that the run can be opened and resumed
     without the program.

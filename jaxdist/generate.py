@@ -116,7 +116,7 @@ class GenerateConfig(TextSettings):
                     message = {"role": "user", "content": record["prompt"]}
                     yield {"messages": [*start, message]} if self.chat else record
                 else:
-                    raise BadRecord("has no text 'prompt' (with --chat, 'messages' is read too).")
+                    raise BadRecord("has no text 'prompt' (--chat also accepts 'messages').")
             except BadRecord as error:
                 raise ConfigError([f"{origin} {error}"]) from None
 

@@ -182,7 +182,7 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 def weights_item(weights: Weights, names: Collection[str]) -> str:
     """Return the item of the requested weights, `params` or `ema_params`.
 
-    `names` are those of a checkpoint's arrays. Raises `ConfigError` if "ema" is requested and
+    `names` are the names of a checkpoint's arrays. Raises `ConfigError` if "ema" is requested and
     missing.
     """
     average, model = GROUPS["ema"].item, GROUPS["model"].item
@@ -196,9 +196,9 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:
-    """Split parameters [...] to restore: those of `item`, and those that only the model's has.
+    """Split the parameters [...] to restore by the item that stores them: `item`, or the model's.
 
-    `names` are those of a checkpoint's arrays. None is in the places of the others.
+    `names` are the names of a checkpoint's arrays. Each result has None for the other's leaves.
     """
     model = GROUPS["model"].item
 

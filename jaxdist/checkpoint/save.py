@@ -84,7 +84,10 @@ class Saver:
         *,
         halfway: bool = False,
     ) -> None:
-        """Wait for the previous save, then start one; a `halfway` save is kept until the next."""
+        """Wait for the previous save, then start one.
+
+        A `halfway` save is deleted after the next save is committed.
+        """
         leaves = pytree.leaves_of(state)
         # Copy it, and raise now if it is not JSON, not in every save.
         meta = json.loads(json.dumps(meta))

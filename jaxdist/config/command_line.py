@@ -112,7 +112,7 @@ def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
-    """Keep the text format of the stored settings of a run; the old format if they have none."""
+    """Keep the text format of a run's stored settings; without one, use the old format."""
     if not stored:
         return run
     stored_format = stored.get("data", {}).get("text_format")

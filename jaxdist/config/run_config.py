@@ -170,9 +170,9 @@ class RunConfig:
         return lines
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
-        """Return the rules that model, batch and sequence violate on a mesh.
+        """Return the rules of a mesh that model, batch and sequence violate.
 
-        The dims of a custom model are available only from the built `model`.
+        A custom model has dims only once it is built: pass it as `model` to check them.
         """
         source = self.model if model is None else model
         if model is None and not source.dims:  # only the batch can be checked

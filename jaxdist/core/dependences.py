@@ -18,9 +18,9 @@ def ready_token(marks: Iterable[jax.Array]) -> jax.Array:
 
 
 def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
-    """Pass x [*dims] on unchanged, once `ready`, of `ready_token`, is there.
+    """Return x [*dims] unchanged, but only after `ready`, a result of `ready_token`, is computed.
 
-    The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
+    The other branch of the `where` differs from x, so XLA cannot remove the `where`, even for a
     constant x.
     """
     return jnp.where(ready, x, ~x if x.dtype == bool else x + jnp.ones_like(x))

@@ -24,7 +24,10 @@ from jaxdist.core.types import Array, Sums, TokenHead
 
 
 def sum_over_tokens(x: Array, dlogits: Array) -> Array:
-    """Compute the kernel's gradient, float32 [d_model, vocab], of x [tokens, d_model]."""
+    """Return the head kernel's gradient, float32 [d_model, vocab], summed over tokens.
+
+    x is [tokens, d_model], dlogits [tokens, vocab].
+    """
     return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
 
 

@@ -28,16 +28,16 @@ class Sides:
 
 
 def sides_of(axes: Params) -> Params:
-    """Return a tree of `Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
+    """Return a tree like `axes` with a `Sides` per leaf; `...bias` and `...scale` are vectors."""
     return jax.tree_util.tree_map_with_path(_sides, axes)
 
 
 def _sides(path: Any, dims: Dims) -> Sides:
     """Split the dims of an array into stacked dims, rows and columns.
 
-    A row side that begins with `d_model` is that alone, else it is all but the last dim (`head_dim`
-    belongs to the dim before it). A dim without a name on the column side contains fused
-    projections (query, key, value; gate, up): a matrix of its own for each.
+    If the first dim is `d_model`, it is the rows; otherwise the rows are all but the last dim
+    (`head_dim` belongs to the dim before it). A column dim without a name holds fused projections
+    (query, key, value; gate, up): each of these is a separate matrix.
     """
     is_vector = jax.tree_util.keystr(path[-1:], simple=True).endswith(("bias", "scale"))
     stacked = [i for i, name in enumerate(dims) if name == "layers"]

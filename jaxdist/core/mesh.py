@@ -226,11 +226,12 @@ def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> l
 def shrink(
     requested: MeshSpec, num_devices: int, is_legal: Callable[[MeshSpec], bool]
 ) -> MeshSpec | None:
-    """Return the legal mesh for at most `num_devices` < those of `requested`; None without one.
+    """Return the largest legal mesh with at most `num_devices` devices; None if there is none.
 
-    Axes that do not shrink keep their size. The others use as many devices as they legally can.
-    Among equals, axes near the fast interconnect keep their size, else have the next larger one, so
-    that no device holds more of the state, else the next smaller one.
+    `num_devices` is below that of `requested`. Axes that cannot shrink keep their size; the others
+    use as many devices as they legally can. Among equal counts, axes near the fast interconnect
+    keep their size, else get the next larger one, so that no device holds more of the state, else
+    the next smaller one.
     """
     for count in range(num_devices // fixed_devices(requested), 0, -1):
         for spec in _with_shrunk(requested, count):
@@ -240,7 +241,7 @@ def shrink(
 
 
 def shrunk_sizes(requested: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
-    """Return the device counts below that of `requested` of which `shrink` uses every device."""
+    """Return the device counts below `requested` for which `shrink` leaves no device idle."""
     fixed = fixed_devices(requested)
     fewer = range(1, requested.num_devices // fixed)
     return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(requested, n)))]

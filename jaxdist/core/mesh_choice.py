@@ -61,7 +61,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 
 
 def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Report an exchange of keys and values in the settings that heads or stages do not allow."""
+    """Return errors if heads or stages do not allow the chosen exchange of keys and values."""
     heads, kv_heads = workload.dims.get("heads", 0), workload.dims.get("kv_heads", 0)
     tensor = spec[TENSOR]
     if spec[CONTEXT] == 1 or heads % tensor or kv_heads % tensor or not kv_heads:

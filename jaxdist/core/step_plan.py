@@ -345,10 +345,10 @@ def layers_of_a_body(
 ) -> tuple[int, str]:
     """Choose the layers in the body of the loop over them, all or one, and return the reason.
 
-    A part of them pays on no platform. A pipeline has its layers in several loop bodies: unrolled,
-    they would take long to compile. So would collectives in every layer on GPUs, where moreover a
-    layer that saves only its input has next to nothing to copy. ZeRO-2, which saves memory, would
-    need more of it: unrolled, GPT-2 keeps complete gradients longer (6.5 instead of 5.1 GiB).
+    Unrolling only some layers is slower on every platform. A pipeline has its layers in several
+    loop bodies, which would compile slowly if unrolled. On GPUs, collectives in every layer also
+    compile slowly, and a layer that saves only its input has little to copy. ZeRO-2 saves memory,
+    but unrolled it would need more: GPT-2 keeps complete gradients longer (6.5 instead of 5.1 GiB).
     """
     if layout.size(PIPELINE) > 1:
         return 1, "stages hold their layers in several loops"
@@ -364,13 +364,13 @@ def layers_of_a_body(
 
 
 def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int, str]:
-    """Choose the most parts in which rows of a microbatch go through the layers, with the reason.
+    """Choose the maximum number of chunks of a microbatch's rows, and return the reason.
 
-    More than one if `tensor` splits layers on GPUs: XLA then overlaps the collectives of one with
-    the products of another (Wang et al. 2024, "Domino", section 3). With a ring, whose steps have
-    collectives of their own, they gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
-    each part would have a scale of its own, and round differently from a mesh without parts; block-
-    scaled formats were not tried.
+    More than one if `tensor` splits layers on GPUs: XLA then overlaps the collectives of one chunk
+    with the products of another (Wang et al. 2024, "Domino", section 3). With a ring, which has
+    collectives in each hop, chunks gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
+    each chunk would have its own scale, and so round differently from a mesh without chunks;
+    block-scaled formats were not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:

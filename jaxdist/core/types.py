@@ -337,15 +337,15 @@ Its attribute `rows_per_example` is the number of adjacent rows that form an exa
 
 
 def rows_per_example(objective: Objective | None) -> int:
-    """Return how many adjacent rows form an example of the objective; 1 unless it has more.
+    """Return how many adjacent rows form one example of the objective; by default 1.
 
     Raises:
-        ConfigError: its `rows_per_example` is not a number of rows.
+        ConfigError: its `rows_per_example` is not a positive integer.
     """
     size = getattr(objective, "rows_per_example", 1)
     if not isinstance(size, int) or size < 1:
         raise ConfigError(
-            f"rows_per_example={size!r} of the objective. Use a whole number of 1 or more."
+            f"rows_per_example={size!r} of the objective. Use an integer of 1 or more."
         )
     return size
 

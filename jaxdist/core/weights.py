@@ -96,7 +96,7 @@ def frozen(tree: Any, axes: Any) -> Any:
 
 
 def merged(tree: Any, rest: Any) -> Any:
-    """Return the leaves of a tree, and those of `rest` in the places of its Nones."""
+    """Replace each None in a tree by the leaf of `rest` at the same position."""
     is_none = lambda x: x is None
     return jax.tree.map(lambda x, other: other if x is None else x, tree, rest, is_leaf=is_none)
 

@@ -158,9 +158,9 @@ def write_corpus(
 ) -> None:
     """Tokenize files into a new folder, which appears complete or not at all.
 
-    A corpus that another process wrote meanwhile stays. `sources` are the names of the files as
-    given; objects of a store are listed again at the end. Raises `ConfigError` if a file is bad
-    (see `Encoder.chunks`) or an object changed meanwhile.
+    If another process has written the same corpus by then, that one is used. `sources` are the
+    user's names of the files; objects of a store are listed again at the end, to detect changes.
+    Raises `ConfigError` if a file is bad (see `Encoder.chunks`) or an object changed.
     """
     try:
         with new_output(folder) as partial:
@@ -392,7 +392,7 @@ def _open(
         raise ConfigError(
             f"{str(path)!r} has {size} bytes, corpus.json says "
             f"{count * dtype.itemsize}: it is truncated or changed. Remove the folder (a cached "
-            "one is made again automatically, others with `python -m jaxdist.data`)."
+            "corpus is rebuilt automatically, others with `python -m jaxdist.data`)."
         )
     if not count:
         return np.zeros(0, dtype)

@@ -200,7 +200,7 @@ def _dataset(
     tokenizer: Tokenizer | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
-    """Return parts as one dataset; `about` has other facts that rows depend on."""
+    """Return parts as one dataset; `about` adds other facts that identify its rows."""
     prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
     return Dataset(
         kind=kind,

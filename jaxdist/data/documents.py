@@ -70,7 +70,7 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
             return
         if kind == "json":
             raise ConfigError(
-                f"{str(path)!r} is .json: it could be JSON lines or one text. Rename it "
+                f"{str(path)!r} is .json, which may be JSON lines or one text. Rename it "
                 "to .jsonl or .txt."
             )
         with open_file(path) as raw, _decompressed(path, raw) as stream:

@@ -182,7 +182,7 @@ def open_file(path: DataFile, block_bytes: int = BLOCK_BYTES) -> BinaryIO:
 
 
 def open_ranges(path: DataFile) -> Any:
-    """Return the argument from which pyarrow reads parts of a file."""
+    """Return a path, or a file object for a stored object, as input for pyarrow."""
     return _Ranges(path) if isinstance(path, StoredFile) else path
 
 

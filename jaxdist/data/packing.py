@@ -145,7 +145,7 @@ class Fitted:
     """Rows of complete documents; only a document longer than a row is cut.
 
     Attributes:
-        label: origin of the plan, for the fingerprint.
+        label: text that identifies the plan in the fingerprint, e.g. the range of documents.
         row_starts: int64 [num_rows + 1], first piece of each row.
         piece_starts: int64 [pieces], first token of each piece, by row.
         piece_lengths: int64 [pieces], inputs of each piece.
@@ -191,9 +191,9 @@ class Fitted:
         return batch
 
     def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
-        """Set a part of a row, fields [positions], from its position `first` on.
+        """Write the positions of a row from `first` on into `part`, fields [positions].
 
-        The consecutive pieces of the row are given by first token and length.
+        `pieces` are (first token, length) of the documents of the row, in order.
         """
         last, end = first + len(part["tokens"]), 0
         for segment, (start, length) in enumerate(pieces, start=1):

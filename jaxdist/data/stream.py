@@ -141,15 +141,15 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
 
     Processes that hold the same rows of every batch (tensor or pipeline parallelism) read the same
     shard. `held` maps a process to ranges [first, end) of rows on its devices. Raises `ConfigError`
-    if two processes share only some rows, or hold unequal numbers of them.
+    if the rows of two processes partly overlap, or their numbers differ.
     """
     shards = sorted({tuple(sorted(parts)) for parts in held.values()})
     parts = [part for shard in shards for part in shard]
     sizes = {sum(end - first for first, end in shard) for shard in shards}
     if len(parts) != len(set(parts)) or len(sizes) > 1:
         raise ConfigError(
-            f"data source {name!r} takes shard_index, but on this mesh two processes share "
-            "only some rows of a batch. Use a mesh that splits the batch between processes, "
+            f"data source {name!r} takes shard_index, but on this mesh the rows of two processes "
+            "partly overlap. Use a mesh that splits the batch between processes, "
             "or remove shard_index: every process then reads the whole stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)

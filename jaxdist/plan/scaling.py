@@ -1,4 +1,4 @@
-"""The same run on other GPUs and other numbers of them: fit, speed, price."""
+"""Memory fit, speed and price of the same run on other types and numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import price_run
 
 _KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
-"""Kinds of GPU that are always compared, beside the requested kind and the user's own."""
+"""GPU types that are always compared, in addition to the requested type and the user's own."""
 
 _MOST_GPUS = 4096
 
@@ -45,7 +45,7 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
 
 
 def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
-    """The best of a cluster with the largest batch, by halving, that fits; None where none does."""
+    """Halve the batch until it fits the cluster and return the best candidate, or None."""
     rows = run.train.global_batch_size
     while rows := rows // 2:
         smaller = with_section(run, "train", global_batch_size=rows)

@@ -174,14 +174,14 @@ def differences(
     fields: Fields | None = None,
     objective: Objective | None = None,
 ) -> list[MeshDifference]:
-    """Return the values of one step that differ between the mesh of the run and one device.
+    """Compare one step on the mesh of the run with one device; return the values that differ.
 
     Args:
         config: the run; its mesh has a size for every axis.
         devices: as many as the mesh has.
-        make_model: seq_len -> the model; None = the one of the settings.
-        fields: of rows that cannot be shortened; None = those of the model, or short text.
-        objective: None = that of the model.
+        make_model: seq_len -> the model; None = the model of the settings.
+        fields: fields of rows that cannot be shortened; None = the model's, or short text.
+        objective: None = the model's.
     """
     spec = config.mesh.spec
     assert spec is not None
@@ -230,7 +230,7 @@ def _wrong_on(
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
-    """Return the run with a small model and few rows, in float32, legal on the mesh."""
+    """Return the run with a small model and few rows, in float32, which fit the mesh's rules."""
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])

@@ -233,12 +233,12 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run the block outside of the step time and the hang limit of a step."""
+        """Exclude the block from the measured step time and from the hang limit of a step."""
         with self.timer.paused(), self.watchdog.phase(name):
             yield
 
     def turn_trace(self) -> None:
-        """End the finished profiler trace, start the one that is due before the next step."""
+        """End a finished profiler trace, and start one if the next step is to be traced."""
         with self.phase("trace"):
             self.monitor.profiler.turn(self.step + 1)
 

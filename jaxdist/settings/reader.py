@@ -77,8 +77,8 @@ def read_with_origins(
         rest: name of the list that takes the arguments after `--`; "" = they are rejected.
         base: settings that replace the defaults (those of a stored run), or a function of the
             values that returns them or None.
-        settle: replaces values by their permanent form before rules are checked. A rule must reject
-            what it rejects.
+        settle: replaces values by their permanent form before rules are checked. Values that it
+            cannot replace must be rejected by a rule.
         check_rules: also check rules and bounds, not only types.
         is_stored: these are the stored settings of a run; see `Removed`.
         values: settings of a Python program, which override all others; see `program_inputs`.

@@ -256,8 +256,9 @@ def backward(
 def _together(*inputs: Any) -> Any:
     """Pass trees of arrays through a barrier, so that none is available before the others.
 
-    Positions and documents are the same in every layer. Differentiating a loop over layers would
-    otherwise compute the masks of all blocks ahead of it and keep them: [queries, keys] after all.
+    Positions and documents are equal in all layers. Without the barrier, differentiating a loop
+    over layers would compute the masks of all blocks before the loop and store them, together
+    [queries, keys].
     """
     return lax.optimization_barrier(inputs)
 

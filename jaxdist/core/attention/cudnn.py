@@ -29,7 +29,7 @@ from jaxdist.settings import ConfigError
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as operations
-except (ImportError, AttributeError):  # jax may move what is private
+except (ImportError, AttributeError):  # a private module of jax, which may move
     operations = None  # type: ignore[assignment]
 
 DOCUMENTS = 4
@@ -89,7 +89,7 @@ class Documents(NamedTuple):
 
 
 def stats_of(lse: Lse, starts: Int[Array, "batch number"]) -> Stats:
-    """Undo `Documents.lse_of`."""
+    """Return the log-sum-exp in cuDNN's layout: the inverse of `Documents.lse_of`."""
     batch, seq, heads = lse.shape
     positions = jnp.clip(starts[:, :, None] + jnp.arange(seq), 0, seq - 1)
     stats = lse[jnp.arange(batch)[:, None, None], positions]  # [batch, DOCUMENTS, seq, heads]
@@ -168,9 +168,10 @@ def backward_packed(
 
 
 def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
-    """Collect the results of `run(call, sequences)`, leaves [batch, seq, ...], over all calls.
+    """Run `run(call, sequences)` for each call and merge its results, leaves [batch, seq, ...].
 
-    cuDNN leaves positions outside the documents of a call undefined, so they are never added.
+    cuDNN leaves positions outside the documents of a call undefined, so results are selected by
+    document and never added.
     """
 
     def has_next(carry: tuple[Array, Any]) -> Array:
@@ -203,7 +204,7 @@ def forward(
 ) -> tuple[Q, Stats]:
     """Call the kernel once; not differentiable.
 
-    `sequences` are those of the queries and those of the keys: the same number of both, and more
+    `sequences` belong to the queries and to the keys: both have the same number of sequences, more
     than one per row.
     """
     operands = (query, key, value, *_others(query, key, sequences))

@@ -203,7 +203,10 @@ def _join_groups(outer: Array, inner: Array) -> Array:
 
 
 def _reference(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
-    """Return the same in float32, of the same rounded inputs [rows, seq, heads, head_dim]."""
+    """Return output and gradients of the float32 reference.
+
+    The inputs [rows, seq, heads, head_dim] are the kernel's, already rounded to its dtype.
+    """
     span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
     rule = Rule(True, window)
     attend = lambda q, k, v: blockwise.attend(q, k, v, span, span, rule)

@@ -216,7 +216,7 @@ def _packed_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[s
 
 
 def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
-    """Return why cuDNN cannot run on parts of rows."""
+    """Return the reasons why cuDNN cannot run on rows split over devices."""
     assert plan.exchange is not None
     if plan.exchange.exchange == "all_gather":
         return ["cuDNN's causal mask has no positions of all gathered keys"]

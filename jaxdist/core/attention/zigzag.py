@@ -205,9 +205,9 @@ SEQUENCES = 2
 
 
 class SharedDocument(NamedTuple):
-    """The document of each row that continues from the keys to the queries behind them, if any.
+    """The document of each row that spans the end of the keys and the start of the queries, if any.
 
-    Masks of its queries, the first ones, and of its keys, the last ones.
+    `queries` and `keys` mask its positions; the queries come after the keys in the row.
     """
 
     queries: Bool[Array, "batch queries"]

@@ -184,7 +184,7 @@ class _Scaled(NamedTuple):
         return dx, self._multiply((left, out, right), x, g, x.dtype)
 
     def wide(self, x: Array, w: Array) -> Array:
-        """Return the product [*dims] of unrounded x [*dims] and w [*dims]."""
+        """Return the product [*dims] of x [*dims] and w [*dims] without rounding them."""
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
     def _multiply(
@@ -245,7 +245,7 @@ def _lay_out(x: Array, names: list[str], groups: Sequence[list[str]]) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None) -> Array:
-    """Return the product [*dims named after the arrow]; `wide` is `is_wide` of `make_dot`."""
+    """Return the product [*dims named after the arrow], without rounding if `wide` is True."""
     return _dot_forward(product, x, w, wide)[0]
 
 

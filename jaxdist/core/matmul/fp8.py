@@ -120,7 +120,7 @@ class RoundedWeight:
 def make_dot(
     axes: tuple[str, ...], platform: str, *, is_wide: Bool[Array, ""] | None = None
 ) -> Any:
-    """Make a `Context.dot` in fp8; a product [*dims], as of `matmul.make_dot`.
+    """Make a `Context.dot` in fp8; returns a product [*dims] like `matmul.make_dot`.
 
     `fp8_weights.gather` returns each `RoundedWeight`. Other weights are rounded here.
     """

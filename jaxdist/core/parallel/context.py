@@ -70,7 +70,10 @@ def local_position_ids(length: int) -> Array:
 
 
 def position_ids_of(device: Any, length: int, size: int) -> Array:
-    """Return those of any device on an axis of `size`, int32 [length]; `device` may be traced."""
+    """Return a device's position ids, int32 [length], on an axis of `size`.
+
+    `device`, its index, may be traced.
+    """
     chunk = length // 2
     inside = jnp.arange(chunk, dtype=jnp.int32)
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])

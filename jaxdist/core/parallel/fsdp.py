@@ -1,10 +1,10 @@
 """The fsdp axis: parameters sharded, gathered where they are used, gradients scattered back.
 
 Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
-`reduce_dtype` (by default bfloat16 where layers compute in it, in which it leaves its product;
-`scripts/bench/results/reduce_dtype.md`). A layer's whole weights live only while that layer
-computes: no remat policy keeps them (`keep_all_but_weights`). Frozen weights that are stored in
-fewer bits travel in those.
+`reduce_dtype` (by default bfloat16 if layers compute in bfloat16, because the gradient's product
+already has this dtype; `scripts/bench/results/reduce_dtype.md`). A layer's complete weights exist
+only while that layer computes: no remat policy saves them (`keep_all_but_weights`). Frozen weights
+that are stored in fewer bits are gathered in their stored form.
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
@@ -64,10 +64,10 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
 
 
 def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keep every value but gathered weights and casts of weights: a remat policy.
+    """Save every value except gathered weights and casts of weights: a remat policy.
 
-    A name alone does not do it: what is named also exists without its name, as the result of the
-    gather, and would be kept as that.
+    Excluding a name is not enough: the unnamed result of the gather, the input of the naming, would
+    be saved.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED

@@ -29,7 +29,7 @@ MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 """Percent of XLA's own limit of a schedule: 0.8 of the GPU's memory less the arguments."""
 
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-"""Whether memory that a loop fills slice by slice is left as it is before, or zeroed."""
+"""Skips zeroing memory that a loop then fills slice by slice."""
 
 _OWN_SHARE = 0.8  # of the memory, in XLA's GetSchedulerMemoryLimit
 _MOST_PERCENT = 10_000  # an int32 to the compiler; more is as good as no limit

@@ -90,11 +90,11 @@ def describe_exchange(
     position_ids: np.ndarray | None = None,
     rows: int = 1,
 ) -> list[str]:
-    """Describe how devices share rows, for the start of a run; [] if none do.
+    """Describe in lines for the log how devices share rows; [] if they do not.
 
-    `windows` are the newest keys that a query sees in each kind of layer, 0 = all. `position_ids`,
-    int [num_rows, seq_len], are the positions of some rows' tokens in their documents, if rows are
-    packed and these can be read. A microbatch has `rows`.
+    `windows` are the numbers of newest keys that a query sees in each kind of layer, 0 = all.
+    `position_ids`, int [num_rows, seq_len], are the positions of tokens in their documents, of a
+    sample of packed rows. A microbatch has `rows`.
     """
     used, size = plan.exchange, layout.size(CONTEXT)
     if used is None:

@@ -98,8 +98,8 @@ class CompiledStep:
     Attributes:
         buffers: the largest pieces of `temporary_bytes`, largest first.
         collectives: all of them, in program order.
-        branch_shares: kind of a pipeline's action -> share of the ticks with it in which a stage
-            runs it; {} without a pipeline. Idle ticks move nothing.
+        branch_shares: kind of pipeline action -> fraction of the ticks containing it in which one
+            stage runs it; {} without a pipeline. Idle ticks communicate nothing.
         program: HLO text after all compiler passes.
         attention: "cudnn" or "xla", "" without attention.
         compile_s: seconds of lowering and compilation.

@@ -129,7 +129,7 @@ def moment_bytes(job: Job) -> float:
 
 
 def _factored(job: Job, weight: Weight) -> int:
-    """Elements of row and column moments, which no axis shards; a vector has a complete one."""
+    """Elements of Adafactor's row and column moments, unsharded; vectors have a full moment."""
     if not weight.is_matrix or "d_model" not in weight.dims:
         return job.size(weight, "moment")
     # Layers and unnamed dims (query, key, value; gate, up) stack matrices of their own.
@@ -273,8 +273,8 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
 def _scattering(job: Job) -> Parts:
     """Sums of all microbatches as they are reduced, and copies with the scattered dim first.
 
-    As in the buffer assignments: half of the copies at once if the program has two loops, all of
-    them if it has more.
+    As in XLA's buffer assignments, half of the copies are alive at the same time if the program has
+    two loops, and all of them if it has more.
     """
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"

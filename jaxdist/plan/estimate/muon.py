@@ -65,10 +65,10 @@ def orthogonalized(job: Job) -> list[MatrixShare]:
 
 
 def matrix_bytes(job: Job) -> float:
-    """Return the bytes of gathered matrices alive at once, as in the buffer assignments.
+    """Return the peak bytes of gathered matrices, as in XLA's buffer assignments.
 
-    The largest stack three times (sent, received and transposed, result); of the others the padded
-    copies, which are made in advance.
+    The largest stack counts three times (sent, received and transposed, result). The others count
+    with their padded copies, which are made in advance.
     """
     shares = sorted(orthogonalized(job), key=lambda share: share.size)
     if not shares:

@@ -87,7 +87,7 @@ class RematChoice:
 
 
 def policies_of(job: Job) -> list[str]:
-    """Return the policies whose names the run's model marks."""
+    """Return the remat policies whose saved names all exist in the run's model."""
     marks = job.decoder.marks if job.decoder is not None else frozenset()
     names = lambda policy: policy.partition("names:")[2].split(",")
     return [p for p in POLICIES if not p.startswith("names:") or marks.issuperset(names(p))]

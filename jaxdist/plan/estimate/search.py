@@ -74,11 +74,11 @@ _MAY_CHANGE = (
     *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
     "precision.compute_dtype",
 )
-"""Settings that a search or an advice may change, beside ZeRO's stage and the pipeline's."""
+"""Settings that the search may change, in addition to ZeRO's stage and the pipeline's settings."""
 
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
-    """Return flag -> value of the settings that a search or an advice may change."""
+    """Return flag -> value of the settings that the search may change."""
     settings = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
     pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
     exchange = {"mesh.context_attention": config.mesh.context_attention}

@@ -247,7 +247,7 @@ def orthogonalization_flops(job: Job) -> float:
 
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
-    """Return the busiest device's work, seconds of waiting for stages and of launch gaps."""
+    """Return the busiest device's work, its seconds of pipeline bubble and of launch gaps."""
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)

@@ -387,7 +387,7 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Open the files on process 0, and write the held records."""
+        """Open the files on process 0, and write the records held back until now."""
         self._is_held = False
         if self._records is None:
             return

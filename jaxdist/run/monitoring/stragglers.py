@@ -74,7 +74,7 @@ class StragglerDetector:
         self._newest = self._compared = 0  # step at which the interval ended
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
-        """Count one step: its seconds, and the seconds spent waiting for data and for devices."""
+        """Record one step: its seconds, and the seconds spent waiting for data and for devices."""
         if self._interval_steps:  # otherwise the list would grow without limit
             self._steps.append((step_time_s, data_wait_s, device_wait_s))
 

@@ -51,7 +51,7 @@ class CompileTracker:
         report: Callable[[Compilation], None] | None = None,
         name: str | None = None,
     ):
-        """Without `report`, compilations are kept for `report_to`."""
+        """Without `report`, compilations are stored until `report_to` is called."""
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
@@ -67,7 +67,7 @@ class CompileTracker:
             return self._function(*args, **kwargs)
 
     def report_to(self, report: Callable[[Compilation], None]) -> None:
-        """Report compilations from now on, and those before at once."""
+        """Report earlier compilations now, and each later one as it happens."""
         self._report = report
         while self._unreported:
             report(self._unreported.pop(0))

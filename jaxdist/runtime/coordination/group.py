@@ -62,7 +62,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all processes, by process id; also a barrier.
 
-        Raises `TimeoutError` if a process does not come in time; its key has the process id.
+        Raises `TimeoutError` if a process is late; the missing key ends in its process id.
         """
         if self.num_processes == 1:
             return [value]

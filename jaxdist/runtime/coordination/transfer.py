@@ -72,7 +72,7 @@ class FileClient:
         proof, _, size = self._file.readline(_LINE_BYTES).strip().partition(b" ")
         answered = f"{path} {size.decode(errors='replace')}"
         if not hmac.compare_digest(proof, _proof(self._key, self._challenge, answered)):
-            raise OSError(f"{path}: no answer from a process of this job")
+            raise OSError(f"{path}: the answer is not from a process of this job (bad signature)")
         if size == b"none":
             raise FileNotFoundError(f"{path} does not exist")
         data = self._file.read(int(size))

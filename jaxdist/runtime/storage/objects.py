@@ -185,7 +185,7 @@ class ObjectLocation(Location):
 
     @property
     def parent(self) -> Self:
-        """Parent prefix; that of a bucket is the bucket."""
+        """Parent prefix; a bucket is its own parent."""
         if not self._key:
             return self
         return dataclasses.replace(self, path=self.path.rpartition("/")[0])

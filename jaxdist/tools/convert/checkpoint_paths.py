@@ -59,7 +59,7 @@ def new_directory(path: str) -> Location:
 
 
 def new_run_directory(path: str) -> Location:
-    """Return a directory as `new_directory`; it may contain a run that `making_run` began."""
+    """Return a new directory like `new_directory`; an interrupted `making_run` may be in it."""
     directory = locate(path).absolute()
     marker = directory / _MARKER
     only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}

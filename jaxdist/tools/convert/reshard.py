@@ -24,7 +24,7 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, ne
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checkpoint, mesh and form of the output."""
+    """Settings of `convert reshard`: checkpoint, target mesh, items and dtype of the output."""
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)

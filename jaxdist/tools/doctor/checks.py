@@ -62,7 +62,7 @@ class DoctorConfig(RunConfig):
 
     @property
     def checkpoints_bytes(self) -> int:
-        """Return the largest size of the run's checkpoints."""
+        """Return the peak disk bytes of all checkpoints of the run, including unfinished ones."""
         # Parameters, their average and moments; the state in memory has gradients too.
         moments = self.optim.moment_bytes + self.optim.ema_bytes
         one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)

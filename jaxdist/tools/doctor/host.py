@@ -217,9 +217,9 @@ def _slurm_problems(config: Mapping[str, str]) -> Iterator[Finding]:
     if lost_s is not None and lost_s > _SLOW_NOTICE_S:
         yield note(
             "SLURM",
-            f"SlurmdTimeout={lost_s:.0f} s: a lost node is noticed, and its job requeued, only "
+            f"SlurmdTimeout={lost_s:.0f} s: SLURM detects a lost node, and requeues its job, only "
             "after that time",
-            "only the cluster can change it; ask for a lower value if nodes are lost often",
+            "if nodes are lost often, request a lower value from the cluster's administrators",
             slurmd_timeout_s=lost_s,
         )
 

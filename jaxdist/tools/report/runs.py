@@ -110,7 +110,7 @@ def _sorted(
     events: list[Record],
     counts: collections.Counter[str],
 ) -> Iterator[Record]:
-    """Yield all records; add those that the report needs to the lists."""
+    """Yield all records; append the records that the report shows to the lists."""
     for record, is_current in stream_records(metrics, max_train=2 * MAX_RECORDS):
         if record["kind"] != "event":
             kept = train if record["kind"] == "train" else evals

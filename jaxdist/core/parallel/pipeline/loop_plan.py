@@ -16,7 +16,7 @@ class Loop(NamedTuple):
 
     `kinds[i]` are the kinds of action that the i-th tick of a round may have; a tick whose kinds
     include forward exchanges activations, one that includes backward exchanges gradients.
-    `rounds[r][i]` is the tick's number; the number of ticks stands for one in which all are idle.
+    `rounds[r][i]` is the index of the tick, or the number of ticks if all stages are idle.
     """
 
     rounds: tuple[tuple[int, ...], ...]

@@ -1,11 +1,11 @@
-"""A layer's backward, split: the gradient of its input now, that of its weights later.
+"""A layer's backward in two parts: the input gradient now, the weight gradient later.
 
-Zero-bubble schedules need the two as separate actions, since only the first is waited for by
-another stage. `jax.vjp` gives one function for both, so its traced program is cut in two:
+Zero-bubble schedules need two separate actions, because another stage waits only for the input
+gradient. `jax.vjp` returns one function for both, so its traced program is cut in two:
 
     layer       x ──► forward ──► y, saved
     first half  saved, dy ──► dx, kept        the equations that dx needs
-    second half kept ──► gradients of weights  the others, mostly one matrix product per weight
+    second half kept ──► gradients of weights  the rest, mostly one matrix product per weight
 
 `kept` are the values of the first half that the second half reads: inputs of products and
 gradients of their outputs. They stay in a buffer until the weight action, so their size determines

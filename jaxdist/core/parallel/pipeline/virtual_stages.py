@@ -22,13 +22,19 @@ from jaxdist.core.types import Array, Params
 
 
 def to_virtual_stages(layers: Params, schedule: Schedule) -> Params:
-    """Move parameters to where they run: [layers stored here, ...] -> [virtual, layers, ...]."""
+    """Move parameters to the stages that run them.
+
+    [layers stored here, ...] -> [virtual, layers, ...].
+    """
     cut = lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:])
     return jax.tree.map(lambda x: _move(cut(x), schedule, home=False), layers)
 
 
 def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
-    """Move gradients to where they are stored: [virtual, layers, ...] -> [layers here, ...]."""
+    """Move gradients to the stages that store them.
+
+    [virtual, layers, ...] -> [layers here, ...].
+    """
     join = lambda x: x.reshape(-1, *x.shape[2:])
     return jax.tree.map(lambda x: join(_move(x, schedule, home=True)), grads)
 
@@ -59,7 +65,7 @@ def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
 
 
 def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
-    """Return the value of this stage, `values[i]` being that of `stages[i]`."""
+    """Return the value of this stage; `values[i]` belongs to `stages[i]`."""
     by_stage = np.zeros_like(values)
     by_stage[stages] = values
     return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
