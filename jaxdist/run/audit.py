@@ -1,10 +1,9 @@
 """The audits of a run's step: the traced program, and a comparison with one device.
 
-`audit_parts` and `check_mesh` follow the collectives of the traced step (`jaxdist.plan.audit`).
-`check_model` and `differences`, the deep audit, run one step on the mesh and on one device, and
-compare the loss and every gradient. They find a wrong formula behind the right collective, which
-the trace does not show. The run's model is made small; its kind, mesh, schedule and layout stay.
-Everything computes in float32, the widest that the step's own casts leave.
+`audit_parts` and `check_mesh` follow the collectives of the traced step (`jaxdist.plan.audit`). The
+deep audit (`check_model`, `differences`) runs one step of a small copy of the run in float32, on
+the mesh and on one device, and compares the loss and every gradient. It finds a wrong formula
+behind the right collective, which the trace does not show.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ MakeModel: TypeAlias = Callable[[int], Model]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshDifference:
-    """A value of the step that depends on the mesh.
+    """A gradient or a sum of the step, `value`, that depends on the mesh.
 
-    Attributes:
-        value: a gradient by its parameter, or a sum.
-        relative: largest difference, relative to the peak on one device; inf if not finite.
-        axes: mesh axes that alone make it differ; () if only several together do.
+    `relative` is the largest difference, relative to the peak on one device; inf if not finite.
+    `axes` are mesh axes that alone make it differ; () if only several together do.
     """
 
     value: str
@@ -72,12 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the traced train step of a run, without compiling it.
-
-    Args:
-        parts: of the run.
-        fields: of its rows; None = those of a built-in reader.
-    """
+    """Audit the traced train step; `fields` describes its rows, by default those of a reader."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
@@ -99,12 +91,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
 
 
 def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit a run's step before it is compiled.
-
-    Args:
-        parts: of the run.
-        fields: as in `audit_parts`.
-    """
+    """Audit a run's step before it is compiled; see `audit_parts`."""
     audit = audit_parts(parts, fields)
     if not audit.is_clean:
         raise ConfigError(
@@ -120,13 +107,8 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
     """Compare one step of a small copy of the run on its mesh with one device.
 
-    Args:
-        parts: of the run.
-        fields: of its rows.
-        make_model: seq_len -> the model; None = the one of the settings.
-
-    Returns:
-        The mesh if the step is equal on one device; "" if it was not compared, with a log line.
+    Return the mesh if both are equal; "" if nothing was compared, with a log line. `make_model`,
+    seq_len -> model, replaces the model of the settings.
     """
     config, data = _on(parts.config, parts.spec), parts.config.data
     text = text_fields(parts.config.train.seq_len, packed=data.packs_documents)
@@ -176,12 +158,9 @@ def differences(
 ) -> list[MeshDifference]:
     """Compare one step on the mesh of the run with one device; return the values that differ.
 
-    Args:
-        config: the run; its mesh has a size for every axis.
-        devices: as many as the mesh has.
-        make_model: seq_len -> the model; None = the model of the settings.
-        fields: fields of rows that cannot be shortened; None = the model's, or short text.
-        objective: None = the model's.
+    The mesh of `config` has a size for every axis, and `devices` are as many. `make_model`, seq_len
+    -> model, and `objective` replace those of the settings and of the model. `fields` are those of
+    rows that cannot be shortened; None = the model's, or short text.
     """
     spec = config.mesh.spec
     assert spec is not None
@@ -282,10 +261,7 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Return random rows [global_batch_size, ...] of the run's fields and dtypes.
-
-    Weights differ from row to row, and some are 0.
-    """
+    """Return random rows [global_batch_size, ...] of the fields and dtypes; some weights are 0."""
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}

@@ -74,16 +74,10 @@ class Decoder:
         stop: Collection[int] = (),
         seed: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Continue prompts together, one token of each at a time.
+        """Continue prompts together; yield the next token id of each text, None for ended texts.
 
-        Args:
-            prompts: token ids, int [length] each; lengths ≥ 1 may differ.
-            max_new_tokens: maximum number of new tokens for each.
-            stop: token ids that end a text.
-            seed: of the sampling.
-
-        Yields:
-            The next token id of each text, including its stop token; None for ended texts.
+        Prompts are token ids, int [length] each; lengths ≥ 1 may differ. A token of `stop` ends its
+        text and is yielded.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         width = self._round_up(int(lengths.max()))
@@ -126,18 +120,12 @@ class Decoder:
 def sample_tokens(
     logits: Array, key: Array, *, temperature: float, top_k: int, top_p: float
 ) -> Array:
-    """Draw one token per row.
+    """Draw one token per row, int32 [batch], from logits, float32 [batch, vocab].
 
-    Args:
-        logits: float32 [batch, vocab].
-        key: consumed.
-        temperature: divides the logits; 0 = the most likely token.
-        top_k: number of most likely tokens to keep; 0 = all.
-        top_p: keep the most likely tokens until their total probability reaches top_p
-            (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1).
-
-    Returns:
-        int32 [batch].
+    `key` is consumed. `temperature` divides the logits; 0 = the most likely token. `top_k` is the
+    number of most likely tokens to keep; 0 = all. `top_p` keeps the most likely tokens until their
+    total probability reaches it (Holtzman et al. 2020, "The Curious Case of Neural Text
+    Degeneration", section 3.1).
     """
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)

@@ -35,11 +35,7 @@ _LANES = 8
 
 
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
-    """Return the diagnostic step of a run, which compiles at its first call.
-
-    Returns:
-        (state, batch [global_batch_size, ...]) -> digests; the state is not donated.
-    """
+    """Return (state, batch [global_batch_size, ...]) -> digests; the state is not donated."""
     model = _with_probe(parts.model) if parts.model.num_layers else parts.model
     gradients = make_value_and_grad(
         model,

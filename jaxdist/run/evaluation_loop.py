@@ -31,10 +31,7 @@ def evaluate(
 
     The last batch may be ragged (its padding has weight 0). `params` are sharded as in training.
     `unit` is the key of the total weight. `max_batches` are spread over the dataset; 0 = every row
-    once.
-
-    Raises:
-        NoLabels: all weights are 0.
+    once. Raise `NoLabels` if all weights are 0.
     """
     batches = eval_batches(
         dataset,

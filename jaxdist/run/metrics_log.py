@@ -96,13 +96,9 @@ def _with_floats(value: Any) -> Any:
 class RecordWriter:
     """Appends records, one line each, so that a kill leaves complete lines.
 
-    A crash of the machine can truncate the last line. Opening the file again removes it, and `torn`
-    is the number of its bytes.
-
-    If the disk is full or a file server is lost, records stay in memory and are written before the
-    next one. The run continues, and no step is missing afterwards.
-
-    With `is_held`, records stay in memory, and the file is not changed before `commit`.
+    Opening the file removes a line that a crash of the machine truncated; `torn` is the number of
+    its bytes. If a write fails (full disk, lost file server), records stay in memory and are
+    written before the next one. With `is_held`, nothing is written before `commit`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_held: bool = False):
@@ -122,11 +118,7 @@ class RecordWriter:
             self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line to the file, or keep it in memory with a warning if that fails.
-
-        Raises:
-            OSError: too many records are kept in memory.
-        """
+        """Append a line, or keep it in memory with a warning; raise OSError if too much is kept."""
         if self._file is None:
             self._held.append(record)
             return
@@ -164,7 +156,6 @@ class RecordWriter:
 
 
 def _save_elsewhere(records: bytes) -> str:
-    """Write records to the temporary folder, and describe their location."""
     try:
         with tempfile.NamedTemporaryFile(
             prefix="jaxdist-metrics-", suffix=".jsonl", delete=False
@@ -201,10 +192,7 @@ def stream_records(
     The file is read twice, in blocks. A last line without its newline is ignored. If there are more
     train records than `max_train` (0 = no limit), most are skipped without decoding. Of each group
     of neighbors, the first, the last, and those with the least and the largest (or a non-finite)
-    loss are yielded.
-
-    Raises:
-        ConfigError: the file is missing, or a line is not a record.
+    loss are yielded. Raise ConfigError if the file is missing or a line is not a record.
     """
     file = locate(path)
     resumes: list[float] = []
@@ -279,10 +267,10 @@ def _lines(file: Location) -> Iterator[bytes]:
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
     """Read the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
-    The file is read backward to the newest valid `totals` event: one that no later start or
-    rollback invalidated. Without one it is read to its beginning. The result is that event with its
-    last train record, all later events and evaluations, and of the train records between two of
-    them the last one and the last one up to `step`.
+    The file is read backward to the newest `totals` event that no later start or rollback
+    invalidated, or to its beginning. The result is that event with its last train record, all later
+    events and evaluations, and of the train records between two of them the last one and the last
+    one up to `step`.
     """
     outline: list[Record] = []
     limit, has_newest, has_fitting = step, False, False

@@ -102,14 +102,7 @@ def verdict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """Records of a run up to one step.
-
-    Attributes:
-        run: its directory, for error messages.
-        recorded: the train record of each step.
-        anomalies: of these steps, by step.
-        left_out: sample ranges [first, end) that rollbacks skipped.
-    """
+    """Train records and anomalies of a run by step, and sample ranges [first, end) left out."""
 
     run: str
     recorded: dict[int, Record]
@@ -122,11 +115,7 @@ class History:
         return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
 
     def check(self, step: int, first_sample: int) -> None:
-        """Check that the batch of a step starts with `first_sample`.
-
-        Raises:
-            ConfigError: the recorded batch starts with another sample.
-        """
+        """Check that the batch of a step starts with `first_sample`, else raise ConfigError."""
         began = self.recorded.get(step, {}).get("first_sample", first_sample)
         if began != first_sample:
             raise ConfigError(
@@ -184,10 +173,7 @@ def _is_of(anomaly: Anomaly, record: Record | None) -> bool:
 def state_before(
     parts: Parts, dataset: TrainData, run: RunDirectory, step: int, history: History
 ) -> tuple[TrainState, Loader]:
-    """Return the state and the loader before a step, recomputed from the last checkpoint.
-
-    Nothing is written into the run directory. Updates that the run skipped are skipped again.
-    """
+    """Return the state and the loader before a step, recomputed from a checkpoint of the run."""
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
     earlier = [done for done in checkpointer.steps() if done < step]

@@ -23,18 +23,9 @@ START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 class RunDirectory:
     """The files of one run. Only process 0 writes them, except for logs and arrays of a process.
 
-    Attributes:
-        is_writer: this is process 0.
-        resumed: the directory already contains a run.
-        audited_mesh: the mesh if this start ran the deep audit of a custom model, else "".
-        objective: name of the objective that a Python program passed to this start, else "".
-        config: the resolved config, as TOML.
-        environment: versions, git, hosts, devices and command of the newest start, with the records
-            of earlier starts.
-        metrics: one JSON object per line, see `metrics_log`.
-        profiles: one directory per trace.
-        anomalies: one JSON line for each step with a bad loss, with its rows.
-        summary: outcome of the run, written at its end.
+    `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
+    deep audit of a custom model, else "". `objective`: name of the objective that a Python program
+    passed to this start, else "".
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
@@ -55,14 +46,11 @@ class RunDirectory:
     def open(
         cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
-        """Create or reopen the directory; `path` is the same on every process (`new_run_path`).
+        """Create or reopen the directory, changing no file; `path` is the same on every process.
 
-        No file is changed. `discard` removes the created directories.
-
-        Raises:
-            ConfigError: a run exists and `resume` is False; the path is a file or not writable.
-            FileNotFoundError: the directory existed when the launcher started. A lost mount may
-                hide it, so it is not created again.
+        Raise ConfigError if a run exists and `resume` is False, or if the path is a file or not
+        writable. Raise FileNotFoundError if the directory existed when the launcher started: a lost
+        mount may hide it, so it is not created again.
         """
         run = cls(path, is_writer=process_id == 0, resumed=False)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # created by the launcher
@@ -114,10 +102,9 @@ class RunDirectory:
         return self.logs / f"process-{process_id}.log"
 
     def write_config(self, text: str) -> list[str]:
-        """Write config.toml; return one line for each setting that differs from the old file.
+        """Write config.toml; return a line for each changed setting except `START_SETTINGS`.
 
-        `START_SETTINGS` are not compared. If config.toml is missing or damaged, one line reports
-        that.
+        If the old file is missing or damaged, one line reports that.
         """
         if not self.is_writer:
             return []
@@ -169,10 +156,7 @@ class RunDirectory:
 
 
 def new_run_path(name: str) -> Location:
-    """Return `runs/<name>-<time>` (UTC), by the clock of process 0.
-
-    Collective: every process must call it, after joining the job.
-    """
+    """Return `runs/<name>-<time>` (UTC), by the clock of process 0. Collective, after joining."""
     seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     return locate("runs") / f"{name}-{stamp}"

@@ -51,14 +51,8 @@ def first_question(rows: Dataset) -> np.ndarray:
 def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, str]:
     """Continue the training text, or answer its first conversation, within `train.seq_len` tokens.
 
-    Args:
-        parts: of the run.
-        params: weights, sharded as in training.
-        rows: that it trains on.
-
-    Returns:
-        The prompt and the generated text; two empty texts without a prompt: without a tokenizer, or
-        if rows are streamed.
+    Return the prompt and the generated text, both empty without a tokenizer or if rows are
+    streamed.
     """
     config = parts.config
     is_chat = config.data.records == "chat"

@@ -1,7 +1,4 @@
-"""A running job: its parts, its data, its guards, and the actions between two steps.
-
-The loop is in `jaxdist.train`. Each of its lines calls a method of `Session`.
-"""
+"""A running job: its parts, data and guards, and the actions between two steps."""
 
 from __future__ import annotations
 
@@ -66,15 +63,11 @@ class Session:
 
     It restores the newest valid checkpoint or initializes a new state. `preemption` handles signals
     from before jax starts, so none is lost. `budget`, None on CPUs, is checked after compilation.
+    `state`, sharded over the mesh, is that after `step`, the last finished step; each step donates
+    it.
 
-    Attributes:
-        step: last finished step.
-        state: the train state after it, sharded over the mesh; donated to each step.
-        loader: source of the next batches.
-
-    Raises:
-        ConfigError: the checkpoints do not fit the config, or another run uses the directory.
-        CheckpointError: there are checkpoints and none is good.
+    Raise ConfigError if the checkpoints do not fit the config or another run uses the directory.
+    Raise CheckpointError if there are checkpoints and none is good.
     """
 
     def __init__(
@@ -192,8 +185,7 @@ class Session:
     def dispatch(self, batch: Batch) -> Metrics:
         """Dispatch the train step for a batch of arrays [global_batch_size, ...], without blocking.
 
-        Returns:
-            Scalars [], replicated; the devices still compute them.
+        Return replicated scalars []; the devices still compute them.
         """
         limit = self.guard.update_limit(self.step + 1)
         if not self._compiled:
@@ -292,8 +284,7 @@ class Session:
         """Save the state; training waits only for the copy to the host.
 
         `metrics` are of an evaluation of this state, for `checkpoint.keep_best`. `due` is the kind
-        of the scheduled save, "" for other saves. `force` waits until a save to the run directory
-        is committed.
+        of a scheduled save, else "". `force` waits until a save to the run directory is committed.
         """
         with self.phase("save"):
             if names := nonfinite_names(self.state.groups):
@@ -394,11 +385,7 @@ class Session:
         self._times.mark("compile")
 
     def _compile(self, state: Any, batch: Mapping[str, Any], limit: float) -> Any:
-        """Compile the step for arrays, or for their shapes; returns its `memory_analysis()`.
-
-        Logs how long the last compilation of the program took, and how far the estimate of memory
-        is off.
-        """
+        """Compile the step for arrays, or for their shapes; return its `memory_analysis()`."""
         times = CompileTimes(self.parts)
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
@@ -412,7 +399,6 @@ class Session:
         return stats
 
     def _finish_preflight(self) -> None:
-        """Wait for the check of the save path."""
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()
         self.forward_events()

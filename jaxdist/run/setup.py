@@ -158,13 +158,10 @@ class Parts:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None
     ) -> tuple[TrainState, dict[str, Any], int]:
-        """Restore the train state of a checkpoint, by default the newest valid one, on this mesh.
+        """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
 
-        If the settings have an EMA and the checkpoint does not, it starts from the parameters. An
-        EMA that only the checkpoint has is dropped. Both are logged.
-
-        Returns:
-            (state, meta, step), as `Checkpointer.restore`.
+        An EMA that only the settings have starts from the parameters. One that only the checkpoint
+        has is dropped. Both are logged.
         """
         target = self.abstract_state()
         state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
@@ -186,10 +183,7 @@ class Parts:
         return fields or text_fields(self.config.train.seq_len, packed=packed)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes [global_batch_size, ...], dtypes and shardings of a batch.
-
-        `fields` = None: those of the parts.
-        """
+        """Return shapes [global_batch_size, ...], dtypes and shardings of a batch of `fields`."""
         train = self.config.train
         fields = self.fields if fields is None else fields
         batch = {
@@ -379,8 +373,7 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
     """Return the parts, and their budget, with every decision about the step for rows of `fields`.
 
-    cuDNN's kernel is compared first (`compare_kernel`), because the choice of remat "auto" depends
-    on the kernel.
+    cuDNN's kernel is compared first, because the choice of remat "auto" depends on it.
     """
     parts = compare_kernel(parts, fields)
     if budget is None:
@@ -425,7 +418,6 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
 
 
 def _device_memory(devices: Sequence[Any]) -> int | None:
-    """Return the bytes of one device of this process; None if unknown. All devices are alike."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     try:
         stats = local[0].memory_stats() if local else None

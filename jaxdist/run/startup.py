@@ -102,10 +102,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the weights that a new run starts from, before a watchdog or a process waits.
-
-    A resumed run reads its checkpoint instead.
-    """
+    """Fetch the weights that a new run starts from, before a watchdog or a process waits."""
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
     if hub.is_hub_name(config.init_from) and not resumes:
@@ -120,13 +117,11 @@ def restore_or_init(
     guard: LossGuard,
     left_out: Samples | None = None,
 ) -> tuple[TrainState, int, Loader]:
-    """Restore the newest valid checkpoint, or initialize a new state without one.
+    """Restore the newest valid checkpoint, or initialize a new state, sharded over the mesh.
 
-    The losses of the guard are restored. `left_out` are the samples to skip after a rollback. A new
-    state starts the preflight of `checkpointer`, which the caller finishes before the first step.
-
-    Returns:
-        The state, sharded over the mesh; its step; the loader of the next batch.
+    Return the state, its step and the loader of the next batch. The losses of the guard are
+    restored. `left_out` are the samples to skip after a rollback. A new state starts the preflight
+    of `checkpointer`, which the caller finishes before the first step.
     """
     config = parts.config
     rolls_back = left_out is not None
@@ -173,10 +168,7 @@ def restore_or_init(
 
 
 def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
-    """Return an error that names the changed settings; `error` itself if no setting explains it.
-
-    Each changed setting is tried separately on top of the stored settings.
-    """
+    """Return an error that names the changed settings that explain `error`; else `error` itself."""
     text = error.document["meta"].get("config", "")
     if not text:
         return error
@@ -324,7 +316,6 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 
 def _precision(parts: Parts) -> str:
-    """Describe the number formats."""
     compute = f"{parts.plan.compute_dtype} compute, float32 parameters"
     name = parts.plan.matmul_dtype
     if not name:
@@ -339,10 +330,7 @@ def _precision(parts: Parts) -> str:
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Return the positions of tokens in their documents, int32 [num_rows, seq_len].
-
-    None without context parallelism or packed documents.
-    """
+    """Return positions in documents, int32 [num_rows, seq_len]; None unless packed and cp > 1."""
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     sample = np.linspace(0, data.num_rows - 1, _BALANCE_ROWS).astype(np.int64)

@@ -38,14 +38,7 @@ class StepReporter:
     )
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
-        """Keep the metrics of a dispatched step for the next `flush`, without blocking.
-
-        Args:
-            step: number of the step; the first is 1.
-            state: the train state after it; its replicas are compared if a check is due.
-            metrics: scalars [], still on the devices.
-            loader: source of its batch.
-        """
+        """Keep metrics, scalars [], of a dispatched step for `flush`; check `state` if due."""
         # The loader moves on with the next batch, so the position of this one is stored.
         self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)
@@ -62,10 +55,7 @@ class StepReporter:
     def flush(self) -> None:
         """Wait for the deferred step, if there is one, record it and check it.
 
-        Raises:
-            Rollback: the policy is to return to a checkpoint.
-            Stopped: the loss is bad, and the policy is to end the run.
-            CorruptState: replicas differ, and the policy is to end the run.
+        Raise `Rollback`, `Stopped` or `CorruptState`, as the policies require.
         """
         if self._deferred is None:
             return
@@ -110,7 +100,6 @@ class StepReporter:
         return values
 
     def _report_start(self, step: int) -> None:
-        """Log how long each part of a restart took, up to the first step."""
         times = self.start_times
         times.end("first_step")
         if self.monitor.start_step == 0 and not times.follows_failure:

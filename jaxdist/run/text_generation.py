@@ -20,14 +20,8 @@ from jaxdist.settings import ConfigError
 class Writer:
     """Continues texts, or answers conversations; see `open_writer`.
 
-    Args:
-        settings: length, sampling and display of the text.
-        tokenizer: of the run.
-        template: chat template of conversations; None for text.
-        max_len: maximum positions of the model.
-
-    Attributes:
-        decoder: the model with its weights; set it before `write`.
+    `template` is the chat template of conversations; None for text. `max_len` is the maximum number
+    of positions of the model. Set `decoder`, the model with its weights, before `write`.
     """
 
     decoder: Decoder
@@ -47,8 +41,7 @@ class Writer:
     def encode(self, requests: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
         """Return the token ids of each request, unsigned [length].
 
-        Args:
-            requests: {"prompt": text}, or {"messages": [...]} of a chat.
+        A request is {"prompt": text}, or {"messages": [...]} of a chat.
         """
         prompts = [self._encode(request) for request in requests]
         problems = [
@@ -61,11 +54,9 @@ class Writer:
         return prompts
 
     def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
-        """Return the continuation of each prompt, and why it ended: stop or length.
+        """Return the continuation of each prompt, int [length], and why it ended: stop or length.
 
-        Args:
-            prompts: token ids, int [length] each.
-            stream: also print the text of the first prompt token by token.
+        `stream` also prints the text of the first prompt token by token.
         """
         settings = self._settings
         generated: list[list[int]] = [[] for _ in prompts]
@@ -106,10 +97,7 @@ class Writer:
 
 
 def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> Writer:
-    """Return a writer for the model of a run, without weights.
-
-    With `chat`, prompts are conversations in the chat template of the data settings.
-    """
+    """Return a writer without weights for the model of a run; with `chat` for conversations."""
     data = parts.config.data
     if parts.model.decoding is None:
         raise ConfigError(

@@ -57,11 +57,8 @@ class TrainedRun:
         """Return the weights of a checkpoint, sharded as in training.
 
         By default it is the opened checkpoint, or the newest valid one. `kind` is as in
-        `Checkpointer.restore_params`.
-
-        Raises:
-            ConfigError: there is no such checkpoint, it has another model, or no average; the
-                opened path is another checkpoint.
+        `Checkpointer.restore_params`. Raise ConfigError if there is no such checkpoint, it has
+        another model or no average, or another one was opened.
         """
         if None not in (step, self.step) and step != self.step:
             raise other_step(step, self.step, self.path)
@@ -131,10 +128,7 @@ class TrainedRun:
         )
 
     def parts_for(self, fields: Fields | None = None) -> Parts:
-        """Return the parts for rows of these fields, as in training (cached).
-
-        None: the fields of the settings.
-        """
+        """Return the parts for rows of these fields (None = of the settings), as in training."""
         fields = self.parts.fields if fields is None else fields
         packed = "segments" in fields
         if packed not in self._parts_of:

@@ -23,10 +23,7 @@ _LINES_PER_COMPARISON = 5  # console lines between two comparisons of the proces
 
 
 class Alerts:
-    """Warns about bad metrics of a run, once per episode.
-
-    `event` and `read_gpus` are `Monitor.event` and `GpuStats.read`; one process `compares` all.
-    """
+    """Warns about bad metrics, once per episode; the process that `compares` reads those of all."""
 
     def __init__(
         self,

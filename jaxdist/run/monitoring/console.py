@@ -1,7 +1,4 @@
-"""Text of the console: the header, the step lines, the closing block. Nothing is printed here.
-
-Lines are colored for a terminal; `plain` removes the colors for log files.
-"""
+"""Text of the console: the header, the step lines, the closing block; `plain` removes colors."""
 
 from __future__ import annotations
 

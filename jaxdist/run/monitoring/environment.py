@@ -24,10 +24,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Return the record of environment.json, which is needed to reproduce the run.
-
-    It starts the devices. It gathers host names, so all processes must call it after joining.
-    """
+    """Return the record of environment.json. Collective: call it after joining the job."""
     import jax
 
     devices = jax.devices()

@@ -1,8 +1,4 @@
-"""Utilization, power, temperature and clocks of GPUs, read through NVML.
-
-`pynvml` is part of the package nvidia-ml-py (the extra `nvml`). Numbers that the driver or the GPU
-does not report are omitted.
-"""
+"""Utilization, power, temperature and clocks of GPUs by NVML (`pynvml`, the extra `nvml`)."""
 
 from __future__ import annotations
 
@@ -15,10 +11,7 @@ from jaxdist import runtime
 
 
 class GpuStats:
-    """Reads the GPUs of this process's jax devices; logs one line if they cannot be read.
-
-    `CUDA_VISIBLE_DEVICES` in `environ` maps devices to GPUs.
-    """
+    """Reads the GPUs of this process's jax devices, as `CUDA_VISIBLE_DEVICES` numbers them."""
 
     def __init__(
         self,
@@ -55,12 +48,11 @@ class GpuStats:
         return handles
 
     def read(self) -> dict[str, float]:
-        """Return statistics over this process's GPUs; {} without any.
+        """Return the statistics that the driver reports over this process's GPUs; {} without any.
 
-        Returns:
-            `gpu_utilization` (mean share of the time in which a kernel ran, 0 to 1), `gpu_power_w`
-            (mean), `gpu_temperature_c` (maximum), `gpu_clock_mhz` (minimum),
-            `gpu_memory_used_bytes` (maximum, including other programs).
+        `gpu_utilization` (mean share of the time in which a kernel ran, 0 to 1), `gpu_power_w`
+        (mean), `gpu_temperature_c` (maximum), `gpu_clock_mhz` (minimum), `gpu_memory_used_bytes`
+        (maximum, including other programs).
         """
         if not self._handles:
             return {}

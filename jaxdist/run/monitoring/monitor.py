@@ -43,21 +43,17 @@ class Monitor:
     exception ends a run without a summary, it writes one with the exit reason "error".
 
     A resumed run appends to metrics.jsonl, starting with a `start` event at `start_step`, and
-    TensorBoard hides the points beyond that step.
-
-    Log records have their colored text as the attribute `styled`, for handlers on a terminal.
+    TensorBoard hides the points beyond that step. Log records have their colored text as the
+    attribute `styled`, for handlers on a terminal.
 
     Args:
-        run: the run directory; `run.is_writer` decides who writes.
-        start_step: step of the restored state; 0 for a new run.
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
-        config_text: the resolved config, displayed in TensorBoard.
         trace_requested: returns whether a trace was requested since the last call.
         on_record: called with each train and eval record, on every process.
         clock: seconds since 1970, for the times of records.
-        is_held: write nothing before `commit`; records stay in memory until then.
+        is_held: keep records in memory and write nothing before `commit`.
     """
 
     def __init__(
@@ -146,23 +142,14 @@ class Monitor:
         device_wait_s: float | None = None,
         link: Link | None = None,
     ) -> dict[str, Any]:
-        """Report one step. It reads the metrics from the devices, which blocks until they exist.
+        """Report step n−1 after dispatching step n, so that the devices never wait for the host.
 
-        Call it for step n−1 after dispatching step n, so that the devices never wait for the host,
-        and on every process, so that all of them have the same values.
-
-        Args:
-            step: number of the step; the first is 1.
-            metrics: replicated scalars [], e.g. loss, grad_norm, learning_rate; `applied` is False
-                if the update was skipped (NaN, Inf, a loss above the limit).
-            tokens: number of `unit` in the step, over the job.
-            step_time_s: seconds since the previous step, including waits.
-            data_wait_s: seconds of it that the loop waited for its batch.
-            device_wait_s: seconds of it that the loop waited for the devices, if measured.
-            link: of the data ledger, if the batch came from a loader.
-
-        Returns:
-            The metrics as Python numbers; loss and gradient norm are None without labels.
+        Call it on every process. It reads the metrics, replicated scalars [], from the devices,
+        which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
+        loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
+        the waits for the batch and for the devices (None = not measured). `link` is of the data
+        ledger. Return the metrics as Python numbers; loss and gradient norm are None without
+        labels.
         """
         values = read(metrics)
         if values.get("weight") == 0:  # means over no labels
@@ -241,9 +228,9 @@ class Monitor:
     ) -> None:
         """Record a save, a restore, a warning, ...: one line each, on process 0 only.
 
-        The name of the event is in `snake_case`. `fields["step"]` is the last reported step by
-        default. The console line is `message`, by default `event key=value ...`. WARNING and above
-        count as warnings. A `quiet` event has no console line.
+        `fields["step"]` is the last reported step by default. The console line is `message`, by
+        default `event key=value ...`; a `quiet` event has none. WARNING and above count as
+        warnings.
         """
         if level >= logging.WARNING:
             self.run_summary.warnings += 1
@@ -272,10 +259,9 @@ class Monitor:
     def header(self, facts: Mapping[str, Any]) -> None:
         """Print the first lines of a run, and write them as one `run` event.
 
-        Args:
-            facts: `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
-                (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on
-                one replica) × `num_replicas` × `accumulation`, and `notes`: kernels and reasons.
+        `facts` are `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
+        (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on one
+        replica) × `num_replicas` × `accumulation`, and `notes`: kernels and reasons.
         """
         if self._records is None:
             return
@@ -302,10 +288,7 @@ class Monitor:
     def track_compiles(
         self, function: Callable[..., Any] | CompileTracker, name: str | None = None
     ) -> CompileTracker:
-        """Wrap `function` (made by `jax.jit`, or already tracked) so that compilations are logged.
-
-        A run needs one. Each further one is a warning that names the changed arguments.
-        """
+        """Wrap a jitted function to log its compilations; each after the first is a warning."""
         tracker = (
             function
             if isinstance(function, CompileTracker)
@@ -320,12 +303,9 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json with additional `fields`, print the closing block, return the summary.
+        """Write summary.json with `fields`, print the closing block, return the summary.
 
-        `next_commands` are commands to run next.
-
-        Raises:
-            OSError: summary.json could not be written, or not within `SUMMARY_S`.
+        Raise OSError if the file could not be written within `SUMMARY_S`.
         """
         exit_reason = ExitReason(exit_reason)
         wall_s = self._clock() - self._begin
@@ -418,7 +398,6 @@ class Monitor:
             )
 
     def _share_units(self) -> None:
-        """Take the count that process 0 read in metrics.jsonl on every process, for callbacks."""
         self.run_summary.units = coordination.gather("units", self.run_summary.units)[0]
 
     def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:

@@ -4,10 +4,8 @@ A trace slows its steps down and takes megabytes for each, so it is off by defau
 the steps of `monitoring.profile`. A process that receives SIGUSR2 traces its own next steps, e.g.
 to examine a straggler.
 
-On GPUs the times of computation, communication and idle devices are read from the trace.
-Communication that does not overlap with computation is exposed: it lengthens the step. The kernels
-of each device are merged into time spans, separately for NCCL and for the others. Time that only
-NCCL kernels cover is exposed. Traces of CPU devices contain no kernels.
+On GPUs, times are read from the trace. NCCL kernels are communication. Time that only they cover is
+exposed: it lengthens the step. Traces of CPU devices contain no kernels.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ logger = logging.getLogger("jaxdist")
 
 
 class Profiler:
-    """Starts and ends traces between steps.
-
-    It traces the `planned` steps (first, last), and `num_steps` steps if `trace_requested()` is
-    true. Each trace has a directory named after step and process.
-    """
+    """Starts and ends traces of the `planned` steps (first, last), and of requested steps."""
 
     def __init__(
         self,
@@ -53,10 +47,7 @@ class Profiler:
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
-        """Return whether a trace starts or ends just before `step`. Call it before each step.
-
-        If true, wait for the devices and call `turn`, so that a trace has complete steps only.
-        """
+        """Return whether a trace starts or ends just before `step`; then wait and call `turn`."""
         if self._now is not None:
             first, last = self._now
             self._newest = max(self._newest, step - 1)  # a rollback removes no step from the trace
@@ -128,7 +119,6 @@ class Profiler:
         logger.info("tracing steps %d to %d", first, last)
 
     def _upload(self) -> None:
-        """Copy a trace to the run directory if jax's profiler could not write there."""
         if self._written != self._path:
             for name in self._written.files():
                 (self._path / name).write((self._written / name).read())
@@ -160,14 +150,11 @@ _COLLECTIVE = re.compile(r"nccl|nvshmem|all-?reduce|all-?gather|reduce-?scatter"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """Times of one GPU in a trace.
+    """Times of one GPU in a trace; `device` is its number in the process.
 
-    Attributes:
-        device: its number in the trace's process.
-        total_s: seconds from the start of its first kernel to the end of its last.
-        busy_s: seconds in which any kernel ran.
-        communication_s: seconds in which a collective ran.
-        exposed_s: seconds in which only collectives ran.
+    `total_s` is from the start of its first kernel to the end of its last. `busy_s` are the seconds
+    in which any kernel ran, `communication_s` those in which a collective ran, `exposed_s` those
+    in which only collectives ran.
     """
 
     device: int

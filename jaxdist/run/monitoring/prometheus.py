@@ -1,7 +1,6 @@
 """An HTTP endpoint from which Prometheus scrapes the newest numbers of a run.
 
-Names follow the Prometheus conventions: base units at the end, `_total` for counters. Every number
-has the label `run`, so that one dashboard can show many runs.
+Names follow the Prometheus conventions: base units at the end, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
 class Prometheus:
-    """An HTTP endpoint at host:port with the newest numbers of a run, labeled `run`.
-
-    A port that is in use causes a warning and does not end the run.
-    """
+    """An HTTP endpoint at host:port, numbers labeled `run`; a port in use only causes a warning."""
 
     def __init__(self, address: str, run: str):
         from prometheus_client import CollectorRegistry, start_http_server

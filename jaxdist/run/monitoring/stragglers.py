@@ -1,20 +1,16 @@
 """Straggler detection: find the process that the others wait for.
 
-Collectives synchronize a job, so all processes measure the same step time. They differ in how they
-spend it: waiting for the devices, waiting for data, or working on the host. A process that waits
-for its devices delays nobody. If a process did not wait for its devices, they had run out of work:
-the step is late. The straggler is the process that spends more time on data or on the host in its
-late steps than the others do.
+Collectives synchronize a job, so all processes measure the same step time. A process that waits for
+its devices delays nobody. If it did not wait, its devices had run out of work: the step is late.
+The straggler spends more time on data or on the host in its late steps than the others do.
 
-Late steps are counted one by one. A mean over the interval would hide a fault that starts in the
-middle of it, or that prefetched batches or saves hide at first. A few late steps are normal,
-because cores are shared and files are written. The fewer late steps there are, the more time they
-must cost.
+Late steps are counted one by one, because a mean over the interval would hide a fault that starts
+in the middle of it. Jitter makes a few steps late. The fewer late steps there are, the more time
+they must cost.
 
-At the end of an interval each process publishes its numbers without a barrier. Process 0 reads
-them, again after each of the next steps until all processes have published. Each process publishes
-its last two intervals. The newest interval that all processes have is compared, so a slowdown of
-all processes at once is attributed to none.
+At the end of an interval each process publishes its last two intervals, without a barrier. Process
+0 compares the newest interval that all processes have, so a slowdown of all processes at once is
+attributed to none.
 """
 
 from __future__ import annotations
@@ -46,11 +42,9 @@ READY_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A process that the others wait for.
+    """A process that the others wait for; `cause` is "data", "host" or "gpu clock".
 
-    Attributes:
-        cause: "data", "host" or "gpu clock".
-        lost_s: seconds per step, mean over the interval, more than the others; 0 for a clock.
+    `lost_s` is in seconds per step, mean over the interval, more than the others; 0 for a clock.
     """
 
     process: int
@@ -61,10 +55,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Collects the step times of this process, and those of all at the end of an interval.
-
-    With `interval_steps=0` no interval ends.
-    """
+    """Collects step times of this process, and of all per interval; `interval_steps=0` = never."""
 
     def __init__(self, num_processes: int, interval_steps: int):
         self._num_processes = num_processes
@@ -83,10 +74,7 @@ class StragglerDetector:
         return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """Publish and return this process's numbers of the interval that ends with `step`.
-
-        `extra` adds numbers of this process, e.g. the clocks of its GPUs.
-        """
+        """Publish and return this process's numbers of the interval; `extra` adds GPU clocks."""
         own = {"step": step, "host": socket.gethostname(), **summarize(self._steps), **extra}
         self._steps.clear()
         self._newest = step

@@ -15,17 +15,11 @@ from jaxdist.run.monitoring.timers import CompileTracker
 
 
 class RunSummary:
-    """Totals of a run. Steps of an earlier start beyond `start_step` are lost and do not count.
+    """Totals of a run; steps of an `earlier` start beyond `start_step` are lost and do not count.
 
-    `earlier` are the records of the run's earlier starts, from its metrics.jsonl.
-
-    Attributes:
-        units: tokens (or images) trained on.
-        last: the newest train record, or only its step.
-        evals: eval records, oldest first.
-        skipped_steps: steps whose update was not applied.
-        warnings: events of level warning or above, of this start.
-        memory_peak_bytes: of the fullest device of this process, this start; 0 if unknown.
+    `units` counts tokens (or images) trained on, `skipped_steps` those whose update was not
+    applied, `warnings` events of level warning or above of this start. `memory_peak_bytes` is of
+    the fullest device of this process, this start; 0 if unknown.
     """
 
     def __init__(self, earlier: Sequence[Record], *, start_step: int, unit: str):
@@ -68,9 +62,8 @@ class RunSummary:
     ) -> None:
         """Count the time of a step, and its share spent waiting for data and for devices.
 
-        A step is dispatched before the results of the previous step are read. If the host then has
-        to wait, the devices were never idle. If the results are already available, the devices were
-        idle for an unknown part of the step.
+        A step is dispatched before the results of the previous step are read. If the host waits for
+        those, the devices were never idle. Else they were idle for an unknown part of the step.
         """
         self._seconds["steps"] += step_time_s
         self._seconds["data"] += data_wait_s

@@ -13,7 +13,7 @@ MFU_FORMULA = (
 
 
 class Throughput:
-    """Rates of a run. A rate over many steps is a median, so one slow step does not change it.
+    """Rates of a run: medians, so that one slow step does not change them.
 
     MFU needs `flops_per_token` of the model and `peak_flops` of one device. Rolling rates use
     `window_steps`.
@@ -69,8 +69,7 @@ class Throughput:
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
         """Return the share of peak FLOP/s that the model's FLOPs use, in [0, 1]; None if unknown.
 
-        References:
-            Chowdhery et al., PaLM, appendix B: recomputed activations do not count as work.
+        Recomputed activations do not count as work (Chowdhery et al., PaLM, appendix B).
         """
         convention = convention or self.convention
         flops = self.flops_per_token.get(convention) if convention else None
@@ -93,11 +92,7 @@ class Throughput:
 
 
 def device_memory(devices: list[Any]) -> dict[str, int]:
-    """Return bytes of the fullest device of this process; {} on CPUs, which do not report them.
-
-    Returns:
-        `memory_bytes` in use, `memory_peak_bytes` so far, `memory_limit_bytes`.
-    """
+    """Return the bytes (in use, peak, limit) of this process's fullest device; {} on CPUs."""
     stats = [s for s in (device.memory_stats() for device in devices) if s]
     names = {
         "bytes_in_use": "memory_bytes",

@@ -21,13 +21,10 @@ def steady_clock() -> Callable[[], float]:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One compilation of a tracked function.
+    """One compilation of a tracked function; `count` is 1 in a healthy run.
 
-    Attributes:
-        count: number of compilations so far; a healthy run has one.
-        seconds: duration of tracing, lowering and compiling.
-        from_cache: the executable came from the persistent compilation cache.
-        changes: changes of the arguments since the last compilation, one line each.
+    `seconds` are of tracing, lowering and compiling. `from_cache`: the executable came from the
+    persistent compilation cache. `changes` lists the arguments that changed since the last one.
     """
 
     function: str
@@ -40,9 +37,8 @@ class Compilation:
 class CompileTracker:
     """Calls a jitted function and reports each compilation that a call causes.
 
-    A call counts as a compilation if the function's cache grew and XLA compiled. Either alone is
-    not enough: a numpy array instead of a jax array grows the cache without a compilation, and
-    tracing may compile small programs. The tracker adds a few microseconds to a call.
+    A call counts if the function's cache grew and XLA compiled. Either alone is not enough: a numpy
+    array instead of a jax array only grows the cache, and tracing may compile small programs.
     """
 
     def __init__(
@@ -73,10 +69,7 @@ class CompileTracker:
             report(self._unreported.pop(0))
 
     def compile(self, *args: Any) -> Any:
-        """Compile for these arguments without a call; return the `jax.stages.Compiled`.
-
-        jax caches the executable, so a later call with such arguments does not compile.
-        """
+        """Compile for these arguments without a call; a later call with them does not compile."""
         with self._reported((args, {}), lambda: True):
             return self._function.lower(*args).compile()
 
@@ -209,16 +202,12 @@ class DataWaitTracker:
 
 
 class StepTimer:
-    """Times a training loop: the duration of a step, and the time spent waiting for data.
+    """Times a training loop: the duration of a step, and the waits for data and for the devices.
 
-    Call `lap` once per step. Steps are dispatched asynchronously. Laps follow the pace of the
-    devices, because reading the metrics of step n−1 blocks until they exist. If a dispatch waits
-    for the previous step (`blocking_dispatch`: jax on several CPU devices), its time counts as
-    waiting for the devices.
-
-    Attributes:
-        device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that the
-            devices had already finished and were idle until the next dispatch.
+    Call `lap` once per step. Laps follow the pace of the devices, because reading the metrics of
+    step n−1 blocks until they exist. With `blocking_dispatch` (jax on several CPU devices) a
+    dispatch waits for the previous step, and counts as waiting for the devices. `device_wait_s` is
+    of the last lap; near 0 means that the devices were idle until the next dispatch.
     """
 
     def __init__(

@@ -35,11 +35,8 @@ _FINISH_S = 60.0
 class Identity:
     """Identity of a run, equal after every restart.
 
-    Attributes:
-        run_id: 16 hex digits.
-        name: of the run directory.
-        settings: dotted name -> value.
-        directory: of the run, for files of a tracker.
+    `run_id` has 16 hex digits; `settings` are dotted name -> value. A tracker may write files to
+    the run's `directory`.
     """
 
     run_id: str
@@ -88,8 +85,6 @@ class Trackers:
 
 
 class _Worker:
-    """One tracker and its thread."""
-
     def __init__(self, name: str, identity: Identity):
         self._name, self._identity = name, identity
         self._failed = False  # and the failure was logged
@@ -107,7 +102,6 @@ class _Worker:
             self._fail("it is too slow")
 
     def end(self) -> None:
-        """Wait until the thread has finished its queue."""
         if self._failed:
             return
         with contextlib.suppress(queue.Full):

@@ -35,12 +35,10 @@ SPIKE_DEVIATIONS = 10.0
 class Anomaly:
     """A step whose loss or gradient norm is bad; one line of anomalies.jsonl.
 
-    Attributes:
-        kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
-        limit: loss above which the step was a spike; inf while there were too few losses.
-        action: report, skip, rollback or stop, by the policy.
-        rows: rows of the dataset in its batch.
-        left_out: samples [first, end) that earlier rollbacks had left out.
+    `kind` is the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike". `limit`
+    is the loss above which the step was a spike; inf while there were too few losses. `action` is
+    report, skip, rollback or stop, by the policy. `rows` are dataset rows of its batch, `left_out`
+    samples [first, end) that earlier rollbacks had left out.
     """
 
     step: int
@@ -133,10 +131,7 @@ class LossGuard:
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Check the metrics of a step for an anomaly, and append it to anomalies.jsonl.
-
-        `loader` and `first_sample` identify the batch of the step.
-        """
+        """Check the metrics of a step; append an anomaly, with the batch, to anomalies.jsonl."""
         reason = skip_reason(values)
         if reason == "no_labels":
             return None
@@ -213,10 +208,7 @@ class LossGuard:
 
 
 def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
-    """Return the anomalies of a run, oldest first; [] without a file.
-
-    A line that a kill truncated is skipped with a warning.
-    """
+    """Return the anomalies of a run, oldest first; [] without a file. Skip a truncated line."""
     file = locate(path)
     anomalies = []
     for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):

@@ -208,7 +208,6 @@ class Watchdog:
         return True
 
     def _abort_requested(self) -> bool:
-        """Return whether there is a new `abort.json`; False if the directory is unreadable."""
         return self._abort_file.version() not in (0, self._old_abort)
 
     def _request_abort(self, line: str) -> bool:
@@ -262,13 +261,7 @@ def _stacks() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """The last report of a process.
-
-    Attributes:
-        phase: see `Watchdog.enter`.
-        step: last finished step.
-        beat: a count that increases while the process can run Python.
-    """
+    """The last report of a process; `beat` increases while the process can run Python."""
 
     process: int
     host: str
@@ -285,7 +278,6 @@ class Heartbeat:
 
 
 def _heartbeat_file(folder: Location, process: int) -> Location:
-    """Return the heartbeat file of a process."""
     return folder / f"process-{process}.progress.json"
 
 
