@@ -10,8 +10,7 @@
     ledger     hash chain of the sample ids
     __main__   `python -m jaxdist.data`            template_sandbox   chat templates, with limits
 
-Nothing here depends on a model. Of jax it uses processes and shardings, of the core the order of
-positions on the context axis.
+Nothing here depends on a model.
 """
 
 from jaxdist.data.config import DataConfig

@@ -136,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: PrepareConfig, out: Location) -> None:
-    """Tokenize the sources into the new folder `out`, with progress on stderr."""
     if out.exists() and not is_cut_upload(out):
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Choose another.")
     files = [path for source in config.sources for path in find_files(source)]
@@ -187,7 +186,7 @@ def _learn(files: list[DataFile], config: PrepareConfig, path: str) -> None:
 
 
 def _sample(files: list[DataFile], share: float, text_field: str) -> Iterator[str]:
-    """Yield evenly spaced pieces of the text, line by line to save memory."""
+    """Yield evenly spaced pieces of the text."""
     due = 0.0
     for piece in itertools.chain.from_iterable(read_pieces(path, text_field) for path in files):
         due += share

@@ -1,9 +1,8 @@
 """Grain datasets of batches, from a batch number to this process's rows, and their prefetching.
 
-One element is a complete local batch, not a row, so grain's Python overhead for reading and
-prefetching is paid once per batch (`scripts/bench/results/data.md` compares both). Worker processes
-read rows and run transforms; a thread of the training process moves batches to devices. Workers end
-when the iterator is closed or the training process dies.
+One element is a complete local batch, so grain's Python overhead is paid once per batch
+(`scripts/bench/results/data.md`). Worker processes read rows and run transforms. A thread of the
+training process moves batches to devices.
 
 Shapes: `batch` rows over all processes, of which this process holds `local`; if devices share rows,
 `local_seq` positions of a row, in the order of `core.parallel.context.device_order`.
@@ -35,7 +34,6 @@ from jaxdist.data.packing import Fields, Rows, Spans, cut
 from jaxdist.settings import ConfigError
 
 Dataset: TypeAlias = Any
-"""`data.dataset.Dataset`, whose module imports this one."""
 
 Numbered = tuple[int, Rows]
 """First sample of a batch, and field name -> [local, local_seq, ...]."""
@@ -47,8 +45,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Blocked in workers: terminals and schedulers send them to every process of a job, and a worker
-that died of one would fail the step after which the run saves."""
+"""Blocked in workers: schedulers send them to every process, and a worker must not die of one."""
 
 
 class Held(NamedTuple):
@@ -57,7 +54,6 @@ class Held(NamedTuple):
     Attributes:
         rows: int64 [local], ascending: indices of rows of a batch.
         seq_indices: int64 [local_seq], ascending: indices into `device_order`; None = all.
-        spans: positions at these indices.
     """
 
     rows: np.ndarray
@@ -72,7 +68,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
         start: int, left_out: Samples,
     ):  # fmt: skip
-        """Batch 0 begins at sample `start`; no batch holds `left_out`. Reads nothing yet."""
+        """Start batch 0 at sample `start` and skip samples `left_out`; read nothing yet."""
         super().__init__()
         # Worker processes get a copy; rows need no tokenizer.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
@@ -92,10 +88,10 @@ class TrainBatches(grain.MapDataset[Numbered]):
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
-    """Batch number -> rows in storage order, each once; padding has weights 0."""
+    """Batch number -> rows in storage order, each once; padding rows have weight 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
-        """Rows of `max_batches` are spread evenly over the dataset. Reads nothing yet."""
+        """Spread the rows of `max_batches` evenly over the dataset; read nothing yet."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._held = batch_size, held
@@ -126,12 +122,11 @@ class StreamBatches(grain.IterDataset[Numbered]):
         self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
         batch_size: int, num_read: int, held: Held, start: int, left_out: Samples,
     ):  # fmt: skip
-        """Reads nothing yet.
+        """Read nothing yet.
 
-        `rows` yields single rows; `stack` turns rows into field name -> [rows, ...]. A batch is
-        `num_read` rows: all of it if every process reads the whole stream, else those of its shard;
-        this process holds a part of these. The first row is sample `start`; samples `left_out` are
-        read and dropped.
+        `rows` yields single rows; `stack` turns them into field name -> [rows, ...]. A batch is
+        `num_read` rows of this process's shard, of which it holds a part. The first row is sample
+        `start`. Samples `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -172,10 +167,7 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
 
 
 def first_sample(number: int, batch_size: int, start: int, left_out: Samples) -> int:
-    """Return the first sample of batch `number`; batch 0 begins at `start`.
-
-    A batch that would begin in or reach into samples `left_out` begins after them.
-    """
+    """Return the first sample of batch `number`; batch 0 begins at `start`."""
     for begin, end in sorted(left_out):
         fitting = max(0, (begin - start) // batch_size)  # batches that fit before them
         if number < fitting:
@@ -191,10 +183,9 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """Return the part of a batch that `devices` hold, by default this process's.
+    """Return the part of a batch that `devices` hold; by default this process's devices.
 
-    `sharding` is that of a batch's rows and, if devices share rows, of their positions. Raises
-    `ConfigError` if devices share rows and the first dim of a field is not that of positions.
+    `sharding` is the sharding of rows and, if devices share rows, of positions.
     """
     mine = list(sharding.addressable_devices if devices is None else devices)
     shards = num_position_shards(sharding)
@@ -234,9 +225,8 @@ def device_placer(
 ) -> Callable[[Numbered], tuple[int, Batch]]:
     """Return a function that makes a global batch on the devices from this process's part.
 
-    `sharding` is that of a batch's rows, and of the positions of fields that have them. The
-    function maps (first sample, name -> numpy [local, local_seq, ...]) to (first sample, name ->
-    jax [batch, seq, ...]).
+    It maps (first sample, name -> numpy [local, local_seq, ...]) to (first sample, name -> jax
+    [batch, seq, ...]), with this `sharding` of rows and positions.
     """
     shardings = {
         name: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)]))
@@ -246,7 +236,6 @@ def device_placer(
     seq_len = fields["tokens"][0][0] if held.seq_indices is not None else 0
 
     def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the part of a field [local, ...] for a device with this index of [batch, ...]."""
         here = [_among(held.rows, index[0], batch_size), *index[1:]]
         if held.seq_indices is not None and len(index) > 1:
             here[1] = _among(held.seq_indices, index[1], seq_len)
@@ -287,9 +276,8 @@ def read_ahead(
 ) -> grain.DatasetIterator[U]:
     """Iterate over batches that `to_devices` moves to the devices, in order, with prefetching.
 
-    `num_workers` processes prepare batches of a `MapDataset`, each every `num_workers`-th; with 0
-    the thread does. An `IterDataset` continues from `state`, a result of an iterator's
-    `get_state()`.
+    `num_workers` processes prepare batches of a `MapDataset`; 0 = the thread does. An `IterDataset`
+    continues from `state`, a result of `get_state()`.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its absl flags; this package parses its own
@@ -311,11 +299,7 @@ def read_ahead(
 
 
 def _copied(batch: Any) -> Any:
-    """Copy a batch out of shared memory.
-
-    jax may keep the memory of an array until a later call, and shared memory still in use at exit
-    is reported as leaked.
-    """
+    """Copy a batch out of shared memory."""
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
 
 
@@ -332,7 +316,7 @@ def _signals_blocked() -> Iterator[None]:
 
 def _start_worker(index: int, count: int) -> None:
     # Transforms that call jax use the CPU: the devices belong to the training process.
-    """Initialize a worker process, before it reads."""
+    """Initialize a worker process."""
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, name="jaxdist-parent", daemon=True).start()
 

@@ -10,8 +10,8 @@ A conversation is formatted with the tokenizer's chat template (Jinja, stored ne
     <|assistant|>
     Devices with names.END
 
-END is the tokenizer's end token; further messages follow after a newline. Weights are 1 on the
-assistant's messages and the token that ends them, and 0 elsewhere.
+END is the end token of the tokenizer. Weights are 1 on the assistant's messages and the tokens
+that end them, else 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
 ROLES = ("system", "user", "assistant")
-"""Supported roles. Tools and functions are rejected: models have no common format for them."""
+"""Roles. Tools and functions are rejected: models have no common format for them."""
 
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters, absent from texts
 
@@ -49,7 +49,7 @@ _METADATA = {
     "metadata", "meta", "model", "date", "timestamp", "created_at", "finish_reason", "num_turns",
     "num_tokens", "cached", "index_level_0",
 }  # fmt: skip
-"""Fields that describe a record or message and are ignored; docs/data.md lists them."""
+"""Fields that are ignored; docs/data.md lists them."""
 
 Message = dict[str, str]
 
@@ -66,7 +66,7 @@ class BadRecord(ValueError):
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
-    """Return the `messages` of a record, in which the assistant speaks.
+    """Return the `messages` of a record; at least one must be the assistant's.
 
     Unless `answered`, the last message must be the user's. Raises `BadRecord` if `messages` is not
     a list of {"role", "content"} with text, or if no token would be in the loss.
@@ -108,7 +108,7 @@ def is_metadata(name: str) -> bool:
 
 
 def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
-    """Reject fields that would be lost: all but `used`, metadata, empty ones and masks of 1."""
+    """Reject fields that would be lost."""
     lost = [
         key
         for key, value in record.items()
@@ -147,7 +147,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 class PlainTemplate:
     """Format roles in angle brackets on their own lines, as the module docstring shows.
 
-    `fingerprint` changes whenever the same conversation could be formatted differently.
+    `fingerprint` changes if the format changes.
     """
 
     fingerprint = "plain-1"
@@ -158,10 +158,7 @@ class PlainTemplate:
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Return tokens and weights [length] of a conversation (see `checked_messages`).
-
-        Answers are tokenized separately, as in generation.
-        """
+        """Return tokens and weights [length]; encode answers separately, as in generation."""
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -186,15 +183,13 @@ class PlainTemplate:
 class JinjaTemplate:
     """Format with a tokenizer's template, as Hugging Face's `apply_chat_template` does.
 
-    An answer is learned from the end of its generation prompt, so that prompt and answer add up to
-    the complete text, including any `<think>` block of the template. It ends where rendering the
-    conversation with another answer yields the same text again, so that trimming is handled. The
-    next special token is learned too. Deviation: the template has no current date (`strftime_now`),
+    The loss covers each answer, from the end of its generation prompt, so any `<think>` block of
+    the template counts. The answer ends where another answer would yield the same text again; the
+    next special token counts too. Deviation: the template has no current date (`strftime_now`),
     because data must not depend on the day.
     """
 
     def __init__(self, source: str, name: str, tokenizer: FileTokenizer, variables: dict[str, str]):
-        """Compile the template; raises `ConfigError` if it is broken."""
         self.name = name
         rule = "v2" if tokenizer.text_format == OLD_TEXT_FORMAT else "v3"
         settings = json.dumps([source, variables, rule], sort_keys=True)
@@ -211,10 +206,7 @@ class JinjaTemplate:
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Return tokens and weights [length] of a conversation (see `checked_messages`).
-
-        Raises `BadRecord` if the conversation does not fit the template.
-        """
+        """Return tokens and weights [length] of a conversation; raises `BadRecord`."""
         text = self._rendered(messages)
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
@@ -236,10 +228,7 @@ class JinjaTemplate:
         return Weighted(tokens, weights)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return tokens uint32 [length] of a conversation, up to the assistant's answer.
-
-        Raises `BadRecord` if the conversation does not fit the template.
-        """
+        """Return tokens uint32 [length] up to the assistant's answer; raises `BadRecord`."""
         return self._tokenizer.encode(self._rendered(messages, for_answer=True))
 
     def _answer_ends(self) -> frozenset[int]:
@@ -257,11 +246,11 @@ class JinjaTemplate:
     def _mark_end(
         self, text: str, stop: int, offsets: np.ndarray, special: np.ndarray, weights: np.ndarray
     ) -> bool:
-        """Give weight 1 to the special token after an answer, and to white space before it.
+        """Give weight 1 to the special token after an answer and the white space before it.
 
-        The answer ends at character `stop` of the `text`. Tokens cover the characters `offsets`,
-        int64 [n, 2]; some are `special`, bool [n]. `weights`, uint8 [n], are changed in place.
-        Returns whether there is such a token.
+        The answer ends at character `stop`. Tokens have character ranges `offsets`, int64 [n, 2],
+        and flags `special`, bool [n]. Changes `weights`, uint8 [n], in place; returns whether it
+        exists.
         """
         after = np.flatnonzero((offsets[:, 0] >= stop) & special)
         if not len(after) or text[stop : offsets[after[0], 0]].strip():
@@ -328,8 +317,7 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template that `data.chat_template` names.
 
-    It is "auto" (the tokenizer's template, else plain), "plain", or a file's path. Raises
-    `ConfigError` if the file is missing, the template is broken, or the tokenizer does not suit it.
+    It is "auto" (the tokenizer's template, else plain), "plain", or the path of a file.
     """
     if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
         return PlainTemplate(tokenizer)
@@ -369,7 +357,6 @@ def _content(path: Location) -> bytes:
 
 
 def _common(a: str, b: str) -> int:
-    """Return the length of the common prefix of two texts."""
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     return min(len(a), len(b)) if same is None else same
 

@@ -1,7 +1,6 @@
-"""Settings of data: sources, mixture, tokenizer, packing, held-out split, workers.
+"""Settings of data; light to import, so that a wrong value is rejected before a device starts.
 
-Light to import, so that a wrong value is rejected before a device starts. Checks download only
-tokenizers from the hub and read the metadata of corpora.
+Checks download only tokenizers from the hub and read the metadata of corpora.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _READING = 2
 """Version of the rules from files to text; changing it invalidates cached corpora."""
 
 SHARD_TOKENS = 1 << 28
-"""Tokens of one shard: half a GiB of uint16, so that shards can be copied and kept open."""
+"""Tokens of one shard: half a GiB of uint16."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
 
@@ -61,12 +61,12 @@ _WEIGHT_DTYPE = np.dtype("u1")
 class Corpus:
     """A tokenized corpus, opened but not read.
 
-    `weighted`: only some tokens are learned. `fingerprint`: digest of tokens, weights and document
+    `weighted`: some tokens have weight 0. `fingerprint`: digest of tokens, weights and document
     ends, independent of shards and path.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Open a folder by its path or URL; raises `ConfigError` if it is not a valid corpus."""
+        """Open a folder by its path or URL."""
         self.folder = locate(folder)
         about = _read_about(self.folder)
         self.num_tokens: int = about["num_tokens"]
@@ -103,10 +103,7 @@ class Corpus:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the tokens, loaded on first use; reading rows does not need it.
-
-        Raises `ConfigError` if the tokenizer.json next to the tokens is another one.
-        """
+        """The tokenizer of the tokens, loaded on first use; reading rows does not need it."""
         about = self._about_tokenizer
         name = "bytes" if about["name"] == "bytes" else str(self.folder / "tokenizer.json")
         tokenizer = load_tokenizer(name, about["eos_token"], about["text_format"])
@@ -197,10 +194,7 @@ def is_cut_upload(folder: Location) -> bool:
 
 
 def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:
-    """Return the corpus of files, tokenized on first use and cached by `source_digest`.
-
-    `source` is the name of the files as the user wrote it.
-    """
+    """Return the corpus of files, tokenized on first use and cached by `source_digest`."""
     key = hashlib.sha256(
         json.dumps([FORMAT, _READING, source_digest(files), *encoder.identity]).encode()
     ).hexdigest()[:24]
@@ -245,7 +239,6 @@ def _home() -> Path:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Hold a lock file, which the system releases when the process dies."""
     import fcntl
 
     with path.open("w") as file:

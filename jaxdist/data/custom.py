@@ -6,10 +6,9 @@
 
 Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. Floating-point
 fields are stacked in float32, integers in int32 and booleans in bool; `weights` and `images` are
-always float32. Values that do not fit are rejected. Rows are shuffled here, so the pipeline must
-not shuffle, repeat or batch them. With `data.num_workers` it runs in worker processes and must be
-picklable. A `grain.IterDataset` of such rows trains too, in its own order (`jaxdist.data.stream`);
-evaluation always needs random access.
+always float32. Rows are shuffled here, so the pipeline must not shuffle, repeat or batch them. With
+`data.num_workers` it must be picklable. A `grain.IterDataset` of rows trains too, in its own order
+(`jaxdist.data.stream`); evaluation needs random access.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class CustomRows:
     """
 
     def __init__(self, source: Any, name: str):
-        """Read a few rows of `source`, which has len() and [index], to infer the fields.
-
-        Raises `ConfigError` if there are no rows, no end, or fields that a batch cannot have.
-        """
+        """Read a few rows of `source`, which has len() and [index], to infer the fields."""
         self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
@@ -72,11 +68,7 @@ class CustomRows:
         self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; makes complete rows, which are then cut.
-
-        Raises `ConfigError` if a row is missing, its shape differs from the first one, or its
-        values do not fit the dtype.
-        """
+        """Return `Part.rows` of indices int64 [n]; makes complete rows, which are then cut."""
         numbers = np.asarray(indices).tolist()
         rows = [self._source[number] for number in numbers]
         return cut(stack_rows(rows, self.fields, self._name, indices), spans)
@@ -87,8 +79,7 @@ def open_custom(
 ) -> tuple[CustomRows | Callable[[int, int], Any], CustomRows | None, bool]:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `python_source` replaces the function: another function, or the rows. Raises `ConfigError` if
-    the function does not exist, takes other arguments, or returns another type.
+    `python_source` replaces the function: another function, or the rows.
 
     Returns:
         Training rows or a function that opens a stream: (shard_index, num_shards) -> IterDataset;
@@ -145,7 +136,7 @@ def _function(source: str) -> Callable[..., Any]:
 
 
 def check_row(row: Any, name: str) -> Literal["text", "images"]:
-    """Return the kind of a row; raises `ConfigError` if it is no dict or lacks fields."""
+    """Return the kind of a row."""
     if not isinstance(row, Mapping):
         raise ConfigError(
             f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
@@ -161,10 +152,7 @@ def check_row(row: Any, name: str) -> Literal["text", "images"]:
 
 
 def fields_of(row: Mapping[str, Any], name: str) -> Fields:
-    """Return name -> (shape, dtype in a batch) of a row of the source `name`.
-
-    Raises `ConfigError` for fields that are not numbers and token fields that are not integers.
-    """
+    """Return name -> (shape, dtype in a batch) of a row of the source `name`."""
     fields: Fields = {}
     problems = []
     for field, value in row.items():
@@ -206,9 +194,8 @@ def stack_rows(
 ) -> Rows:
     """Stack rows to one array per field, [len(rows), ...] in the field's dtype.
 
-    `numbers` of the rows, if any, and the `name` of the source are for errors. Raises `ConfigError`
-    if a row or field is missing, differs in shape or kind from the first row, or does not fit its
-    dtype.
+    `numbers` and `name` identify rows and source in errors. Raises `ConfigError` if a value does
+    not fit shape or dtype of the field.
     """
     out = {field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()}
     for at, row in enumerate(rows):
@@ -232,7 +219,6 @@ def _array_of(value: Any) -> np.ndarray:
 
 
 def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
-    """Return the dtype of a user's field in a batch; None if it has none."""
     is_float = dtype.name.startswith(("float", "bfloat"))  # of ml_dtypes too
     if dtype.kind not in "iub" and not is_float:
         return None

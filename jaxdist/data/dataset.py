@@ -40,8 +40,7 @@ class Dataset:
     Attributes:
         parts: one per source.
         weights: share of each part in training; empty = in proportion to size.
-        vocab_size: vocabulary size, or number of image classes; of custom rows the largest id in a
-            few of them, plus one.
+        vocab_size: of tokens, or of image classes; of custom rows the largest id seen + 1.
         identity: JSON of everything that rows depend on; `fingerprint` is its digest.
         rows_per_example: adjacent rows that stay together in every order.
     """
@@ -66,15 +65,14 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that rows depend on; equal on all machines with the same data."""
+        """Digest of everything that rows depend on."""
         text = json.dumps(self.identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Return rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...].
 
-        With `spans`, only these positions of each row: [n, positions, ...]. A pure function in any
-        process.
+        With `spans`, return only these positions of each row: [n, positions, ...].
         """
         indices = np.asarray(indices, np.int64)
         starts = np.cumsum([0] + [part.num_rows for part in self.parts])
@@ -112,10 +110,7 @@ class Dataset:
         return Order(sizes, self.weights, seed, self.rows_per_example)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
-        """Return the same rows, in orders that keep groups of adjacent rows together.
-
-        Raises `ConfigError` if a source would end inside a group.
-        """
+        """Return the same rows, in orders that keep groups of adjacent rows together."""
         if any(part.num_rows % rows_per_example for part in self.parts):
             sizes = ", ".join(str(part.num_rows) for part in self.parts)
             raise ConfigError(
@@ -141,8 +136,7 @@ def open_datasets(
     """Open the sources as disjoint training and held-out data.
 
     `seed` is passed to a user's function; rows of files do not depend on it. `python_source`
-    replaces the function that the source names. Raises `ConfigError` for invalid settings and
-    unreadable files.
+    replaces the function that the source names.
     """
     if problems := problems_of(config, "data"):
         raise ConfigError(problems)
@@ -215,7 +209,7 @@ def _dataset(
 def _packing(
     config: DataConfig, corpora: list[Corpus], seq_len: int
 ) -> Literal["stream", "documents", "best_fit"]:
-    """Choose how rows are made of these corpora; log how many records are cut."""
+    """Choose how rows are made of these corpora."""
     weighted = [corpus for corpus in corpora if corpus.weighted]
     if weighted and config.packing == "stream":
         raise ConfigError(
@@ -250,7 +244,6 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
 
 
 def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:
-    """Reject token folders that were made with another tokenizer than the run's."""
     problems = [
         f"{source!r} was made with tokenizer {made.name!r} (end token {made.end_id}), and "
         f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): the same token "
@@ -266,7 +259,6 @@ def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Co
 def _warn_of_old_rules(
     config: DataConfig, encoder: Encoder, sources: list[str], corpora: list[Corpus]
 ) -> None:
-    """Warn of texts tokenized by old rules that differ from the tokenizer's files."""
     new = load_tokenizer(config.tokenizer_name, config.eos_token)
     for source, corpus in zip(sources, corpora, strict=True):
         used, old = corpus.tokenizer, []

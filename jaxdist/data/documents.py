@@ -26,16 +26,12 @@ LINE_BYTES = 64 << 20
 """Longest line of JSON."""
 
 _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
-"""Largest expansion of a compressed file, checked from this size on. Prose compresses 3 to 10
-times, the most repetitive logs less than 100 times."""
+"""Largest expansion of a compressed file, checked from this size on. Prose expands 3-10 times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """Part of a document.
-
-    `last`: the document ends here. `position`: bytes of the stored file read so far.
-    """
+    """Part of a document; `last`: it ends here; `position`: bytes of the file read so far."""
 
     text: str
     last: bool
@@ -44,10 +40,7 @@ class TextPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A JSON line or a row of Parquet.
-
-    `source` is "file:line" for errors, `position` the bytes of the stored file read so far.
-    """
+    """A JSON line or a row of Parquet; `source` is "file:line", `position` as in `TextPiece`."""
 
     value: dict[str, Any]
     source: str
@@ -55,11 +48,7 @@ class Record:
 
 
 def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
-    """Yield the documents of one file, in pieces.
-
-    Raises `ConfigError` if the file is unreadable, not UTF-8, binary, damaged or JSON lines with
-    the suffix of a text, or if a line is broken or lacks the field (with its number).
-    """
+    """Yield the documents of one file, in pieces; raises `ConfigError` for a bad file."""
     kind = kind_of(path)
     with read_errors(path):
         if kind == "parquet":
@@ -85,8 +74,7 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the records of one file: JSON lines, or Parquet with at least `columns`.
 
-    Other columns of Parquet are read if `is_unread` returns false for their names. Raises
-    `ConfigError` as `read_pieces` does, and for text files.
+    Other columns of Parquet are read if `is_unread` returns false for their names.
     """
     kind = kind_of(path)
     with read_errors(path):
@@ -110,10 +98,7 @@ def read_records(
 
 
 def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
-    """Return the stream of a file without byte order mark, decompressed by its suffix.
-
-    `raw.tell()` counts stored bytes.
-    """
+    """Return the file decompressed, without byte order mark; `raw.tell()` counts stored bytes."""
     kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)
     stream: Any = raw
     if kind is not None:
@@ -168,7 +153,6 @@ def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) ->
 
 
 def _binary_kind(data: bytes) -> str:
-    """Guess the format of data with NUL bytes."""
     if data.startswith(b"MMIDIDX"):
         return "the index of a Megatron data set"
     for zeros, others in ((data[1::2], data[::2]), (data[::2], data[1::2])):
@@ -214,8 +198,8 @@ def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Text
 def _cut_position(data: bytes) -> int:
     """Return the index after the last newline between two non-blank bytes; 0 = read more.
 
-    Common pre-tokenizers break there, while a newline next to other white space may share a token
-    with it. Text without such a newline in four pieces is cut between two characters.
+    A newline next to other white space may share a token with it. Text without such a newline in
+    four pieces is cut between two characters.
     """
     at = len(data) - 1
     while (at := data.rfind(b"\n", 1, at)) > 0:
@@ -243,7 +227,6 @@ def _read_lines(path: DataFile, stream: BinaryIO, raw: BinaryIO, field: str) -> 
 
 
 def _other_kind(record: Any) -> str:
-    """Return advice for a record that is not text."""
     if isinstance(record, dict) and not record.keys().isdisjoint(("messages", "conversations")):
         return ", or data.records=chat for conversations"
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():

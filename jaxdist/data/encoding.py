@@ -53,7 +53,6 @@ class TextEncoder:
     """Encode each text as a document, closed by the tokenizer's end token if it has one.
 
     Attributes:
-        weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
         template: format of conversations; None for other records.
     """
@@ -100,10 +99,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each record (chat, or prompt and completion) as a document; only answers are learned.
-
-    It has the attributes of `TextEncoder`.
-    """
+    """Encode each record (chat, or prompt and completion) as a document; only answers count."""
 
     weighted = True
 
@@ -115,7 +111,7 @@ class RecordEncoder:
         self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files; raises `ConfigError` with file and line of a bad one."""
+        """Yield the tokens of files."""
         for held, position in _batches(files, self._documents, _BATCH_TOKENS):
             yield Chunk(
                 np.concatenate([document.tokens for document in held]),
@@ -147,10 +143,7 @@ def make_encoder(
     text_field: str = "text",
     chat_template: str = "auto",
 ) -> Encoder:
-    """Return the encoder for `data.records`.
-
-    Raises `ConfigError` if the chat template cannot be used or the tokenizer has no end token.
-    """
+    """Return the encoder for `data.records`."""
     if records == "text":
         return TextEncoder(tokenizer, text_field)
     template = load_template(chat_template, tokenizer) if records == "chat" else None
@@ -167,7 +160,7 @@ def _batches(
 ) -> Iterator[tuple[list[T], int]]:
     """Yield items of files in lists of about the size `limit`, and the bytes read so far.
 
-    `read` yields the items of a file, their sizes, and the bytes of the file read so far.
+    `read` yields item, size, and bytes of the file read so far.
     """
     held: list[T] = []
     total, before = 0, 0

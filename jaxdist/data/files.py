@@ -1,8 +1,4 @@
-"""Find and read data files on a file system or an object store.
-
-Objects are read in ranges: text and lines sequentially, of Parquet only the needed columns. Their
-ETag shows changes without reading.
-"""
+"""Find and read data files on a file system, or in ranges on an object store."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ _NOT_LIBRARY = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """An object of a store; `str` returns its URL.
-
-    `num_bytes` is its size and `tag` its ETag when it was listed ("" = the store has none).
-    """
+    """An object of a store; `str` returns its URL, `tag` is its ETag when listed ("" = none)."""
 
     location: Location
     num_bytes: int
@@ -56,8 +49,7 @@ DataFile: TypeAlias = Path | StoredFile
 def library_files() -> list[Path]:
     """Return the `.py` files of Python's standard library, without tests and packages.
 
-    Ordered by a digest of their names, so that the held-out end is a random sample, not modules t
-    to z. Raises `ConfigError` if this Python has no library sources on disk.
+    Ordered by a digest of their names, so that the held-out end is a random sample.
     """
     import sysconfig
 
@@ -77,10 +69,7 @@ def library_files() -> list[Path]:
 
 
 def find_files(source: str) -> list[DataFile]:
-    """Return the files of a source, in an order independent of the file system.
-
-    Raises `ConfigError` if there are none, or a folder mixes text with JSON lines or Parquet.
-    """
+    """Return the files of a source, in an order independent of the file system."""
     if source == "stdlib":
         return [*library_files()]
     files = _stored_files(source) if is_url(source) else _local_files(source)
@@ -137,7 +126,6 @@ def _below(root: Path, *, hidden: bool = False) -> list[Path]:
 
 
 def _matches_below(pattern: Path) -> list[Path]:
-    """List the files that match a pattern with `**`; cyclic links do not repeat them."""
     fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     root, inside = Path(*fixed), "/".join(pattern.parts[len(fixed) :])
     fits = re.compile(_regex_of(inside)).fullmatch
@@ -238,8 +226,7 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
 def source_digest(files: Sequence[DataFile]) -> str:
     """Return a digest that changes with the content of the files.
 
-    It covers URL, size and ETag of objects, which a listing has. Local files, and objects without
-    an ETag, are read.
+    It covers URL, size and ETag of objects. Local files, and objects without an ETag, are read.
     """
     tags = [(str(f), f.num_bytes, f.tag) for f in files if isinstance(f, StoredFile) and f.tag]
     if len(tags) < len(files):
@@ -248,10 +235,7 @@ def source_digest(files: Sequence[DataFile]) -> str:
 
 
 def changed_objects(files: Iterable[DataFile], sources: Iterable[str]) -> list[str]:
-    """Return the objects among the files that have changed since `sources` were listed.
-
-    Raises `ConfigError` if a source has no files any more or cannot be read.
-    """
+    """Return the objects among the files that have changed since `sources` were listed."""
     current = {file for source in sources if is_url(source) for file in find_files(source)}
     return [str(file) for file in files if isinstance(file, StoredFile) and file not in current]
 

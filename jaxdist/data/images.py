@@ -3,8 +3,6 @@
     cifar-10-batches-py    data_batch_1 … data_batch_5, test_batch: Python pickles
     cifar-10-batches-bin   the same with .bin: records of 1 label byte and 3·32·32 pixel bytes
 
-Also from a bucket: each process reads the files once and keeps them in memory.
-
 References:
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; both layouts are
     described on the data set's page, https://www.cs.toronto.edu/~kriz/cifar.html
@@ -59,7 +57,6 @@ class Images:
     Attributes:
         pixels: uint8 [num_rows, 32, 32, 3].
         labels: int32 [num_rows].
-        scaling: conversion of pixels to float32 (see `DataConfig.image_scaling`).
     """
 
     pixels: np.ndarray
@@ -115,11 +112,7 @@ def _holds(source: str, names: tuple[str, ...]) -> bool:
 
 
 def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
-    """Return training and test images of a CIFAR-10 folder or URL.
-
-    Raises `ConfigError` if files are missing, damaged, of a wrong size, or pickles of other
-    content.
-    """
+    """Return training and test images of a CIFAR-10 folder or URL."""
     folder, names = locate(source), (*TRAIN_FILES, TEST_FILE)
     with read_errors(str(folder)):
         entries = set(folder.entries())

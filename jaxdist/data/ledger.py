@@ -1,9 +1,8 @@
 """The data ledger: a hash chain of the rows in each step.
 
-The digest of a step covers the digest of the previous step, the fingerprint of the data, and the
-row numbers of the batch, in order. It depends on (data, seed, step) alone, so every mesh, process
-count and restart computes the same one, without reading rows. A stream has no row numbers, so its
-digests are empty.
+The digest of a step covers the previous digest, the fingerprint of the data, and the row numbers of
+the batch, in order. It depends on (data, seed, step) alone, so every mesh, process count and
+restart computes the same one. A stream has no row numbers and empty digests.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _SAMPLES_AT_ONCE = 8192
 class Link(NamedTuple):
     """One step of the chain: first sample and number of samples of its batch, and a digest.
 
-    `digest` has 32 hexadecimal digits and covers all steps so far; "" before the first step and for
-    a stream.
+    `digest` has 32 hexadecimal digits; "" before the first step and for a stream.
     """
 
     first_sample: int = 0
@@ -42,21 +40,14 @@ class Link(NamedTuple):
 
 
 def digest_of(before: str, fingerprint: str, rows: np.ndarray) -> str:
-    """Return the digest of a step.
-
-    `before` is the digest of the previous step ("" = none), `fingerprint` that of the data, and
-    `rows` int64 [batch] the row numbers of the step.
-    """
+    """Return the digest of a step with rows int64 [batch] after the digest `before` ("" = none)."""
     digest = hashlib.blake2b(f"{before} {fingerprint} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(rows, "<i8").tobytes())
     return digest.hexdigest()
 
 
 class Ledger:
-    """The chain of a run so far.
-
-    `links` are the newest ones, oldest first.
-    """
+    """The chain of a run; `links` are the newest ones, oldest first."""
 
     def __init__(self, links: Sequence[Link], fingerprint: str, order: Order | None):
         """Continue after these links; `order` is None for a stream."""

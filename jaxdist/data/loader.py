@@ -1,7 +1,6 @@
 """Load rows into global device batches; the batch of step s depends on data, seed and s alone.
 
-A process loads only the rows and positions of its own devices, according to the sharding, for any
-number of processes and for axes that span them.
+A process loads only the rows and positions of its own devices.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Position:
     """Position of training in its data.
 
     Attributes:
-        sample: first sample of the next batch. Step s begins at sample s · global_batch_size if the
-            batch size never changed and no samples were left out.
+        sample: first sample of the next batch.
         left_out: samples [first, end) that no batch may hold.
         iterators: states of a stream's readers, by shard; None = at its start, or random access.
         ledger: the newest links of the data ledger, oldest first.
@@ -59,8 +57,7 @@ class Loader:
     Attributes:
         wait_s: seconds that the last `next()` waited.
         first_sample: first sample of the last returned batch.
-        left_out: samples [first, end) that no batch holds; a batch that would overlap them begins
-            after them.
+        left_out: samples [first, end) that no batch holds; overlapping batches begin after them.
         ledger: the data ledger up to the last returned batch.
     """
 
@@ -77,10 +74,8 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        `sharding` is that of a batch's rows and, if devices share rows, of their positions. `start`
-        is a result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
-        Raises `ConfigError` if the batch does not divide over the sharding, processes have
-        different data, or a stream cannot be read this way (see `StreamDataset.batches`).
+        `sharding` is the sharding of rows and, if devices share rows, of positions. `start` is a
+        result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
         """
         # Importing grain takes 0.2 s, which commands without data avoid.
         from jaxdist.data.batches import TrainBatches, device_placer, part_held, read_ahead
@@ -125,7 +120,7 @@ class Loader:
     def __next__(self) -> Batch:
         """Return the next batch: name -> [global_batch_size, ...], placed by the sharding.
 
-        Raises the error that occurred while it was prepared, now and at every later call.
+        Raises the error of preparing it, now and at every later call.
         """
         if self._failure is not None:
             raise self._failure
@@ -162,10 +157,7 @@ class Loader:
         return state
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the dataset rows of the batch that begins with this sample.
-
-        Rows of a stream are numbered as they come, so they equal the samples.
-        """
+        """Return the dataset rows of the batch; rows of a stream equal the samples."""
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
@@ -189,11 +181,10 @@ def eval_batches(
     sharding: NamedSharding,
     max_batches: int | None = None,
 ) -> Iterator[Batch]:
-    """Return batches of all rows in storage order; padding has weights 0.
+    """Return batches of all rows in storage order; padding rows have weight 0.
 
-    With `max_batches`, at most that many, of rows spread evenly over the dataset; `sharding` is as
-    for `Loader`. A batch is name -> [global_batch_size, ...], placed by the sharding. Raises
-    `ConfigError` if the batch does not divide over the sharding or processes have different data.
+    With `max_batches`, at most that many, of rows spread evenly over the dataset. A batch is name
+    -> [global_batch_size, ...], placed by the sharding.
     """
     _check_batch(global_batch_size, sharding)
     check_same_everywhere(dataset)
@@ -226,9 +217,7 @@ def resume_position(
 ) -> Position:
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    With `restarts`, changed data begin at their first sample. Raises `ConfigError` if the state is
-    of another version, the data changed (with the differences), or the rows of its last steps
-    differ from the data ledger.
+    With `restarts`, changed data begin at their first sample; else they raise `ConfigError`.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -263,7 +252,6 @@ def resume_position(
 
 
 def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None:
-    """Reject a checkpoint whose last steps had other rows than they would have now."""
     index = first_mismatch(ledger, dataset.fingerprint, dataset.order(seed).rows)
     if index is not None:
         raise ConfigError(
@@ -275,10 +263,7 @@ def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None
 
 
 def check_same_everywhere(dataset: TrainData) -> None:
-    """Check that all processes of the job opened the same data; all must call it.
-
-    Raises `ConfigError` with the processes whose data differ from those of process 0.
-    """
+    """Check that all processes of the job opened the same data; a collective call."""
     fingerprints = coordination.gather("dataset", dataset.fingerprint)
     other = [i for i, value in enumerate(fingerprints) if value != fingerprints[0]]
     if other:
@@ -291,7 +276,6 @@ def check_same_everywhere(dataset: TrainData) -> None:
 def _own_state(
     iterators: tuple[dict[str, Any], ...] | None, shard: tuple[int, int]
 ) -> dict[str, Any] | None:
-    """Return the state of this process's reader in a checkpoint."""
     index, count = shard
     if iterators is None:
         return None
@@ -306,7 +290,6 @@ def _own_state(
 
 
 def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str, Any]]:
-    """Return the states of all readers by shard; a collective call if there are several."""
     index, count = shard
     if count == 1:
         return [state]

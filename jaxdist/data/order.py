@@ -1,13 +1,8 @@
 """The order of training: sample number -> row, a pure function of (sizes, weights, seed).
 
-grain reads the batches (`jaxdist.data.batches`), but its `MapDataset.shuffle().repeat()`, `.mix()`
-and `experimental.index_shuffle` do not choose their rows. With grain 0.2.18:
-
-* Each row costs 13-20 us of Python, 130 us with mixing, in the interpreter that also dispatches
-  steps: 20 ms for 1024 images. Here numpy needs 0.2 to 1 ms. See `grain by row` in
-  `scripts/bench/results/data.md`.
-* Its order may change between releases, but a resumed run must continue in the same order.
-* `mix` rounds shares to multiples of a hundredth of the smallest.
+It does not use the shuffling and mixing of grain. With grain 0.2.18 each row costs 13-20 µs of
+Python, 130 µs with mixing (see `grain by row` in `scripts/bench/results/data.md`), the order may
+change between releases, and `mix` rounds shares.
 """
 
 from __future__ import annotations
@@ -28,8 +23,7 @@ class Order:
 
     Without weights an epoch is one pass over the rows of all parts in one shuffled order. With
     weights each part has its own shuffled epochs, and samples are drawn from the parts in fixed
-    proportion (within about one sample at any time, exactly over 65536). Rows are numbered through
-    the parts.
+    proportion: within about one sample at any time, exactly over 65536.
     """
 
     def __init__(
@@ -39,10 +33,7 @@ class Order:
         seed: int,
         rows_per_example: int = 1,
     ):
-        """Parts have `sizes` rows, at least 1; without `weights` they count by size.
-
-        Groups of `rows_per_example` adjacent rows of a part stay together, in their order.
-        """
+        """Parts have `sizes` rows, at least 1. Groups of `rows_per_example` rows stay together."""
         self.seed, self._size = seed, rows_per_example
         sizes = [size // rows_per_example for size in sizes]
         if not weights or len(sizes) == 1:
@@ -84,7 +75,6 @@ class Order:
 
 @functools.lru_cache(maxsize=64)
 def _keys(seed: int, part: int, epoch: int) -> tuple[int, ...]:
-    """Return round keys from a digest, independent of any library's random numbers."""
     digest = hashlib.blake2b(f"{seed} {part} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
 

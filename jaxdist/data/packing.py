@@ -71,8 +71,7 @@ class Windows:
 
     Attributes:
         start, stop: range of the corpus for rows, in tokens.
-        documents: mark document boundaries. Positions then count from the start of the document, or
-            of the row if the document began before it.
+        documents: mark document boundaries and count positions from them.
     """
 
     corpus: Corpus
@@ -123,7 +122,7 @@ class Windows:
     def _mark(self, part: Rows, start: int, first: int) -> None:
         """Set segments and positions, and weights at document ends, of a part of a window.
 
-        `start` is the window's first token; `part` has its inputs from `first` on, [length].
+        `start` is the first token of the window; `part` has its inputs from `first` on, [length].
         """
         length, ends = len(part["tokens"]), self.corpus.document_ends
         before, here, after = np.searchsorted(
@@ -147,8 +146,7 @@ class Fitted:
     Attributes:
         label: text that identifies the plan in the fingerprint, e.g. the range of documents.
         row_starts: int64 [num_rows + 1], first piece of each row.
-        piece_starts: int64 [pieces], first token of each piece, by row.
-        piece_lengths: int64 [pieces], inputs of each piece.
+        piece_starts, piece_lengths: int64 [pieces], first token and inputs of each piece, by row.
     """
 
     corpus: Corpus
@@ -174,10 +172,7 @@ class Fitted:
         return f"best_fit-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field.
-
-        Only the parts of pieces inside the spans are read.
-        """
+        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field."""
         spans = spans or ((0, self.seq_len),)
         batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
@@ -220,9 +215,8 @@ def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
 def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:
     """Place the documents of tokens [start, stop) into rows, longest first, by best fit.
 
-    A document of n tokens has n-1 inputs, because its last token is only a target. Documents longer
-    than a row are cut into full rows and a rest. Documents of one token, and pieces without a token
-    to learn, are left out. Takes about 2 µs per document.
+    A document of n tokens has n-1 inputs. Longer documents than a row are cut into full rows and a
+    rest. Pieces without a token to learn are left out. Takes about 2 µs per document.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -290,8 +284,8 @@ def split_text(
 ) -> tuple[Part, Part | None]:
     """Split a corpus into training rows and held-out rows, its last fraction `held`.
 
-    A stream is split between two tokens; packed documents between two documents, unless there is
-    only one. A short text has at least one held-out row if one is left to train on.
+    Packed documents are split between two documents, unless there is only one. A short text has at
+    least one held-out row if one is left to train on.
     """
     cut = round(corpus.num_tokens * (1 - held))
     if held and corpus.num_tokens >= 2 * (seq_len + 1):

@@ -37,8 +37,7 @@ def read_columns(
     """Yield each row of some columns, and the bytes of the file up to it.
 
     With `texts` the columns must hold text. With `is_unread` each row also has the other columns
-    for which it returns False. Raises `ConfigError` if the file is damaged, columns are missing or
-    of another type (`fix` is the advice), or pages are too large for their file.
+    for which it returns False. `fix` is the advice in errors.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -77,7 +76,6 @@ def read_columns(
 
 
 def _problem_of(schema: Any, columns: list[str], texts: bool) -> str:
-    """Return why the columns cannot be read from a file of this Arrow schema, or ""."""
     if doubled := [column for column in columns if schema.names.count(column) > 1]:
         return f"several columns named {', '.join(doubled)}"
     if missing := [column for column in columns if column not in schema.names]:
@@ -88,14 +86,12 @@ def _problem_of(schema: Any, columns: list[str], texts: bool) -> str:
 
 
 def _holds_text(kind: Any) -> bool:
-    """Return whether an Arrow type is text or bytes of text."""
     kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
     text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
     return str(kind) in text
 
 
 def _read_groups(stream: BinaryIO, size: int) -> list[list[Any]]:
-    """Read the metadata of each column chunk, by row group; pyarrow's access can abort."""
     stream.seek(size - 8)
     num_bytes = int.from_bytes(stream.read(4), "little")
     stream.seek(size - 8 - num_bytes)
@@ -104,10 +100,7 @@ def _read_groups(stream: BinaryIO, size: int) -> list[list[Any]]:
 
 
 def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: BinaryIO) -> int:
-    """Return the size of the largest page of a column chunk in bytes, uncompressed.
-
-    Raises `ConfigError` if a page claims more values or bytes than the file size justifies.
-    """
+    """Return the largest uncompressed page of a column chunk in bytes; reject implausible ones."""
     size, largest, num_values, at = size_of(path), 1, 0, min(chunk.get(11) or chunk[9], chunk[9])
     while num_values < chunk[5]:
         stream.seek(at)
@@ -129,7 +122,6 @@ def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: Bin
 
 
 def _read_struct(stream: BinaryIO) -> dict[int, Any]:
-    """Read a structure of Thrift's compact protocol: field number -> value."""
     fields: dict[int, Any] = {}
     number = 0
     while head := stream.read(1)[0]:

@@ -1,10 +1,8 @@
 """A user's stream of rows: a `grain.IterDataset`, read in its own order.
 
-The position in it is the state of its iterator, which the checkpoint stores. A stream whose state
-does not fit JSON, or that does not continue from its state, is rejected before training. Every
-process reads the whole stream and keeps its rows of each batch, so a run resumes on any number of
-processes. A function with `shard_index` and `num_shards` divides the reading instead; such a run
-resumes on the same number of shards.
+The checkpoint stores the state of its iterator. Every process reads the whole stream and keeps its
+rows of each batch, so a run resumes on any number of processes. A function with `shard_index` and
+`num_shards` divides the reading; such a run resumes on the same number of shards.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ class StreamDataset:
     """Training data without random access.
 
     Attributes:
-        name: the source as the user wrote it.
         open: (shard_index, num_shards) -> the stream of that shard.
         divides: whether `open` uses its arguments; else every shard is the whole stream.
         vocab_size: one more than the largest token, target or label in the first rows.
@@ -60,10 +57,7 @@ class StreamDataset:
         return f"{self.kind}, a stream of rows {how}"
 
     def shard(self, sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-        """Return this process's shard and the number of shards; (0, 1) if not divided.
-
-        Raises `ConfigError` if parts of a batch on two processes overlap without being equal.
-        """
+        """Return this process's shard and the number of shards; (0, 1) if not divided."""
         if not self.divides:
             return 0, 1
         held: dict[int, set[tuple[int, int]]] = {}
@@ -79,10 +73,7 @@ class StreamDataset:
         self, batch_size: int, held: Held, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
-        """Return batches of this process's shard; the first begins at sample `start`.
-
-        Raises `ConfigError` if `num_workers` is not 0, because workers would change the order.
-        """
+        """Return batches of this process's shard; the first begins at sample `start`."""
         from jaxdist.data.batches import StreamBatches
 
         if num_workers:
@@ -111,11 +102,7 @@ def open_stream(
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
-    """Read the first rows and test resuming after the first one; see `StreamDataset`.
-
-    Raises `ConfigError` if there are no rows, a batch cannot have the fields, or the iterator
-    cannot resume.
-    """
+    """Read the first rows and test resuming after the first one; see `StreamDataset`."""
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
     fields = fields_of(rows[0], name)

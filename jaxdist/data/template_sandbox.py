@@ -1,8 +1,7 @@
 """Render chat templates, which are untrusted programs, in a child process with limits.
 
-Jinja's sandbox keeps a template from accessing Python, but not from looping forever or producing 5
-GB of text. So this file is also the program of a child process with little memory and a limit of
-CPU time per conversation. It imports nothing of jaxdist, to start quickly and stay small.
+Jinja's sandbox keeps a template from accessing Python, but does not limit time or memory. This file
+is also the program of the child. It imports nothing of jaxdist, to start quickly and stay small.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class TemplateFailed(ValueError):
 
 
 class Template:
-    """A compiled Jinja template of the kind that Hugging Face uses, in its own process.
-
-    Raises `TemplateFailed` if the template is broken.
-    """
+    """A compiled Jinja template of the kind that Hugging Face uses, in its own process."""
 
     def __init__(self, source: str) -> None:
         self._lock = threading.Lock()
@@ -47,10 +43,7 @@ class Template:
         self._request({"source": source})
 
     def render(self, variables: dict[str, Any]) -> str:
-        """Return the text for some variables (JSON values).
-
-        Raises `TemplateFailed` if the template fails or needs too much time or memory.
-        """
+        """Return the text for some variables (JSON values); raises `TemplateFailed`."""
         return str(self._request({"variables": variables}))
 
     def _request(self, message: dict[str, Any]) -> Any:

@@ -24,8 +24,7 @@ BYTE_VALUES, CODE_VOCAB_SIZE = 256, 1024
 """Tokens of the tokenizers `bytes` and `code`."""
 
 BUILT_IN = {"code": locate(__file__).parent / "code_tokenizer" / "tokenizer.json"}
-"""Bundled tokenizers. `code` is a byte-level BPE of 1,024 tokens that `jaxdist data stdlib
---train-bpe 1024` learned from the standard library of Python 3.11."""
+"""Bundled tokenizers. `code`: a BPE of 1,024 tokens of Python 3.11's standard library."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -50,13 +49,10 @@ class ByteTokenizer:
     Attributes:
         name: for logs: "bytes" or the file's path.
         eos_token: the end token that the user set; "" = the tokenizer's own.
-        vocab_size: one more than the largest token number.
         end_id: token after each document, or None.
         bos_id: token that begins a text, or None; for exported models.
         begin_ids: tokens that the post-processor puts before each text.
-        text_format: rule of `data.text_format`; makes no difference for bytes.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
-        stop_ids: tokens at which generation stops.
         fingerprint: changes whenever the same text could become other tokens.
     """
 
@@ -92,14 +88,13 @@ class FileTokenizer:
     added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,
     else from `END_TOKENS`. Generation stops at each token that one of the first three names.
 
-    It has the attributes of `ByteTokenizer`, and `files`: name -> content of the file and those
-    next to it, and `settings`: the content of `tokenizer_config.json`.
+    `files`: name -> content of the file and those next to it.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], eos_token: str = "", text_format: int = TEXT_FORMAT
     ):
-        """Read the files; raises `ConfigError` if one is missing or broken or lacks `eos_token`."""
+        """Read the files."""
         import tokenizers
 
         path = locate(path)
@@ -204,9 +199,8 @@ def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
     """Encode pieces of one text so that their tokens together decode to the text.
 
-    If the tokenizer marks the start of a text, a later piece is encoded after the previous piece,
-    or after a character that shares no token with it, and only its own tokens are kept. Returns the
-    tokens of each piece, unsigned [length].
+    If the tokenizer marks the start of a text, a later piece is encoded after the previous piece or
+    a character that shares no token with it. Returns tokens of each piece, unsigned [length].
     """
     encoded = tokenizer.encode_batch(pieces)
     for number in range(1, len(pieces) if tokenizer.marks_start else 0):
@@ -228,7 +222,7 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
     """Return the tokenizer of this name: `data.tokenizer` with `auto` resolved.
 
     With `text_format=1` no token begins a text and pieces are encoded separately, as in runs of
-    earlier versions. Raises `ConfigError` if the file is missing or broken, or lacks `eos_token`.
+    earlier versions.
     """
     if name != "bytes":
         tokenizer = FileTokenizer(tokenizer_file(name), eos_token, text_format)
@@ -243,10 +237,7 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
 
 
 def tokenizer_file(name: str) -> Location:
-    """Return the tokenizer.json of `data.tokenizer`; downloads that of a hub name.
-
-    Raises `ConfigError` if the download fails or the model has none.
-    """
+    """Return the tokenizer.json of `data.tokenizer`; downloads that of a hub name."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not hub.is_hub_name(name):
@@ -261,7 +252,7 @@ def tokenizer_file(name: str) -> Location:
 
 
 def tokenizer_files(folder: Location) -> dict[str, bytes]:
-    """Return name -> content of a tokenizer's files; raises `ConfigError` if one is unreadable.
+    """Return name -> content of a tokenizer's files.
 
     End tokens in the model's `config.json` are returned as a `generation_config.json`.
     """
@@ -298,7 +289,6 @@ def _table(files: dict[str, bytes], name: str, path: Location) -> dict[str, Any]
 
 
 def _ids(table: dict[str, Any], key: str) -> list[int]:
-    """Return token numbers, from one or a list."""
     value = table.get(key)
     return [
         id for id in (value if isinstance(value, list) else [value]) if type(id) is int and id >= 0
