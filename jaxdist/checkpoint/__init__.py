@@ -11,13 +11,8 @@ On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline sch
 
 A directory without a manifest is an unfinished save. No file or directory is renamed.
 
-The path of a leaf: `pytree` names it, `checksum` computes its checksum on the devices, `orbax_io`
-or (on an object store) `object_io` writes it, and `save` commits the files with `manifest` and
-`crc32`. `restore` verifies the files, reads the leaf onto its new sharding and compares checksums.
-
-`checkpointer` is the interface of a run. `save_schedule` decides when to save, `lock` keeps a
-second run out, `preflight` tests the save path before training, `streaming_io` reads and writes
-without devices, `local` saves to the hosts' own disks. Only `orbax_io` imports Orbax.
+`checkpointer` is the interface of a run; `save` lists the steps of a save. Only `orbax_io` imports
+Orbax.
 """
 
 from __future__ import annotations

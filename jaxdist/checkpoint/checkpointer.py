@@ -32,11 +32,10 @@ from jaxdist.settings import ConfigError
 class Checkpointer:
     """Checkpoints of one run.
 
-    Every process of a job creates one and makes the same calls in the same order; process 0
-    decides. A run that resumes calls `choose` and `restore` before its first `save`, which then
-    marks newer checkpoints as superseded. Call `close` after an exception too, because Orbax cannot
-    complete a save once the interpreter shuts down. Raises `ConfigError` if another run uses the
-    directory or it is not writable.
+    Every process of a job makes the same calls in the same order; process 0 decides. A run that
+    resumes calls `choose` and `restore` before its first `save`, which then marks newer checkpoints
+    as superseded. Call `close` after an exception too, because Orbax cannot complete a save once
+    the interpreter shuts down. Raises `ConfigError` if another run uses the directory.
 
     Args:
         directory: holds one directory per step; created if absent.
@@ -110,7 +109,7 @@ class Checkpointer:
     ) -> None:
         """Save the state of `step`; blocks only while arrays are copied to the host.
 
-        Waits, visibly, for the previous save first. A failure is reported and counted, and training
+        Waits for the previous save first. A failure is reported and counted, and training
         continues. A step that is already saved is skipped. Raises `CheckpointError` after
         `MAX_FAILURES` failed saves in a row, or if this process of several failed after all had
         begun to write, because only its exit unblocks the others.
@@ -138,11 +137,7 @@ class Checkpointer:
             self._saver.wait()
 
     def wait(self) -> bool:
-        """Wait for the current save; raises as `save` does.
-
-        Returns:
-            Whether the last requested save is committed (True if there was none).
-        """
+        """Wait for the current save; return whether the last requested save is committed."""
         self._saver.wait()
         return self._saver.last_committed
 
@@ -179,9 +174,9 @@ class Checkpointer:
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
         """Return the newest step whose checkpoint verifies; None if there are no checkpoints.
 
-        Each rejected checkpoint is marked (`<step>/CORRUPT`) with a one-line reason. Local saves
-        count if `target` returns the abstract state for `restore`. Raises `CheckpointError` if
-        there are checkpoints and none verifies, so that a run never starts over silently.
+        It marks each rejected checkpoint (`<step>/CORRUPT`). Local saves count if `target` returns
+        the abstract state for `restore`. Raises `CheckpointError` if there are checkpoints and none
+        verifies, so that a run never starts over silently.
         """
         self._saver.wait()  # a save in progress has no manifest yet
         abstract = target() if self._local is not None and target is not None else None
@@ -218,18 +213,14 @@ class Checkpointer:
     def restore(
         self, abstract_state: Any, *, step: int | None = None, optional: Collection[str] = ()
     ) -> tuple[Any, dict[str, Any], int]:
-        """Load a checkpoint onto any mesh, verified.
+        """Load a checkpoint onto any mesh, verified; return (state, meta, step).
 
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, this loads
         the newest checkpoint that verifies, or an older one if its arrays turn out to be corrupt.
         Parts in `optional`, e.g. `ema_params`, may be missing on either side: if the checkpoint
         lacks one, its abstract value is returned. Raises `ConfigError` if leaves are missing, left
-        over or of other shapes (it names all), and `CheckpointError` if there is nothing to restore
-        or the requested checkpoint is corrupt.
-
-        Returns:
-            (state, meta, step).
+        over or of other shapes, and `CheckpointError` if there is nothing to restore.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
@@ -259,9 +250,7 @@ class Checkpointer:
     ) -> Any:
         """Load parameters only: for evaluation, generation, warm starts and fine-tuning.
 
-        Raises `ConfigError` if leaves are missing, left over or of other shapes, a name matches
-        none, or there is no average, and `CheckpointError` if there is nothing to restore or it is
-        corrupt.
+        Raises as `restore` does, and `ConfigError` if "ema" is requested and missing.
 
         Args:
             target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `reinit` are
@@ -300,11 +289,7 @@ class Checkpointer:
         return "raw" if item == "params" else "ema"
 
     def preflight(self, state: Any = None) -> None:
-        """Test the save path before training: write, read back and compare.
-
-        Checks the free space for `state` and compiles the checksum programs. Raises
-        `CheckpointError` with the cause.
-        """
+        """Test the save path before training, and the free space for `state`."""
         from jaxdist.checkpoint.preflight import try_save_path
 
         start = time.perf_counter()
@@ -318,8 +303,8 @@ class Checkpointer:
         """Start `preflight` on a thread, e.g. while the step compiles.
 
         The caller must not change `state` or save until `finish_preflight` returns. With several
-        processes the preflight completes here, because programs and exchanges of two threads could
-        run in a different order on each process.
+        processes it completes here, because two threads could run programs in a different order on
+        each process.
         """
         if self._group.num_processes > 1:
             self.preflight(state)
@@ -329,7 +314,7 @@ class Checkpointer:
         thread.shutdown(wait=False)
 
     def finish_preflight(self) -> None:
-        """Wait for a started preflight; raises as `preflight` does."""
+        """Wait for a started preflight."""
         started, self._preflight = self._preflight, None
         if started is not None:
             started.result()
@@ -342,7 +327,6 @@ class Checkpointer:
             raise
 
     def _choose_locally(self, target: Any, at_least: int) -> int | None:
-        """Choose the newest local save from `at_least` on; every process then has its shards."""
         step = None
         if self._local is not None and target is not None:
             step = self._local.choose(target, at_least)

@@ -15,11 +15,10 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass
 class Outcome:
-    """Result of one save, measured by the training loop and by the background thread.
+    """Result of one save.
 
     `waited_s` is the wait for the previous save, `blocked_s` the copy to the host and `written_s`
-    the time from the start until the manifest was durable, all in seconds. A save `halfway` through
-    an interval is kept until the next one is committed. `error` is one line, "" if committed.
+    the time from the start until the manifest was durable. `error` is one line, "" if committed.
     """
 
     step: int

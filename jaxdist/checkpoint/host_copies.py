@@ -1,7 +1,6 @@
 """Copies of arrays in host memory that is reused from one save to the next.
 
-Writing to newly allocated memory, which the system maps page by page, is many times slower, and
-training waits for these copies.
+Writing to newly allocated memory is many times slower, and training waits for these copies.
 """
 
 from __future__ import annotations

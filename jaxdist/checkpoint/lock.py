@@ -31,10 +31,7 @@ _held: set[str] = set()  # POSIX locks do not exclude within one process; this d
 
 
 class DirectoryLock:
-    """Exclusive right of one process to write into a directory (an absolute path).
-
-    `log` receives lines about an earlier holder.
-    """
+    """Exclusive right of one process to write into a directory (an absolute path)."""
 
     def __init__(self, directory: Location, log: Callable[[str], None]) -> None:
         self._directory = directory
@@ -55,10 +52,7 @@ class DirectoryLock:
         }
 
     def acquire(self) -> None:
-        """Take the lock, also from a run that died.
-
-        Raises `ConfigError` if another run holds it or the directory is not writable.
-        """
+        """Take the lock, also from a dead run; raises `ConfigError` if another run holds it."""
         path = self._directory / FILE_NAME
         if path.path in _held:
             raise self._refusal(self._record)
@@ -94,18 +88,14 @@ class DirectoryLock:
     def lost(self) -> str:
         """Return why this process may not write any more; "" while it holds the lock.
 
-        On storage without locks another run takes over from one that was stopped for longer than
-        three heartbeats and may continue later.
+        Without storage locks, another run takes over from one stopped for three heartbeats.
         """
         if self._file is not None and not self._file.is_exclusive:
             self._write()
         return self._lost
 
     def release(self, *, undo: bool = False) -> None:
-        """Release the lock; the next run starts without waiting.
-
-        `undo` restores the lock file to its content before `acquire`.
-        """
+        """Release the lock; `undo` restores the lock file to its content before `acquire`."""
         if self._file is None or self._beating is None:
             return
         self._stop.set()
@@ -142,8 +132,7 @@ class DirectoryLock:
         here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
         pid = holder.get("pid", 0)
         may_live = not here or (not file.is_exclusive and _is_alive(pid))
-        # The process id may be reused, as in a restarted container. Without conditional writes a
-        # stopped holder would not notice that it lost the lock.
+        # The process id may be reused, and a stopped holder may not notice that it lost the lock.
         if here and may_live and self._directory.is_local and pid != os.getpid():
             raise self._refusal(holder)
         if may_live:
@@ -189,7 +178,6 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _beats(file: LockFile, before: dict[str, Any]) -> bool:
-    """Return whether the record changes within three heartbeats."""
     deadline = time.monotonic() + 3 * HEARTBEAT_S
     while time.monotonic() < deadline:
         time.sleep(HEARTBEAT_S / 10)
@@ -207,7 +195,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def _boot_id() -> str:
-    """Return the id of this boot of this machine; host names may repeat."""
     try:
         return locate("/proc/sys/kernel/random/boot_id").text().strip()
     except OSError:

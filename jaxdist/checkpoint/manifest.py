@@ -1,15 +1,13 @@
 """List the files of a checkpoint with size and CRC-32: written last, checked before loading.
 
 A directory `<step>/` is a checkpoint if and only if it holds `manifest.json`. A save writes that
-file last and a deletion removes it first, so a kill at any moment leaves a complete checkpoint or
-none. Readers skip directories without a manifest, and the next run that holds the lock deletes
-them. No file is renamed. A checkpoint that must not be loaded keeps its files and gets a marker
-file with a one-line reason, until its step is saved again:
+file last and a deletion removes it first, so a kill leaves a complete checkpoint or none. A
+checkpoint that must not be loaded keeps its files and gets a marker file with a one-line reason:
 
     CORRUPT      the files differ from the saved ones, or could not be read
     SUPERSEDED   a run restarted from an older step
 
-This module does not import JAX: any machine that can read the files can verify a checkpoint.
+This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ def steps_in(directory: Location) -> list[int]:
 def named_step(path: str) -> tuple[Location, int | None]:
     """Return the checkpoint directory of a run, for any path inside or above it, and a step.
 
-    The step is None unless the path is a checkpoint in that directory: a run may have a numeric
-    name. Raises `ConfigError` if there are no checkpoints.
+    The step is None unless the path is a checkpoint in that directory.
     """
     location = locate(path).absolute()
     for candidate in (location / "checkpoints", location, location.parent):
@@ -107,8 +104,8 @@ def write(
 ) -> None:
     """Commit the checkpoint of a step whose files are complete.
 
-    `files` maps a path inside the checkpoint to size and CRC-32; `metrics` are evaluation metrics
-    at this step. A `halfway` checkpoint is kept only until the next one is committed.
+    `files` maps a path inside the checkpoint to size and CRC-32. A `halfway` checkpoint is kept
+    only until the next one is committed.
     """
     body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))
@@ -117,9 +114,8 @@ def write(
 def read(checkpoint: Location) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
-    Raises:
-        ValueError: the checkpoint must not be loaded; the message is a one-line reason.
-        OSError: the storage cannot be reached at the moment.
+    Raises `ValueError` with the reason if it must not be loaded, and `OSError` if the storage
+    fails.
     """
     for marker in (CORRUPT, SUPERSEDED):
         if (checkpoint / marker).exists():

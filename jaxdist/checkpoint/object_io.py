@@ -1,8 +1,7 @@
 """Write and read arrays on an object store: one zarr array per leaf, one object per chunk.
 
-Every process writes the chunks of its devices straight from memory, many at a time, and waits for
-no other process. A restore on another mesh reads only the byte ranges that it needs. The format is
-zarr version 2 without compression: TensorStore and zarr can read it.
+Every process writes the chunks of its devices straight from memory. A restore reads only the byte
+ranges that it needs. The format is zarr version 2 without compression.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _ZARRAY = ".zarray"
 class ObjectWriter:
     """Writer of one checkpoint at a time in the background.
 
-    `fingerprints` has size and CRC-32 of each file that this process wrote, by path inside the
-    checkpoint; it is complete after `wait`.
+    After `wait`, `fingerprints` has size and CRC-32 of each file that this process wrote.
     """
 
     def __init__(self) -> None:
@@ -171,10 +169,7 @@ class ObjectArray:
         return [] if any(s.start == s.stop for s in index) else list(blocks_in(index, self.chunk))
 
     def read_into(self, out: np.ndarray, index: Index, part: Index) -> None:
-        """Read the part of one chunk that lies in `index` into `out` [shape of `index`].
-
-        Raises `OSError` if the object is too short.
-        """
+        """Read the part of one chunk that lies in `index` into `out` [shape of `index`]."""
         corner = [slice(p.start // n * n, None) for p, n in zip(part, self.chunk, strict=True)]
         inside = relative(part, corner)
         row = math.prod(self.chunk[1:]) * self.dtype.itemsize
@@ -226,14 +221,12 @@ def _key(bounds: Index) -> tuple[tuple[int, int], ...]:
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> Index:
-    """Complete an index to start and stop of each dim; trailing dims may be missing."""
     full = [slice(0, size) for size in shape]
     bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False)]
     return tuple([*bounds, *full[len(bounds) :]])
 
 
 def _own_shards(array: Any) -> list[Any]:
-    """Return the shards that this process writes; of replicas one is written."""
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
@@ -246,7 +239,6 @@ def _name(item: str, keys: Sequence[str]) -> str:
 
 
 def _leaves(items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path in the checkpoint and value of every leaf, in `jax.tree.leaves` order."""
     for path, value in jax.tree_util.tree_flatten_with_path(items)[0]:
         item, *keys = (key.key for key in path)
         yield _name(item, keys), value

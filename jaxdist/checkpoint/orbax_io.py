@@ -1,15 +1,12 @@
 """Write arrays to files and read them. Only this file depends on Orbax and its format.
 
-Orbax's `AsyncCheckpointer` copies arrays to the host and writes in the background, each process the
-shards of its devices. It writes under the final name (`CommitFileTemporaryPath`): our manifest
-commits the checkpoint, so nothing is renamed. We do not use its `CheckpointManager`: it accepts
-damaged files, takes an empty directory for the newest checkpoint and reports a failed save only at
-the next one.
+Orbax's `AsyncCheckpointer` writes under the final name (`CommitFileTemporaryPath`): our manifest
+commits the checkpoint. We do not use its `CheckpointManager`: it accepts damaged files and reports
+a failed save only at the next one.
 
-All arrays are zarr arrays in one OCDBT store, `arrays/`. One store per item would start Orbax
-threads per item; with three of them training waited twice as long for a save. `open_array` opens
-them without JAX, for tools. Orbax cannot write to S3 and needs three kinds of credentials on Google
-Cloud Storage, so `object_io` replaces it on object stores.
+All arrays are zarr arrays in one OCDBT store, `arrays/`; one store per item would start Orbax
+threads per item, and training would wait longer. Orbax cannot write to S3, so `object_io` replaces
+it on object stores.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | 
 class OrbaxWriter:
     """Writer of one checkpoint at a time in the background; imports Orbax on first use.
 
-    `fingerprints` is None: the files must be read for their CRC-32, unlike those of `ObjectWriter`.
+    `fingerprints` is None: the files must be read for their CRC-32.
     """
 
     fingerprints = None
@@ -62,10 +59,7 @@ class OrbaxWriter:
         self._writer: Any = None
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays to the host and start to write; returns before they are on disk.
-
-        `items` are nested dicts of global arrays of any shape, dtype and sharding.
-        """
+        """Copy arrays, in nested dicts by item, to the host and start to write."""
         import orbax.checkpoint as ocp
 
         if self._writer is None:
@@ -96,8 +90,7 @@ class OrbaxWriter:
         return ocp.AsyncCheckpointer(
             _handler(),
             temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
-            # In the background, a failure to create the directory would show only after the
-            # time-out, and threads would keep the process from exiting.
+            # In the background, a failure to create the directory would show only at the time-out.
             async_options=ocp.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
@@ -110,7 +103,7 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
     """Read items onto shardings; each process reads the shards of its own devices.
 
     `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; it
-    may leave out leaves. Returns global arrays in the same dicts.
+    may leave out leaves.
     """
     if not checkpoint.is_local:
         return object_io.read(checkpoint, targets)
@@ -145,7 +138,7 @@ def open_array(
 ) -> Any:
     """Open the array with these keys in an item to `read` and `write` by index, or create it.
 
-    `create` has `shape`, `chunks` (shape of a chunk on disk) and NumPy `dtype` of a new array.
+    `create` has `shape`, `chunks` (shape of a chunk on disk) and NumPy `dtype`.
     """
     if not checkpoint.is_local:
         return object_io.open_array(checkpoint, item, keys, create)
@@ -202,10 +195,7 @@ def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
 
 
 def _skip_byte_counts() -> None:
-    """Keep Orbax from reading TensorStore's byte counters around a save, which it only logs.
-
-    TensorStore 0.1.86 leaks memory there: 48 lists and 34 kB per save.
-    """
+    """Keep Orbax from reading TensorStore's byte counters: 0.1.86 leaks memory there."""
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):

@@ -21,8 +21,7 @@ from jaxdist.runtime.storage import Location
 def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
     """Write a small array with a part on every device, read it back, compare, delete it.
 
-    Raises `CheckpointError` with the cause. If only one process fails, the others may wait inside
-    Orbax until they are ended.
+    If only one process fails, the others may wait inside Orbax until they are ended.
     """
     directory = parent / ".preflight"
     try:

@@ -34,8 +34,7 @@ Weights: TypeAlias = Literal["auto", "ema", "raw"]
 class Leaf:
     """One leaf of a state: its item (of `ITEMS`), its keys inside the item, and its value.
 
-    The value is a `jax.Array` when saving and a `jax.ShapeDtypeStruct` with sharding when
-    restoring.
+    The value is a `jax.Array` or a `jax.ShapeDtypeStruct` with sharding.
     """
 
     item: str
@@ -59,10 +58,7 @@ class Leaf:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """Return the leaves of a state of arrays or `jax.ShapeDtypeStruct`s, in `jax.tree` order.
-
-    Raises `TypeError` if a leaf is not an array or two leaves have the same name.
-    """
+    """Return the leaves of a state of arrays or `jax.ShapeDtypeStruct`s, in `jax.tree` order."""
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
         keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
@@ -132,7 +128,7 @@ def mismatches(
 ) -> list[str]:
     """Return one line for each leaf that is missing, left over or of another shape.
 
-    `stored` describes the arrays of the checkpoint by name; those under `ignore` may stay unread.
+    `stored` describes arrays by name; those under `ignore` may stay unread.
     """
     lines = []
     names = {leaf.name for leaf in leaves}
@@ -221,8 +217,7 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     """Return a leaf [...] from the stored array, in the leaf's dtype and on its sharding.
 
-    A cast deletes the stored array. A PRNG key is made of uint32 data [..., words of a key]. Raises
-    `ConfigError` if the key is of another implementation.
+    A cast deletes the stored array. A PRNG key is made of uint32 data [..., words of a key].
     """
     dtype, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:

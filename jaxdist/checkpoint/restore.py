@@ -25,10 +25,7 @@ _SMALL_BYTES = 1 << 20  # "quick" reads small files too: array checksums do not 
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verify and load checkpoints of one directory; mark corrupt ones unless `read_only`.
-
-    While `is_held` no marker is written; `commit` writes those of rejected checkpoints.
-    """
+    """Verify and load checkpoints; mark corrupt ones (if `is_held`, at `commit`)."""
 
     directory: Location
     config: CheckpointConfig
@@ -81,10 +78,7 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Return why a checkpoint must not be loaded, or ""; the same on every process.
-
-        Raises `CheckpointError` on all processes if one cannot reach the storage.
-        """
+        """Return why a checkpoint must not be loaded, or ""; the same on every process."""
         if step in self._corrupt:
             return self._corrupt[step]
         level = "full" if full else self.config.verify
@@ -153,9 +147,8 @@ class Reader:
     ) -> Any:
         """Read the leaves of `target`, verify them, and return them in its structure.
 
-        `step` is a checkpoint whose files were verified; `target` must cover all `items`. For the
-        other arguments see `Checkpointer.restore` and `restore_params`. Raises `MismatchError` if
-        arrays do not match, and `CorruptCheckpoint` on every process if checksums differ.
+        `step` is a checkpoint whose files were verified; `target` must cover all `items`. For other
+        arguments see `Checkpointer.restore`. Raises `MismatchError` and `CorruptCheckpoint`.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)

@@ -8,8 +8,7 @@
     6. process 0 writes the manifest, which commits the checkpoint
     7. process 0 deletes the checkpoints that retention does not keep
 
-Process 0 decides for all. A failure leaves a directory without a manifest, which the next save
-deletes.
+Process 0 decides for all. A failure leaves a directory without a manifest.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Saver:
     """Write checkpoints, one at a time, in the background.
 
     Attributes:
-        resumed_from: step that this run continues from, -1 for none. The first save marks newer
-            checkpoints, of an abandoned run, as superseded and sets this to None.
-        last_committed: whether the last requested save is committed.
+        resumed_from: step that this run continues from, -1 for none; None after the first save,
+            which marks newer checkpoints as superseded.
         lock_lost: returns why this process may not write any more, or "" (`DirectoryLock.lost`).
     """
 
@@ -102,10 +100,7 @@ class Saver:
             self._pending = (outcome, finished)
 
     def wait(self) -> float:
-        """Wait for the current save and count its outcome; return the seconds waited.
-
-        Raises `CheckpointError` after `MAX_FAILURES` failed saves in a row.
-        """
+        """Wait for the current save and count its outcome; return the seconds waited."""
         if self._pending is None:
             return 0.0
         outcome, finished = self._pending
@@ -152,7 +147,7 @@ class Saver:
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
         """On process 0: make room and check the preconditions; False if `step` is already saved.
 
-        `unreachable` has, for each process, why it cannot reach the directory, or "".
+        `unreachable` has an error or "" for each process.
         """
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
@@ -183,8 +178,8 @@ class Saver:
     def _check_reachable(self) -> None:
         """Raise unless this is the directory that was opened.
 
-        Without its mount, another directory would fill the local disk and be hidden when the mount
-        returns. Orbax creates missing directories, so only the lock file is proof.
+        Without its mount, a save would fill the local disk. Orbax creates missing directories, so
+        only the lock file is proof.
         """
         if lost := self.lock_lost():
             raise CheckpointError(lost)
@@ -206,10 +201,7 @@ class Saver:
     def _start(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> Callable[[], dict[str, Any]] | None:
-        """Decide on a save and start it; None if `step` is already saved.
-
-        Returns the result of `_begin`; if nothing was started, `outcome.error` has the reason.
-        """
+        """Start a save; return the result of `_begin`, None if already saved or failed."""
         try:
             # One host may lose its mount. Its save would fail inside Orbax, where the others wait.
             prepare = lambda unreachable: self._prepare(step, leaves, unreachable)
@@ -225,11 +217,10 @@ class Saver:
     def _begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> Callable[[], dict[str, Any]]:
-        """Start to write; errors of the disk or Orbax must not stop training.
+        """Start to write; return a function that waits for the checksums and makes the document.
 
-        Returns a function that waits for the checksums and makes the document; it keeps no array
-        alive. Raises `CheckpointError` if one process of several failed: the others may wait for it
-        inside Orbax, and only its exit unblocks them.
+        Raises `CheckpointError` if one process of several failed: only its exit unblocks the
+        others.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
@@ -321,10 +312,7 @@ class Saver:
         manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
     def _delete_leftovers(self) -> None:
-        """Delete unfinished saves, never a committed checkpoint.
-
-        Errors are only logged: Orbax's threads may still write to the save that failed last.
-        """
+        """Delete unfinished saves; log errors, because Orbax may still write to one."""
         try:
             manifest.delete_partial(self._directory)
         except OSError as error:
@@ -353,10 +341,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _prompt_thread_switches() -> Iterator[None]:
-    """Give the interpreter back to this thread, for which training waits, within 0.1 ms.
-
-    By default a thread that Orbax starts keeps it for 5 ms, and every start waits for one.
-    """
+    """Switch threads within 0.1 ms (default 5 ms): training waits for Orbax to start threads."""
     default = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
     try:
@@ -375,8 +360,8 @@ class Saved(NamedTuple):
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Return the steps that no rule keeps, in increasing order.
 
-    The newest `max_to_keep` are always kept, whatever their metrics: a run resumes from there. A
-    halfway save does not count among them, and is kept only while it is the newest of all.
+    The newest `max_to_keep` are always kept. A halfway save does not count among them, and is kept
+    only while it is the newest of all.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])

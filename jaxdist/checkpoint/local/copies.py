@@ -1,8 +1,7 @@
 """Choose which host keeps copies of which shards, and compute which hosts may be lost.
 
 Hosts are ordered by rack. The shards of each go to the host a fixed number of positions further in
-a ring, so that every host receives as much as it sends. The number is chosen to leave the fewest
-copies in their own rack. All functions are pure.
+a ring. The number is chosen to leave the fewest copies in their own rack.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]
 def receivers(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[int, list[int]]:
-    """Return process -> the processes that keep a copy of its shards, by process.
+    """Return process -> the processes that keep a copy of its shards.
 
-    Equal `shards` are the same data. A shard that a replica on another host already holds counts as
-    a copy.
+    Equal `shards` are the same data; one that a replica on another host holds counts as a copy.
     """
     hosts = sorted(set(domains))
     number = {domain: i for i, domain in enumerate(hosts)}
@@ -102,10 +100,9 @@ class Survivable:
     """Losses of hosts, disks included, after which a local save can still be restored.
 
     Attributes:
-        num_hosts: hosts of the job.
         any_hosts: number of arbitrary hosts that may be lost together.
         any_rack: whether any single rack may be lost; None if no racks are known.
-        fatal: smallest sets of hosts that may not be lost together; other losses are survived.
+        fatal: smallest sets of hosts that may not be lost together.
     """
 
     num_hosts: int
@@ -146,7 +143,6 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return the offsets in the ring for copies, best first; `hosts` are sorted by rack."""
     count = len(hosts)
 
     def same_rack(shift: int) -> int:

@@ -11,7 +11,7 @@ from jaxdist.checkpoint.local.store import Save
 class Selection(NamedTuple):
     """The chosen save and, for each process, a process that has its shards, preferably itself.
 
-    If there is none, `sources` is empty and `reason` explains why the newest one was rejected.
+    Without one, `sources` is empty and `reason` has why the newest was rejected.
     """
 
     generation: int = 0
@@ -23,7 +23,7 @@ class Selection(NamedTuple):
 def newest(replies: Sequence[Sequence[Any]], at_least: int) -> Selection:
     """Return the newest save, from step `at_least` on, whose sets of shards are all available.
 
-    The reply of each process has the shards that it needs and the `Save`s on its disk.
+    Each process replies with the shards that it needs and the `Save`s on its disk.
     """
     needs = [str(needed) for needed, _ in replies]
     disks = [{Save(*save) for save in has} for _, has in replies]

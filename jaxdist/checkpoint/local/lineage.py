@@ -1,9 +1,7 @@
 """Record which local saves belong to a run: a small file in its checkpoint directory.
 
-Local disks may hold saves of a deleted run, or of steps that were repeated from an older
-checkpoint. So the checkpoint directory names the run and records the step from which each start or
-rollback (a generation) resumed. A save is valid unless a later generation resumed from an earlier
-step.
+It names the run and records the step from which each start or rollback (a generation) resumed. A
+local save is valid unless a later generation resumed from an earlier step.
 """
 
 from __future__ import annotations

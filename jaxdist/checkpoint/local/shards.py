@@ -28,10 +28,7 @@ def name_of(leaf: int, piece: int) -> str:
 
 
 def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
-    """Return a digest of the shards that this process holds; equal digests mean equal shards.
-
-    Leaves are arrays or `jax.ShapeDtypeStruct`s with sharding.
-    """
+    """Return a digest of the shards that this process holds; equal digests mean equal shards."""
     described = []
     for leaf in leaves:
         shape, dtype = _stored(leaf)
@@ -42,10 +39,7 @@ def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
 def to_host(
     leaves: Sequence[pytree.Leaf], arrays: Sequence[Array], copies: HostCopies
 ) -> list[tuple[str, np.ndarray]]:
-    """Return name and copy, uint8 [bytes], of each piece.
-
-    `arrays` [...] of any dtype are the `pytree.plain` arrays of the leaves.
-    """
+    """Return name and copy, uint8 [bytes], of each piece of the `pytree.plain` arrays [...]."""
     for array in arrays:
         for shard in array.addressable_shards:
             shard.data.copy_to_host_async()
@@ -60,10 +54,7 @@ def to_host(
 
 
 def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> list[Array]:
-    """Return the stored arrays [...] of `leaves`; `read` returns the bytes of a piece by name.
-
-    A leaf has shape, dtype and sharding; a PRNG key is returned as its data.
-    """
+    """Return the arrays [...] of `leaves`, PRNG keys as data; `read` returns a piece by name."""
     arrays = []
     for number, leaf in enumerate(leaves):
         shape, dtype = _stored(leaf)

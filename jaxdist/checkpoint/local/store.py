@@ -1,7 +1,6 @@
 """Local saves of a run on this host's disk, by the rules of `checkpoint.manifest`.
 
-Processes of one host may share the directory and delete the same files, so missing files are no
-error.
+Processes of one host may share the directory, so missing files are no error.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class LocalStore:
     def take(self, save: Save, fetch: Callable[[str], bytes]) -> None:
         """Copy a save that `fetch` reads from elsewhere, by path below the run's directory.
 
-        Raises `CorruptCheckpoint` if the source or the transfer is damaged, and `OSError` if it
-        cannot be read there or written here.
+        Raises `CorruptCheckpoint` if the data are damaged.
         """
         location = self._cleared(save)
         try:

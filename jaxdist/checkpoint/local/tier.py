@@ -57,8 +57,7 @@ class Peer(NamedTuple):
 class LocalTier:
     """Local saves of one run; all processes make the same calls in the same order.
 
-    `directory` is the run's checkpoint directory. All processes raise `ConfigError` if the local
-    directory of one cannot be used.
+    `directory` is the checkpoint directory of the run.
     """
 
     def __init__(self, directory: Location, config: CheckpointConfig, events: EventLog) -> None:
@@ -102,10 +101,7 @@ class LocalTier:
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Record the resumed step of this start, before its first save of either kind.
-
-        There are no local saves before the run directory holds that record.
-        """
+        """Record the resumed step of this start, before its first save of either kind."""
         if self._has_begun:
             return
         self.wait()
@@ -226,7 +222,6 @@ class LocalTier:
 
     @contextlib.contextmanager
     def _capture_error(self, outcome: Outcome) -> Iterator[None]:
-        """Store an exception of the block as the error of a save, for the barrier."""
         try:
             yield
         except Exception as error:
@@ -234,14 +229,12 @@ class LocalTier:
             outcome.error = f"{one_line(error)} ({who})"
 
     def _barrier_or_raise(self, outcome: Outcome) -> None:
-        """Wait for all processes; raise the first error of any."""
         if errors := self._background.decide_from(
             outcome.error, lambda replies: [text for text in replies if text]
         ):
             raise CheckpointError(errors[0])
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
-        """Exchange the shards of all processes, once: the layout of a run is fixed."""
         if not self._shards:
             self._shards = self._group.decide_from(
                 shards.digest_of(leaves), lambda replies: replies
@@ -251,7 +244,6 @@ class LocalTier:
         return self._me in copies.writers([peer.domain for peer in self._peers], self._shards)
 
     def _senders(self) -> list[int]:
-        """Return the processes whose shards this one keeps a copy of."""
         domains = [peer.domain for peer in self._peers]
         takers = copies.receivers(domains, self._shards, self._config.neighbours)
         return [sender for sender, taking in takers.items() if self._me in taking]
@@ -261,7 +253,7 @@ class LocalTier:
     def choose(self, target: Any, at_least: int) -> int | None:
         """Return the newest step, from `at_least` on, that is complete; None if there is none.
 
-        Afterwards its shards are verified and on this process's disk. `target` is a tree of
+        Its shards are then verified and on this process's disk. `target` is a tree of
         `jax.ShapeDtypeStruct`s with sharding.
         """
         self.wait()
@@ -303,10 +295,7 @@ class LocalTier:
                 return int(step)
 
     def load(self, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Return state and meta of the save that `choose` selected, on this target.
-
-        Raises `CorruptCheckpoint` on every process if checksums differ.
-        """
+        """Return state and meta of the save that `choose` selected, on this target."""
         start, save = time.perf_counter(), self._chosen
         assert save is not None
         leaves, arrays, problem = pytree.leaves_of(target), [], ""
@@ -341,7 +330,6 @@ class LocalTier:
         return dict(self._store.document(self._chosen)["arrays"])
 
     def _choose_source(self, replies: list[Any], at_least: int) -> list[Any]:
-        """On process 0: choose a save, and the processes that fetch first."""
         domains, needs = [peer.domain for peer in self._peers], [needed for needed, _ in replies]
         return [newest(replies, at_least), sorted(copies.writers(domains, needs))]
 
@@ -399,7 +387,6 @@ class LocalTier:
 
 
 def _checked(replies: list[list[Any]]) -> list[list[Any]]:
-    """Return the replies; raise if a process cannot take part."""
     if problems := list(dict.fromkeys(text for *_, text in replies if text)):
         raise ConfigError(problems)
     return replies
