@@ -15,11 +15,7 @@ PYTHON_MODEL = "python:model"
 
 
 def build(config: ModelConfig, *, seq_len: int) -> Model:
-    """Return the `Model` of a config; imports Flax, starts no device.
-
-    `seq_len` is the length of a row of text, for FLOPs and position tables. Raises `ConfigError` if
-    a custom factory cannot be imported or does not return a `Model`.
-    """
+    """Return the `Model` of a config; imports Flax, starts no device."""
     if isinstance(config, DecoderConfig):
         from jaxdist.models.decoder import build_decoder
 
@@ -36,10 +32,7 @@ def build(config: ModelConfig, *, seq_len: int) -> Model:
 
 
 def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
-    """Import the factory and call it.
-
-    The current directory is importable, as for a script, so a file next to the config works.
-    """
+    """Import the factory and call it; the current directory is importable, as for a script."""
     if config.factory == PYTHON_MODEL:
         raise ConfigError(
             "model.factory: the model of this run was passed as a Python object and is not "

@@ -1,7 +1,7 @@
 """The image classifier of common CIFAR-10 tutorials: two conv blocks, two dense layers.
 
-Under tensor parallelism each pair of products is split as in a transformer block: the first by its
-outputs, the second by its inputs, followed by one sum. Images are channels-last.
+Each pair of products is split over `tensor` as in a transformer block: the first by its outputs,
+the second by its inputs. Images are channels-last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def build_cnn(config: CnnConfig) -> Model:
 
 
 def _flops_per_image(config: CnnConfig) -> dict[str, float]:
-    """Return forward and backward FLOPs per image; without attention both counts agree."""
     area, pixels, (first, second) = KERNEL_SIZE**2, config.image_size**2, config.channels
     macs = pixels * area * IMAGE_CHANNELS * first + pixels // 4 * area * first * second
     macs += config.flat_size * config.mlp_dim + config.mlp_dim * config.num_classes
@@ -81,8 +80,7 @@ class Cnn(nnx.Module):
 class Affine(nnx.Module):
     """A kernel and a bias; the bias is added after the sum of a row-parallel product.
 
-    Both are drawn from U(−1/√fan_in, 1/√fan_in), PyTorch's default (He et al. 2015 with a = √5), so
-    that PyTorch recipes train the same way.
+    Both are drawn from U(−1/√fan_in, 1/√fan_in), PyTorch's default (He et al. 2015 with a = √5).
     """
 
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: str | None, out: str | None):
@@ -99,8 +97,7 @@ class Affine(nnx.Module):
 def halve(x: Array) -> Array:
     """Return the maxima of 2 × 2 pixels of x [batch, height, width, channels].
 
-    The gradient of a reshape is far cheaper than that of a pooling window: on CPU forward and
-    backward of [64, 32, 32, 32] take 6 ms, with `lax.reduce_window` 50 ms.
+    On CPU forward and backward of [64, 32, 32, 32] take 6 ms, with `lax.reduce_window` 50 ms.
     """
     batch, height, width, channels = x.shape
     return jnp.max(x.reshape(batch, height // 2, 2, width // 2, 2, channels), axis=(2, 4))

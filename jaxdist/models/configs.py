@@ -1,7 +1,6 @@
 """Settings of the models, with their rules. Imports no Flax.
 
-Each kind also has the facts that are needed before it is built, so that nothing outside of this
-package distinguishes kinds:
+Each kind has the facts that are needed before it is built:
 
     dims, rules          as in `Model`; {} if only the built model has them
     attention_call       as in `Model`
@@ -23,8 +22,8 @@ from jaxdist.core.types import AttentionCall
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
-"""Embedding tables are padded to a multiple of this, on every mesh, so that a tensor axis of up to
-64 divides them and matrix units are fully used; padding entries get no probability."""
+"""Embedding tables are padded to a multiple of this, so that a tensor axis of up to 64 divides
+them; padding entries get no probability."""
 
 ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
     "linear": {"factor": None},
@@ -46,10 +45,8 @@ ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
 config.json. An `attention_factor` of 0 is computed from the factor."""
 
 IMAGE_CHANNELS = 3
-"""Color channels of an image."""
 
 KERNEL_SIZE = 3
-"""Height and width of convolution kernels in pixels."""
 
 _SMALL_VOCAB, _SMALL_WIDTH = 256, 8
 """Vocabulary of a shrunken model; width of its heads, and of its MLP per device."""
@@ -220,10 +217,7 @@ class DecoderConfig:
     def run_problems(
         self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
     ) -> list[str]:
-        """Return the errors between this model and the rest of a run.
-
-        `num_tokens` of the data is 0 if unknown; `simulate` is 0 without simulated devices.
-        """
+        """Return the errors between this model and a run; `num_tokens` may be 0 = unknown."""
         errors = []
         if self.positions == "learned" and seq_len > self.max_seq_len:
             errors.append(

@@ -1,9 +1,8 @@
 """The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one configurable block.
 
-Query, key and value are one product, stored grouped by key/value head as [d_model, kv_heads,
-heads/kv_heads + 2, head_dim] (queries of the group, key, value), so that one matrix product serves
-all three and the tensor axis splits it by groups. Gate and up are one product too, [d_model, 2,
-mlp].
+Query, key and value are one product, stored by key/value head as [d_model, kv_heads, heads/kv_heads
++ 2, head_dim] (queries of the group, key, value), so that the tensor axis splits it by groups. Gate
+and up are one product too, [d_model, 2, mlp].
 """
 
 from __future__ import annotations
@@ -157,8 +156,7 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     """Return forward and backward FLOPs per token: 6 per matrix weight, plus attention.
 
     "causal" counts half of the S² attention, as the causal mask does, "full" all of it (Chowdhery
-    et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is, tied or
-    not, without vocabulary padding.
+    et al. 2022, "PaLM", appendix B). The head counts, tied or not, without vocabulary padding.
     """
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
     products += config.vocab_size * config.d_model
@@ -198,7 +196,7 @@ class Embedding(nnx.Module):
     def lookup(self, tokens: Array, context: Context) -> Array:
         """Return partial sums [batch, seq, d_model] of tokens [batch, seq], for `Context.leave`.
 
-        The table is split by vocabulary: a token's row is on this device, or zeros are returned.
+        Tokens whose row of the table is on another device get zeros.
         """
         table = self.table[...]
         local = tokens - context.tensor_index() * table.shape[0]
@@ -344,8 +342,7 @@ class Attention(nnx.Module):
     ) -> tuple[Array, dict[str, Array]]:
         """Write the keys and values of x [batch, n, d_model] to the cache, then attend to it.
 
-        Cache leaves are [batch, max_len, kv_heads, head_dim]. Returns partial sums like x, and the
-        cache.
+        Cache leaves are [batch, max_len, kv_heads, head_dim]. Returns partial sums and the cache.
         """
         query, key, value = self.project(x, aux, context)
         rows = jnp.arange(x.shape[0])[:, None]
@@ -417,8 +414,7 @@ def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
     """Split fused [batch, seq, kv_heads, group + 2, head_dim] into queries, keys and values.
 
     Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim]. The
-    gradient of one split of a group's flat width is one concatenation; that of three slices would
-    be a sum of three padded arrays.
+    gradient of one split is a concatenation; that of slices would be a sum of padded arrays.
     """
     *rows, kv_heads, parts, width = qkv.shape
     queries = (parts - 2) * width
@@ -430,8 +426,7 @@ def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
 def _split_ways(up: Array, platform: str) -> list[Array]:
     """Split fused [batch, seq, ways, mlp] into one [batch, seq, mlp] per way.
 
-    XLA:CPU is faster with one split, as in `_split_heads`. XLA:GPU fuses the sum of padded slices
-    into other kernels, but writes a concatenation to memory.
+    XLA:CPU is faster with one split. XLA:GPU fuses the sum of padded slices into other kernels.
     """
     ways = up.shape[2]
     if platform == "cpu":
@@ -440,16 +435,12 @@ def _split_ways(up: Array, platform: str) -> list[Array]:
 
 
 def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
-    """Return a norm of queries or keys, of `count` heads along the logical `dim`."""
     if config.qk_norm == "head":
         return _rms_norm(config, config.head_width, "head_dim")
     return layers.HeadsRMSNorm(count, config.head_width, config.norm_eps, dim)
 
 
 def _once(bias: Array, context: Context) -> Array:
-    """Return a row-parallel product's bias [d_model] on the first tensor device, else zeros.
-
-    The sum in `Context.leave` must count the bias once.
-    """
+    """Return the bias [d_model] on the first tensor device, else zeros: a sum counts it once."""
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))

@@ -2,8 +2,8 @@
 
     python -m jaxdist.train --model=custom --model.factory=jaxdist.models.example:build
 
-`dp` and `fsdp` split the rows of a batch. `RULES` lists the named dims of weights that `fsdp` and
-`tp` split; `tensor="auto"` leaves products over `tp` to XLA. For pipeline stages see decoder.py.
+`RULES` lists the named dims of weights that `fsdp` and `tp` split; `tensor="auto"` leaves products
+over `tp` to XLA. For pipeline stages see decoder.py.
 """
 
 import jax

@@ -1,7 +1,6 @@
 """Layers of models: weights with named dims, norms, rotary positions, dropout.
 
-Modules are Flax NNX. Weights are used with the shapes they arrive in: under tensor parallelism a
-module sees its shard of `heads`, `mlp` or `vocab`.
+Under tensor parallelism a Flax NNX module sees its shard of `heads`, `mlp` or `vocab`.
 """
 
 from __future__ import annotations
@@ -96,10 +95,9 @@ def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param
 class BatchNorm(nnx.Module):
     """Batch norm over all dims but the last, in float32 (Ioffe and Szegedy 2015, algorithm 1).
 
-    In training, mean and variance are those of the global (micro)batch, on any axes that split its
-    rows; this moves one sum of [2, size] float32, and one in the backward pass. As in PyTorch, the
-    running average is of the unbiased variance. A head with such layers adds
-    `batch_statistics(module, context)` to its sums.
+    Statistics are those of the global (micro)batch in training; this moves one sum of [2, size]
+    float32, and one in the backward pass. As in PyTorch, the running average is of the unbiased
+    variance. A head with such layers adds `batch_statistics(module, context)` to its sums.
     """
 
     def __init__(self, size: int, dim: str | None, eps: float = 1e-5):
@@ -135,10 +133,7 @@ def batch_statistics(module: nnx.Module, context: Context) -> Sums:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019).
-
-    It multiplies by `center` plus the scale, which is initialized so that this is 1.
-    """
+    """RMS norm over the last dim in float32, times `center` + scale (Zhang & Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float, dim: str, center: float = 0.0):
         self.scale = filled(1.0 - center, (size,), dim)
@@ -193,10 +188,9 @@ def rotary_angles(
     stretch: Callable[[Array], Array] | None = None,
     length: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return cosines and sines times `length`, float32 [..., seq, head_dim / 2].
+    """Return cosines, sines of positions [..., seq] × `length`, float32 [..., seq, head_dim / 2].
 
-    Of positions [..., seq]. Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in
-    Llama's public weights.
+    Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's weights.
     """
     exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
     frequencies = theta**-exponents
@@ -210,9 +204,8 @@ def rotary_angles(
 def computed_once(tables: Any) -> Any:
     """Return the same arrays [..., size, width], which XLA:CPU computes before reading them.
 
-    Otherwise it would fuse their computation into every reader: a cosine for each element of every
-    head of every layer. It does not fuse across loops, so each array with an even width passes
-    through one in halves.
+    Otherwise it would fuse their computation into every reader. It does not fuse across loops, so
+    each array with an even width passes through one in halves.
     """
 
     def halves(x: Array) -> Array:
@@ -260,8 +253,7 @@ def llama3_stretch(
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
     """Return frequencies [head_dim / 2] of YaRN: from `last` on / `factor`, a ramp from `first`.
 
-    Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), `first` and `last` rounded
-    outwards as in its published code.
+    Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), rounded outwards as in its code.
     """
 
     def stretch(frequencies: Array) -> Array:
@@ -273,7 +265,6 @@ def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Arra
 
 
 def _dim_of_turns(turns: float, length: float, head_dim: int, theta: float) -> float:
-    """Return the index of the frequency with this many turns within `length` positions."""
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -288,8 +279,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def look_up(table: Array, index: Array, dtype: Any) -> Array:
     """Return rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
 
-    Gradients of all uses of a row are summed in float32 or wider and rounded once: in bfloat16 256
-    + 1 = 256, so the gradient of a frequent token would stop growing.
+    Gradients of a row are summed in float32 or wider and rounded once: in bfloat16 256 + 1 = 256.
     """
     axes = tuple(collectives.varying_axes(table) | collectives.varying_axes(index))
     table, index = collectives.vary((table.astype(dtype), index), axes)
@@ -307,10 +297,7 @@ _SUM_BYTES = 256 << 20
 
 
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
-    """Return the table's gradient [num_rows, width] from that of its rows [..., width].
-
-    If the dtype is narrower than float32, a few columns at a time to save memory.
-    """
+    """Return the gradient of table [num_rows, width] from [..., width], a few columns at a time."""
     dtype, width = cotangent.dtype, cotangent.shape[-1]
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     parts = 1
@@ -339,9 +326,7 @@ _rows.defvjp(lambda num_rows, table, index: (table[index], index), _rows_backwar
 
 
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
-    """Drop features; the random bits of a token depend on its row and position alone.
-
-    So every mesh, microbatch split and schedule drops the same features.
+    """Drop features; random bits depend on a token's row and position alone, on every mesh.
 
     Args:
         x: [batch, seq_shard, d_model].

@@ -38,10 +38,7 @@ def positions_of(batch: Batch, context: Context) -> Array:
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, Array]:
-    """Return `cos` and `sin` of positions [batch or 1, seq], float32 [..., head_dim / 2].
-
-    And `local_cos` and `local_sin` if layers with a window have their own base.
-    """
+    """Return `cos`, `sin` (and `local_*`) of [batch or 1, seq], float32 [..., head_dim / 2]."""
     width, theta = config.head_width, config.rope_theta
     stretch: tuple[Any, ...] = ()
     if config.rope_scaling:
@@ -78,8 +75,7 @@ def mask_of_layer(config: DecoderConfig, context: Context, **fields: Any) -> Att
 def decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
     """Return the inputs of cached attention for positions int32 [batch, n]; -1 writes nothing.
 
-    `slots` and `positions` int32 [batch, n]; with rotary positions `cos`, `sin` float32 [batch, n,
-    head_dim / 2].
+    `slots` and `positions` int32 [batch, n]; `cos`, `sin` float32 [batch, n, head_dim / 2].
     """
     real = jnp.maximum(positions, 0)
     aux: dict[str, Any] = {

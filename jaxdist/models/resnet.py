@@ -2,11 +2,10 @@
 
 A 3 × 3 convolution, three stages of n residual blocks with 1, 2 and 4 times the channels at full,
 half and quarter image size, the mean over pixels, one dense layer: 6 n + 2 layers. Shortcuts have
-no weights (option A of the paper): a shortcut into a stage takes every second pixel and adds
-channels of zeros. Images are channels-last.
+no weights (option A of the paper). Images are channels-last.
 
-Under tensor parallelism a block's two convolutions are split like a transformer's MLP: the first by
-its outputs, with batch norm of a device's own channels, the second by its inputs.
+Tensor parallelism splits the two convolutions of a block like a transformer's MLP: the first by its
+outputs, the second by its inputs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def build_resnet(config: ResnetConfig) -> Model:
 
 
 def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield name, input and output channels of each residual block."""
     width = config.width
     for stage in range(_NUM_STAGES):
         for block in range(config.blocks_per_stage):
@@ -60,7 +58,6 @@ def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def _flops_per_image(config: ResnetConfig) -> dict[str, float]:
-    """Return forward and backward FLOPs of convolutions and head per image."""
     area, side = KERNEL_SIZE**2, config.image_size
     macs = side**2 * area * IMAGE_CHANNELS * config.width
     for _, width, out in _blocks(config):

@@ -18,7 +18,6 @@ class Weight:
 
     Attributes:
         name: its path, e.g. "layers.mlp.up".
-        dims: logical dims.
         shape: shape of the global array.
     """
 

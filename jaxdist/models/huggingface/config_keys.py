@@ -1,8 +1,6 @@
 """Check the keys of Hugging Face's `config.json`: used, without effect, or rejected.
 
-An unknown key may change the result of the model although the weights load. So each key is
-required, optional, limited to the values that our decoder implements, or listed as harmless; any
-other key that is set is an error.
+An unknown key may change the result of the model although the weights load, so it is an error.
 """
 
 from __future__ import annotations
@@ -146,8 +144,8 @@ _HARMLESS = frozenset(
     output_past eos_token_ids _num_labels xla_device cross_attention_hidden_size _commit_hash
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
-"""Keys of files, initialization, training, classification or generation, on which no forward pass
-depends. `reorder_and_upcast_attn` and `pretraining_tp` change only its rounding."""
+"""Keys on which no forward pass depends, except for rounding (`reorder_and_upcast_attn` and
+`pretraining_tp`)."""
 
 
 _HARMLESS_IN_FAMILY = {
@@ -156,8 +154,7 @@ _HARMLESS_IN_FAMILY = {
     ("gemma2", "hidden_act"),
     ("gemma3_text", "hidden_act"),
 }
-"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of transformers, and
-it uses the original length only for `longrope`. Gemma uses `hidden_activation`."""
+"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of transformers."""
 
 
 def key_problems(hf: Any, family: str) -> list[str]:
@@ -194,10 +191,7 @@ def key_problems(hf: Any, family: str) -> list[str]:
 
 
 def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions, from the old or new key.
-
-    If layers differ (Gemma 3), those of layers without a window.
-    """
+    """Return the settings of rotary positions; of Gemma 3, those of layers without a window."""
     parameters = hf.get("rope_parameters") or {}
     rope = {**(hf.get("rope_scaling") or {}), **(parameters.get("full_attention") or parameters)}
     rope.setdefault("rope_theta", hf["rope_theta"])

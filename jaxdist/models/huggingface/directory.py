@@ -38,10 +38,7 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:
-    """Return the directory of a model; downloads that of a hub name, with `weights` if set.
-
-    Raises `ConfigError` if the hub has no such model or cannot be reached.
-    """
+    """Return the directory of a model; download a hub name, with `weights` if set."""
     if not hub.is_hub_name(path):
         return locate(path)
     name = os.fspath(path)
@@ -54,7 +51,7 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Locatio
 
 
 def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the directory's `config.json`; raises `ConfigError` if it cannot be read."""
+    """Return the directory's `config.json`."""
     try:
         return (locate(folder) / "config.json").json()
     except (OSError, ValueError, RecursionError) as error:
@@ -64,10 +61,7 @@ def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
-    """Return the model settings of a directory, like `open_weights` if it has weights.
-
-    Raises `ConfigError` for an unsupported model.
-    """
+    """Return the model settings of a directory, as `open_weights` does if it has weights."""
     hf = read_json(folder)
     model = read_config(hf)
     try:
@@ -81,7 +75,6 @@ class Weights:
     """The tensors of a directory.
 
     Attributes:
-        model: settings from its `config.json`.
         pieces: name of the array in jaxdist -> its parts, one per layer if stacked.
         tensors: name in the directory -> tensor, read on demand.
     """
@@ -101,11 +94,7 @@ class Weights:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Weights:
-    """Find every tensor that the model needs; reads headers only.
-
-    Raises `ConfigError` if the model is not supported, tensors are missing, of another shape or
-    would be dropped, or files are truncated.
-    """
+    """Find every tensor that the model needs; reads headers only."""
     hf = read_json(folder)
     config = read_config(hf)
     model, tensors = _resolve_head(config, hf["model_type"], safetensors.open_all(folder))
@@ -124,7 +113,6 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
 
 
 def _with_stored_names(piece: Piece, tensors: dict[str, safetensors.StoredTensor]) -> Piece:
-    """Return the piece with this checkpoint's names; base models have no prefix."""
     short = [name.partition(".")[2] for name in piece.tensor_names]
     if all(name in tensors for name in piece.tensor_names) or not all(n in tensors for n in short):
         return piece
@@ -138,10 +126,9 @@ def _with_stored_names(piece: Piece, tensors: dict[str, safetensors.StoredTensor
 def _resolve_head(
     model: DecoderConfig, family: str, tensors: dict[str, safetensors.StoredTensor]
 ) -> tuple[DecoderConfig, dict[str, safetensors.StoredTensor]]:
-    """Decide whether the head of a tied model is tied, as transformers 5 does.
+    """Return the model, untied if the stored head is not the embedding table, and the tensors.
 
-    Returns the model, untied if the stored head differs from the embedding table, and the tensors.
-    A tied head without a table becomes the table.
+    A tied head without a table becomes the table, as in transformers 5.
     """
     head = tensors.get(HEAD)
     if not model.tie_embeddings or head is None:

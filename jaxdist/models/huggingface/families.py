@@ -1,7 +1,5 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
-`tensors.py` lists the tensors that our arrays are made of.
-
 References:
     The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral,
     OLMo 2, Phi-3, Qwen2 and Qwen3 models, as saved checkpoints have them.
@@ -35,8 +33,7 @@ _ARCHITECTURES = {
 }
 
 FAMILIES = (*_ARCHITECTURES, "phi3")
-"""Supported `model_type`s. All but phi3 can be written: it is Llama, or with a window Mistral, with
-query, key and value in one tensor, and is written as one of these."""
+"""Supported `model_type`s. Phi-3 is written as Llama, or with a window as Mistral."""
 
 
 _GPT2_SIZES = {
@@ -76,8 +73,7 @@ _WINDOWED = ("mistral", "phi3", *GEMMAS)
 def read_config(hf: Any) -> DecoderConfig:
     """Return the model settings of a Hugging Face `config.json`.
 
-    Absent keys have the defaults of the family's config class in transformers. Raises `ConfigError`
-    if the family or one of its features is not supported.
+    Absent keys have the defaults of the family's config class in transformers.
     """
     if not isinstance(hf, Mapping):
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
@@ -97,11 +93,7 @@ def read_config(hf: Any) -> DecoderConfig:
 
 
 def left_out(hf: Mapping[str, Any]) -> list[str]:
-    """Return the training settings of a `config.json` that are ignored, one line each.
-
-    That is its dropout: published models keep the rates of their training, and fine-tuning rarely
-    uses them.
-    """
+    """Return the training settings of a `config.json` that are ignored (dropout), one line each."""
     named = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
     rates = {name: hf[name] for name in named if hf.get(name)}
     if not rates:
@@ -227,7 +219,6 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
 
 
 def _gemma_of(config: DecoderConfig) -> str:
-    """Return the Gemma family of a model of ours, or ""."""
     parts = (config.positions, config.norm, config.norm_placement, config.activation)
     if parts != ("rotary", "zero_centered_rms", "both", "geglu") or config.bias:
         return ""
@@ -240,7 +231,6 @@ def _gemma_of(config: DecoderConfig) -> str:
 
 
 def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
-    """Return the keys of a Gemma's `config.json` that Llama does not have."""
     hf: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_width,
@@ -255,7 +245,6 @@ def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
 
 
 def _read_gemma(hf: Mapping[str, Any], family: str, width: int) -> dict[str, Any]:
-    """Return the settings of a Gemma that Llama does not have."""
     scalar = hf["query_pre_attn_scalar"]
     ours: dict[str, Any] = {
         "norm": "zero_centered_rms",

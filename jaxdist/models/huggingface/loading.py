@@ -1,8 +1,7 @@
 """Load weights of a Hugging Face directory onto a mesh.
 
 Each process reads the shards of its devices, in blocks of at most `BLOCK_BYTES`; larger shards are
-assembled on the device. So the host holds only a few blocks, whatever the model size, and each
-needed byte is read about once (devices with the same slice share the read).
+assembled on the device. So the host holds only a few blocks, and reads each byte about once.
 """
 
 from __future__ import annotations
@@ -39,14 +38,11 @@ def load_params(
 ) -> Params:
     """Load the directory's weights as parameters of a model.
 
-    Raises `ConfigError` if the directory has another model or processes see other files.
-
     Args:
         folder: path or URL of a Hugging Face model directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
             `reinit` are arrays and are returned unchanged.
-        reinit: names or prefixes of parameters or stored weights that are not read, e.g.
-            `params/head`.
+        reinit: names or prefixes of parameters or stored weights that are not read.
     """
     weights = open_weights(folder)
     _check_same_everywhere(folder, weights)
@@ -178,7 +174,6 @@ def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
 
 
 def _check_same_everywhere(folder: str | os.PathLike[str], weights: Weights) -> None:
-    """Check that every process sees the same tensors in the same files."""
     facts = sorted(
         (name, tensor.file.name, tensor.offset, tensor.shape, tensor.dtype.name)
         for name, tensor in weights.tensors.items()

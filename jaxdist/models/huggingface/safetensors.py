@@ -1,10 +1,9 @@
 """Read and write safetensors files tensor by tensor.
 
-Hugging Face's library checks the headers; values are memory-mapped, so a block costs only its
-pages. From an object store, complete rows of a tensor are read. The library can only write tensors
-that are all in memory; `write` streams, so that a checkpoint of any size can be exported. A file is
-the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape, offsets
-after the header), and the tensors in row-major order, without gaps.
+Hugging Face's library checks the headers; values are memory-mapped. The library can only write
+tensors that are all in memory; `write` streams. A file is the length of its header (8 bytes, little
+endian), the header (JSON: name -> dtype, shape, offsets after the header), and the tensors in
+row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -99,10 +98,9 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 def write_shards(
     directory: Path, tensors: Mapping[str, Tensor], shard_gb: float, metadata: Mapping[str, str]
 ) -> list[str]:
-    """Write `model.safetensors`, or shards and their index if it would be larger.
+    """Write `model.safetensors`, or shards and their index if it would be larger; return the names.
 
-    No file exceeds `shard_gb` GB (0 = no limit) unless a single tensor does. `metadata` are texts
-    for each header. Returns the names of the files.
+    No file exceeds `shard_gb` GB (0 = no limit) unless a single tensor does.
     """
     groups: list[list[str]] = [[]]
     size = 0
@@ -129,7 +127,6 @@ def write_shards(
 
 
 def _counted(tensor: Tensor, progress: Progress) -> Tensor:
-    """Return the tensor with parts that advance the progress as they are written."""
 
     def parts() -> Iterator[np.ndarray]:
         for part in tensor.parts:
@@ -160,10 +157,7 @@ class StoredTensor:
         )
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read its values, or a block by index, [*lengths of `index`] in the stored dtype.
-
-        Raises `OSError` if the file is too short.
-        """
+        """Read its values, or a block by index, [*lengths of `index`] in the stored dtype."""
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)[index]
         if not self.file.is_local:
@@ -198,10 +192,7 @@ class StoredTensor:
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Open every tensor of a model directory, from the files that transformers would load.
 
-    These are `model.safetensors`, else the files in the index. A directory with neither may have
-    one safetensors file. Other files are not read. Raises `ConfigError` if the files are ambiguous
-    without an index, there is an adapter, a header is malformed, or tensors are missing or
-    duplicate.
+    These are `model.safetensors`, else the files in the index, else the only safetensors file.
     """
     directory = locate(directory)
     entries = directory.entries()

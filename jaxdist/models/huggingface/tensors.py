@@ -1,7 +1,6 @@
 """Map Hugging Face's tensors to our arrays.
 
-`pieces` lists the tensors of each of our arrays, by layer if layers are stacked. Both directions
-move values without arithmetic, so that a round trip is exact.
+Both directions move values without arithmetic, so that a round trip is exact.
 
 References:
     The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, OLMo 2,
@@ -27,13 +26,10 @@ class Source:
     """A Hugging Face tensor as a block of a part of ours, with dims split and reordered.
 
     Attributes:
-        shape: shape of the tensor.
         view: shape with some dims split, for the rows in use.
         order: dim i of our part is dim `order[i]` of the view.
-        dim: dim of our part along which several tensors are concatenated.
-        start: start of this one along it.
-        first_row: row of the tensor at which the view begins (Phi-3 stores query, key and value in
-            one tensor).
+        dim, start: dim of our part along which tensors are concatenated, and start of this one.
+        first_row: row of the tensor at which the view begins (Phi-3: fused query, key, value).
     """
 
     name: str
@@ -96,8 +92,7 @@ class Piece:
     ) -> np.ndarray:
         """Return a block [*lengths of `index`] of our part, reading only the tensors that it needs.
 
-        The index has start and stop in every dim; `fetch` maps (tensor, index in its view) to
-        values.
+        `fetch` maps (tensor, index in its view) to values.
         """
         shape = tuple(s.stop - s.start for s in index)
         out: np.ndarray | None = None
@@ -128,10 +123,7 @@ class Piece:
         return self.read(everything, lambda source, index: views[source][index], tensors[0].dtype)
 
     def split(self, part: np.ndarray) -> list[np.ndarray]:
-        """Return the tensors, in the order and shapes of `sources`, from our part [*shape].
-
-        Views if possible. Each source must be a complete tensor.
-        """
+        """Return the tensors by order and shapes of `sources` from our part [*shape]."""
         return [
             part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
             for source in self.sources
@@ -257,7 +249,6 @@ def _turned(name: str, rows: int, columns: int) -> Source:
 
 
 def _table(config: DecoderConfig, name: str) -> Piece:
-    """Return the embedding table; only ours has padding rows."""
     source = _same(name, config.vocab_size, config.d_model)
     return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
 
