@@ -1,9 +1,7 @@
 """Prepare a process before its first array: join the job, open the log, handle stop requests.
 
-A command is run by `run_command` and creates a `Preemption` first. Then it configures its devices
-(`simulate`, `tune_malloc`, `reserve_memory`, `setup_compilation_cache`), joins its job (`join`) and
-opens its log (`setup_logging`). Importing this package imports no jax, so that the launcher starts
-in milliseconds. The settings are in `jaxdist.runtime.config`.
+Importing this package imports no jax, so that the launcher starts in milliseconds. The settings are
+in `jaxdist.runtime.config`.
 """
 
 from jaxdist.runtime.backend import (

@@ -23,18 +23,16 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Make this process use `num_devices` CPU devices only.
+    """Make this process use `num_devices` CPU devices only; a backend with exactly these stays.
 
-    A running backend with exactly these devices stays. Raises `ConfigError` if `num_devices` is
-    below 1 or another backend already runs.
+    Raises `ConfigError` if another backend already runs.
     """
     import jax
 
     if num_devices < 1:
         raise ConfigError(f"--simulate {num_devices} is no device count. Use a whole number ≥ 1.")
     try:
-        # Set the device count first: jax rejects it once a backend runs, but would silently
-        # ignore the platform.
+        # Set the device count first: jax rejects it once a backend runs, but ignores the platform.
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         running = jax.local_devices()
@@ -49,9 +47,9 @@ def simulate(num_devices: int) -> None:
 
 
 def enable_debug_checks() -> None:
-    """Enable jax's internal checks and bit-reproducible GPU kernels, at the cost of speed.
+    """Enable jax's internal checks and bit-reproducible GPU kernels, before a device is started.
 
-    Call it before a device is started. Flags in `XLA_FLAGS` take precedence.
+    Flags in `XLA_FLAGS` take precedence.
     """
     import jax
 
@@ -90,11 +88,10 @@ def xla_flag_names() -> frozenset[str]:
 
 
 def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Cache compiled programs on disk, so that a restart compiles nothing.
+    """Cache compiled programs on disk, so that restarts compile nothing; return the folder in use.
 
     `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE` or
-    `~/.cache/jaxdist/xla`; "off" disables the cache. Returns the folder in use, or None (with a
-    warning if it is unusable).
+    `~/.cache/jaxdist/xla`; "off" disables the cache. An unusable one gives None and a warning.
     """
     import jax
 
@@ -102,8 +99,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     if chosen == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    # XLA compiles CPU code for the features of this processor. In a shared home directory another
-    # machine's program could die of an illegal instruction.
+    # XLA compiles CPU code for this processor; on another one it could be an illegal instruction.
     folder = Path(chosen).expanduser() / _machine()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +124,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
 def _keep_programs_of_every_process() -> None:
     """On CPUs, let every process write to the cache, not only process 0 as in jax.
 
-    There the key of a program depends on the process that compiles it, so all other processes would
-    compile everything again at each start.
+    There the key of a program depends on the process that compiles it.
     """
     compiler: Any = importlib.import_module("jax._src.compiler")
     write = compiler._cache_write
@@ -150,10 +145,7 @@ _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for 
 
 
 def _watch_for_damage(folder: Path) -> None:
-    """Remove cache entries that jax cannot read, with one warning.
-
-    Jax compiles their programs again but never overwrites the entries, so every start would pay.
-    """
+    """Remove cache entries that jax cannot read, because it never overwrites them."""
     show = warnings.showwarning
     if isinstance(show, _DamageWatch):  # of a previous cache
         show = show.show

@@ -13,9 +13,8 @@ All functions are pure: they open no socket, read no file and do not import jax.
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
-The first row that applies wins. The launcher closest to the process comes first, because inside a
-SLURM allocation a launcher or mpirun also sees SLURM's variables. If only some variables of a row
-are set, the process is rejected, because it would train alone next to its peers.
+The first row that applies wins. The launcher closest to the process comes first, because a process
+has the variables of outer launchers too. A row with only some variables set is an error.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ class JoinPlan:
     Attributes:
         source: launcher, for a log line.
         coordinator_address: host:port of process 0; empty if alone.
-        num_hosts: hosts of the job, 0 = unknown.
-        num_local_processes: processes on this host, 0 = unknown.
+        num_hosts, num_local_processes: of the job, and on this host; 0 = unknown.
         local_device_ids: indices of this process's GPUs among the visible ones; None: all.
         attempt: number of restarts of the job.
-        token: secret of this job and attempt, or at least unique to it: `JAXDIST_JOB_TOKEN`, else
-            the scheduler's name of the job.
+        token: `JAXDIST_JOB_TOKEN`, a secret of job and attempt, else the scheduler's job name.
     """
 
     source: str = "alone"
@@ -65,8 +62,7 @@ def resolve(
     """Return the plan of this process from `environ` and the user's `settings`, which win.
 
     `num_gpus` is the number of GPUs that this process sees, 0 if unknown. It matters only if
-    several processes share a host without `CUDA_VISIBLE_DEVICES`. Raises `ConfigError` if the
-    environment is contradictory or the job was started wrongly.
+    several processes share a host without `CUDA_VISIBLE_DEVICES`.
     """
     settings = settings or RuntimeConfig()
     if settings.num_processes > 0:
@@ -92,10 +88,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def expand_hosts(hostlist: str) -> list[str]:
-    """Expand a SLURM host list: `n[01-03,7]-ib,login` to five names.
-
-    Any number of bracket groups with prefix and suffix; leading zeros are kept.
-    """
+    """Expand a SLURM host list: `n[01-03,7]-ib,login` to five names; leading zeros are kept."""
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
         names = [""]
@@ -179,10 +172,7 @@ _SPELLINGS = (
 
 
 def _reject_incomplete(environ: Mapping[str, str]) -> None:
-    """Reject an environment with a coordinator and only part of the other variables.
-
-    An address alone is allowed: shells and pods set one for other programs.
-    """
+    """Reject a coordinator with only part of the other variables; an address alone is allowed."""
     for address, _, processes, process_id in _SPELLINGS:
         rest = [name for name in (processes, process_id) if name in environ]
         if address in environ and len(rest) == 1:
@@ -287,8 +277,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     coordinator = _coordinator_of(environ)
     name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
     if not coordinator:
-        # jax derives the port from the job id alone. Two steps of a job, or a restart next to a
-        # lingering process, would share it through gRPC's SO_REUSEPORT.
+        # The port of jax depends on the job id alone, and steps would share it by SO_REUSEPORT.
         coordinator = f"{hosts[0]}:{_port_of(name)}"
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
@@ -311,10 +300,9 @@ def _local_devices(
 ) -> tuple[int, ...] | None:
     """Return the indices of this process's GPUs among the visible ones; None = all.
 
-    1. One process on the host uses all.
-    2. GPUs bound to this process alone (`--gpus-per-task`, `--gpu-bind`) are all used: the visible
-       ones are fewer than the host's, or exactly its share per task.
-    3. GPUs that all processes of the host see are divided in order, equally.
+    All, if the process is alone on the host or GPUs are bound to it (`--gpus-per-task`,
+    `--gpu-bind`: fewer are visible than the host has). GPUs that all processes see are divided
+    equally.
     """
     if plan.num_local_processes <= 1:
         return None
@@ -340,7 +328,6 @@ def _local_devices(
 
 
 def _check(plan: JoinPlan) -> None:
-    """Reject an invalid process id, and a coordinator that other hosts cannot reach."""
     if not 0 <= plan.process_id < plan.num_processes:
         raise ConfigError(
             f"{plan.source}: process id {plan.process_id} is not in a job of "

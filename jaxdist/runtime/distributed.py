@@ -107,15 +107,12 @@ def join(
     same: Mapping[str, str] | None = None,
     stop: Preemption | None = None,
 ) -> JoinedJob:
-    """Connect this process to its job and start its devices.
+    """Connect this process to its job and start its devices, after all agree.
 
-    In this order: read the environment, wait for all processes, connect them, compare versions,
-    code, settings and GPUs, start devices, compare devices. Nothing is computed before all agree.
-
-    `same` maps each setting that must be equal in all processes to its text. A request to `stop`
-    ends the wait for other processes with `SystemExit` (code 75). Raises `ConfigError` in every
-    process, naming hosts and fix, and `RendezvousError` if processes are missing or the port is
-    taken (a restart may succeed).
+    All compare versions, code, settings and GPUs before devices start, then devices. `same` maps
+    each setting that must be equal in all processes to its text. A request to `stop` ends the wait
+    with `SystemExit` (code 75). Raises `ConfigError` in every process, and `RendezvousError` if
+    processes are missing or the port is taken (a restart may succeed).
     """
     environ = os.environ if environ is None else environ
     # Number the GPUs as nvidia-smi does.

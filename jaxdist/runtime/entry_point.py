@@ -95,16 +95,12 @@ _FIX = "fix the error above, then start the same command again"
 def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoReturn:
     """Run `main` and end the process with its exit code, without hanging at exit.
 
-    * `ConfigError`: print its problems to stderr, one per line; exit code 2, no traceback. *
-    `OSError` of a URL, e.g. an unreachable object store: one line and exit code 1. * Ctrl-C: one
-    line, 130. * `SystemExit` (`--help`): its code. * Other exceptions: a block with error, process,
-    traceback and advice; exit code 1.
-
-    `kill -QUIT` prints the stacks of all threads to stderr. `resumes`: the same command continues
-    from saved state, and the advice includes that.
+    `ConfigError` prints its problems to stderr without traceback and exits with 2. `OSError` of a
+    URL and Ctrl-C print one line (1 and 130); other exceptions a block with traceback and advice
+    (1). `kill -QUIT` prints the stacks of all threads. `resumes`: the same command continues from
+    saved state, and the advice includes that.
     """
-    # Tracing and loading weights create millions of long-lived objects. Garbage collection after
-    # every 700 new ones takes a fifth of a start, and later stalls single processes.
+    # Tracing creates millions of long-lived objects; garbage collection takes a fifth of a start.
     gc.set_threshold(100_000, 50, 100)
     raise_limits()
     faulthandler.enable()
@@ -211,8 +207,7 @@ def _exit(code: int, line: str) -> NoReturn:
         _flush()
         _limit_exit_time(code)
         sys.exit(code)
-    # jax's atexit hook waits for every process. After a failure the others are stuck in a
-    # collective and wait for this one.
+    # jax's atexit hook waits for every process, and after a failure the others wait for this one.
     _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
         try:
@@ -227,7 +222,6 @@ def _exit(code: int, line: str) -> NoReturn:
 
 
 def _write_exit_code(code: int) -> None:
-    """Write process 0's exit code for the batch script; srun returns the highest of all tasks."""
     path = os.environ.get("JAXDIST_EXIT_CODE_FILE")
     if not path or process_id_and_count()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
         return
@@ -260,10 +254,7 @@ def _show_waiting(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _limit_exit_time(code: int) -> None:
-    """From Python's exit on, give threads and exit functions `_EXIT_S`, then end the process.
-
-    They may wait for an unreachable server or a device, and all work is done.
-    """
+    """From Python's exit on, give threads and exit functions `_EXIT_S`, then end the process."""
     leaving = threading.Event()
 
     def guard() -> None:

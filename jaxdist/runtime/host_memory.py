@@ -3,8 +3,7 @@
 XLA:CPU allocates the temporary memory of a step as one block and frees it after the step. By
 default glibc returns such a block to the system, which clears it page by page for the next step: an
 eighth to a third of a step's time (`scripts/bench/results/cpu.md`). So on CPUs freed memory is
-kept. But the hole of a freed aligned block is often a few bytes too small for the next one, so the
-process would grow slowly. When it has doubled, all free memory is returned.
+kept. Freed blocks fragment, so free memory is returned when the process has doubled.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ def tune_malloc() -> bool:
     """Configure glibc's handling of freed memory; return whether it is kept.
 
     On CPUs it is kept, in one arena, until `give_back_memory` detects that the process has doubled.
-    On GPUs there are two arenas. By default glibc has eight per core, which keep the memory freed
-    by save threads, tens of megabytes per hour (`scripts/bench/results/soak.md`).
-
-    Call it before a device is started, whose threads use arenas. It does nothing with other C
-    libraries or if the environment has a variable of this allocator.
+    On GPUs there are two arenas: glibc's eight per core keep tens of megabytes per hour
+    (`scripts/bench/results/soak.md`). Call it before a device is started. Variables of this
+    allocator in the environment disable it.
     """
     global _kept
     _kept = None
@@ -54,10 +51,7 @@ def tune_malloc() -> bool:
 
 
 def give_back_memory() -> bool:
-    """After a step: return free memory to the system if this process has doubled.
-
-    Returns whether it was returned; does nothing if freed memory is not kept.
-    """
+    """After a step: return free memory to the system if this process has doubled."""
     return _kept is not None and _kept.trim_if_doubled()
 
 
@@ -65,11 +59,7 @@ _STATISTICS = "/proc/self/statm"
 
 
 class _KeptMemory:
-    """Freed memory that this process keeps.
-
-    Memory freed by compilation is returned before the first step; the next two checks set the size
-    that must double.
-    """
+    """Freed memory that this process keeps; the first checks set the size that must double."""
 
     def __init__(self, libc: Any):
         self._libc = libc
@@ -100,7 +90,6 @@ def resident_bytes() -> int:
 
 
 def _is_cpu() -> bool:
-    """Return whether jax will start CPU devices only: by its settings or without a GPU driver."""
     import jax
 
     config: Any = jax.config

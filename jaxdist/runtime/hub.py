@@ -1,8 +1,7 @@
 """Download files from the Hugging Face hub by model name: `ORG/NAME` or `ORG/NAME@REVISION`.
 
 They are stored in the cache of `huggingface_hub`, whose variables apply: HF_HUB_CACHE or HF_HOME
-(location), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT. Each process of a job downloads;
-those that share a cache wait for each other's file locks and then find the files.
+(location), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT. Processes share it by file locks.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ def short_name(name: str) -> str:
 
 
 def with_commit(name: str) -> str:
-    """Return the hub name with the current commit of its revision (default: main).
-
-    Raises `ConfigError` if there is no such model or revision, or the hub cannot be reached.
-    """
+    """Return the hub name with the current commit of its revision (default: main)."""
     repo, _, revision = name.partition("@")
     if _COMMIT.fullmatch(revision):
         return name
@@ -47,10 +43,7 @@ def with_commit(name: str) -> str:
 
 
 def fetch(name: str, files: tuple[str, ...]) -> Path:
-    """Download the files of a hub name that exist and return their directory in the cache.
-
-    `files` may be patterns; subfolders of the repository are skipped. Raises as `with_commit`.
-    """
+    """Download the files or patterns of a hub name that exist; return their directory."""
     return _download(with_commit(name), files)
 
 

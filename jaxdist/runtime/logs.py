@@ -65,9 +65,8 @@ def setup_logging(
 ) -> logging.Logger:
     """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
-    A later call replaces an earlier one; records logged without a file go to its file. With a file,
-    C output on stdout (gloo, NCCL) goes to the file too, so that the console has only our lines. In
-    a program that calls us, `owns_stdout=False` leaves stdout alone.
+    Earlier records go to the file too, and so does C output on stdout (gloo, NCCL), unless
+    `owns_stdout` is false, in a program that calls us.
     """
     held = [
         handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
@@ -110,7 +109,7 @@ def close_logs() -> logging.Logger:
 def divert_c_stdout(path: str | os.PathLike[str]) -> None:
     """Redirect file descriptor 1 to append to `path`; `sys.stdout` keeps the console.
 
-    Does nothing if `sys.stdout` is not a real file (captured by a test, a notebook).
+    Does nothing if `sys.stdout` is captured by a test or notebook.
     """
     if not isinstance(sys.stdout, _Stdout):
         try:

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def named_function(name: str) -> Any:
-    """Return the function `module:function`; modules of the current directory are importable.
-
-    Raises `ImportError` or `AttributeError` if there is none.
-    """
+    """Return the function `module:function`; modules of the current directory are importable."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

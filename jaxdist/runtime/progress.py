@@ -34,10 +34,7 @@ def has_watcher() -> bool:
 
 
 def make_bar(*, disable: bool | None = None, **options: Any) -> Any:
-    """Return a tqdm bar for a terminal or a notebook; `disable=None` shows it if `has_watcher`.
-
-    A notebook without ipywidgets gets a terminal bar.
-    """
+    """Return a tqdm bar for a terminal or a notebook; `disable=None` shows it if `has_watcher`."""
     kind: Any = tqdm
     if _is_notebook() and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm_notebook
@@ -48,7 +45,6 @@ def make_bar(*, disable: bool | None = None, **options: Any) -> Any:
 
 
 def _is_notebook() -> bool:
-    """Return whether a Jupyter kernel, but not its terminal console, runs this process."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
@@ -118,7 +114,7 @@ def in_time(
     """Run `action`, but wait for it no longer than `timeout_s`; return whether it finished.
 
     Otherwise it continues on a daemon thread and a warning is logged. Waits are shown as in
-    `waiting` unless `announce` is false. Exceptions of `action` in time are raised.
+    `waiting` unless `announce` is false.
     """
     raised: list[BaseException] = []
 

@@ -1,15 +1,13 @@
 """Wait until all processes of a job are there before jax connects them, or name the missing ones.
 
-jax's own coordinator aborts every process in C++ if one does not come in time, without a Python
-error or a name, and if another program holds the port, the others wait in vain. So the port first
-serves a check-in over plain TCP. Each process sends one line: a proof of the job's token, its
-process id, the number of processes, its host. After the last one, process 0 closes the port and
-answers all with its own proof, and jax uses the port.
+jax's own coordinator aborts every process in C++ without a name. So the port first serves a
+check-in over plain TCP. Each process sends one line: a proof of the job's token, its process id,
+the number of processes, its host. After the last one, process 0 closes the port and answers all
+with its own proof, and jax uses the port.
 
-A process that is early, or that meets another job or attempt, retries until its time is up. Process
-0 reads all connections at once and rejects those of other jobs. The token separates jobs on one
-port; it does not encrypt, and jax's service needs no token, so only the cluster's network should
-reach the port.
+A process that is early, or that meets another job or attempt, retries until its time is up. The
+token separates jobs on one port; it does not encrypt, and jax's service needs no token, so only the
+cluster's network should reach the port.
 """
 
 from __future__ import annotations
@@ -54,14 +52,10 @@ class RendezvousError(RuntimeError):
 
 
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
-    """Return in every process after all have checked in at the coordinator's address.
+    """Wait until all have checked in; return host:port at which jax's service should listen.
 
-    The port is then free for jax's service. Raises `RendezvousError` if the port is taken or
-    processes are missing (it names them), and `ConfigError` if process 0 may not open a file per
-    process.
-
-    Returns:
-        host:port at which jax's service on process 0 should listen: the address that all used.
+    The port is then free. Raises `RendezvousError` if the port is taken or processes are missing,
+    and `ConfigError` if process 0 may not open a file per process.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
@@ -73,7 +67,6 @@ def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
 
 
 def _proof(plan: JoinPlan, sender: str) -> bytes:
-    """Return the proof that the sender has the job's token."""
     return hmac.new(plan.token.encode(), sender.encode(), hashlib.sha256).hexdigest().encode()
 
 

@@ -1,8 +1,8 @@
 """Handle stop requests: SIGTERM, SIGUSR1 or Ctrl-C stops all processes after the same step.
 
-The handlers only set a flag. The loop calls `preempted()` once per step in every process; it is
-True on the same step everywhere. The loop then saves and exits with `EXIT_PREEMPTED`. A second
-Ctrl-C ends the process at once, or raises `KeyboardInterrupt` in a program that called us.
+The handlers only set a flag. The loop calls `preempted()` once per step in every process, then
+saves and exits with `EXIT_PREEMPTED`. A second Ctrl-C ends the process at once, or raises
+`KeyboardInterrupt` in a program that called us.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ABORT_S = 2.0
 class Preemption:
     """Stop requests to this process, and the step at which all processes act on them.
 
-    Create it first in a command, in the main thread: before that such a signal kills the process.
-    As a context manager it restores the previous handlers.
+    Create it first in a command, in the main thread. As a context manager it restores the previous
+    handlers.
 
     Args:
         in_program: the process is not ours: a second Ctrl-C raises `KeyboardInterrupt`, and outside
@@ -97,10 +97,7 @@ class Preemption:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """While processes wait for each other, let a stop request end the command with code 75.
-
-        There is nothing to save yet and no step to agree on.
-        """
+        """While processes wait for each other, let a stop request end the command with code 75."""
         self._at_once = True
         try:
             if self._noticed:
@@ -119,10 +116,9 @@ class Preemption:
         raise SystemExit(EXIT_PREEMPTED)
 
     def _share(self) -> bool:
-        """Return whether there are other processes; forward a request from before they joined.
+        """Return whether there are other processes; forward an earlier request to them.
 
-        jax's coordination service has taken over SIGTERM by then (it silently replaces our
-        handler). It notifies all processes and chooses the step.
+        jax's coordination service has replaced our SIGTERM handler by then and chooses the step.
         """
         if not self._shared:
             if not service.has_stop_service():
@@ -172,10 +168,7 @@ def _answer_interrupts(preemption: Preemption) -> None:
 
 
 class TraceRequests:
-    """SIGUSR2, which requests a trace of the next steps.
-
-    Create it first in a command, in the main thread: before that the signal kills the process.
-    """
+    """SIGUSR2, which requests a trace of the next steps. Create it first, in the main thread."""
 
     def __init__(self) -> None:
         self._requested = False

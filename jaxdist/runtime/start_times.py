@@ -7,10 +7,7 @@ import time
 from pathlib import Path
 
 FAILED_AT = "JAXDIST_FAILED_AT"
-"""Variable with the time at which the previous attempt failed, in seconds of the monotonic clock.
-
-The launcher sets it for processes that it restarts.
-"""
+"""Variable of the launcher with the monotonic time at which the previous attempt failed."""
 
 
 class StartTimes:
@@ -26,8 +23,7 @@ class StartTimes:
     | `compile` | the step is compiled, or read from the compile cache |
     | `first_step` | the first step is done |
 
-    `begun` is the beginning in seconds of `time.monotonic` (default: now), `failed_at` the failure
-    of the previous attempt (0 = none).
+    `begun` is in seconds of `time.monotonic`, `failed_at` the previous one's failure (0 = none).
     """
 
     def __init__(self, begun: float | None = None, failed_at: float = 0.0) -> None:
@@ -61,7 +57,6 @@ class StartTimes:
 
 
 def _process_start() -> float:
-    """Return the start of this process in `time.monotonic` seconds; now without /proc."""
     now = time.monotonic()
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

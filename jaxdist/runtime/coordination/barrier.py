@@ -1,7 +1,6 @@
 """A barrier that a process can abort, for work that may fail on one process (saving a checkpoint).
 
-jax's barrier cannot be aborted: a process with a full disk never reaches it, and the others, and
-training with them, wait until the time-out. This barrier checks every second for an abort.
+In jax's barrier the others wait for a failed process until the time-out.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ class Barrier:
             self._set(self._abort_key)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Return when every process is here; has the signature that Orbax expects.
-
-        Raises `GivenUp` if a process aborted and `TimeoutError` if one does not come in time.
-        """
+        """Return when every process is here; has the signature that Orbax expects."""
         here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
         # Process 0 waits for each of the others and then releases all: 2n requests, not n².

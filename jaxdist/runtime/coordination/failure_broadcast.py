@@ -1,7 +1,4 @@
-"""End all processes of a job when one fails, each with the cause.
-
-Otherwise the others would wait in a collective; jax notices a dead process only after half a
-minute. A failure reaches the others in three ways:
+"""End all processes of a job when one fails, each with the cause, before jax notices it.
 
 1. The process can still run code: it puts one line into the key-value store. A thread in every
    other process waits for it and ends its process with the same exit code.
@@ -33,10 +30,7 @@ _REPORT_S = 1.0
 
 
 def announce_failure(code: int, line: str) -> None:
-    """Announce to all processes that this one ends with exit code `code`; no-op if alone.
-
-    Only the first announcement of a job counts. Callable from any thread.
-    """
+    """Announce to all processes that this one ends with `code`; only the first one counts."""
     if not service.is_joined():
         return
     process_id, _ = service.process_id_and_count()

@@ -1,8 +1,7 @@
 """Exchange values between all processes, in the same order everywhere.
 
-A decision that depends on a file or a clock must be made once: a process that decided alone (e.g.
-to skip a failed save) would leave the others waiting in a collective forever. `Group.decide` runs
-it on process 0 and returns its result in all processes.
+A decision that depends on a file or a clock must be made once: `Group.decide` runs it on process 0
+and returns its result in all processes.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _topics: dict[str, Group] = {}  # of the function `gather`
 class Group:
     """All processes of a job, exchanging values under a name; trivial for one process.
 
-    Every process must make the same calls on a group in the same order. Concurrent threads need a
-    group each. The n-th group of a name belongs to the n-th group of that name in the other
-    processes.
+    Every process must make the same calls on a group in the same order; each thread needs its own
+    group. The n-th groups of a name belong together.
 
     `decide` raises the classes `errors`, each made from one text, in all processes. Any other error
     of process 0 is raised as `otherwise` in the others.
@@ -77,10 +75,7 @@ class Group:
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Run `decision` on process 0; return its JSON value, or raise its error, in every process.
-
-        Process 0 does not wait for the others until `_MOST_KEPT` such calls.
-        """
+        """Run `decision` on process 0; return its JSON value, or raise its error, everywhere."""
         if self.num_processes == 1:
             return decision()
         if self._unmet == _MOST_KEPT:
@@ -89,10 +84,7 @@ class Group:
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Run `decide` on the JSON values of all processes, by process id.
-
-        Cheaper than `gather` for many processes, because only process 0 reads all values.
-        """
+        """Run `decide` on the JSON values of all processes, with fewer reads than `gather`."""
         if self.num_processes == 1:
             return decision([value])
         self._unmet = 0
@@ -135,11 +127,7 @@ class Group:
         self._put.append(key)
 
     def _delete(self, put_before: int) -> None:
-        """Delete the oldest keys of this process, after all others have come to a later call.
-
-        They have read these keys by then. Otherwise the file lists of many saves would fill process
-        0's memory.
-        """
+        """Delete the oldest keys of this process, which the others have read by a later call."""
         for key in self._put[:put_before]:
             service.delete(key)
         del self._put[:put_before]
@@ -157,9 +145,8 @@ class Group:
 def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
     """Return the JSON values of all processes for `topic`, by process id; [value] if alone.
 
-    It uses no device, so it works before devices start and while they compute. The n-th call with a
-    topic matches the n-th call in the other processes. Raises `TimeoutError` if a process does not
-    come within `timeout_s` seconds; its key has the process id.
+    It uses no device. The n-th call with a topic matches the n-th call in the other processes.
+    Raises `TimeoutError` after `timeout_s`; its key has the process id.
     """
     if not service.is_joined():
         return [value]

@@ -1,8 +1,7 @@
 """Access jax's coordination service; no other file does.
 
-jax has no public name for its key-value store. Importing this module does not import jax, so a
-launcher or a single process does not pay for it. Values are JSON. Keys begin with `jaxdist/` and
-stay in the store until deleted.
+Importing this module does not import jax. Values are JSON. Keys begin with `jaxdist/` and stay in
+the store until deleted.
 """
 
 from __future__ import annotations
@@ -33,17 +32,14 @@ def process_id_and_count() -> tuple[int, int]:
 
 
 def put(key: str, value: Any, *, overwrite: bool = False) -> None:
-    """Store a JSON value under a key.
-
-    Raises `RuntimeError` if the key exists and `overwrite` is not set, or process 0 is gone.
-    """
+    """Store a JSON value under a key; raises `RuntimeError` if it exists, unless `overwrite`."""
     _client().key_value_set(_ROOT + key, json.dumps(value), allow_overwrite=overwrite)
 
 
 def get(key: str, timeout_s: float) -> Any:
     """Return the value of a key, waiting until some process has stored it.
 
-    Raises `TimeoutError` after `timeout_s` seconds, and `RuntimeError` if process 0 is gone.
+    Raises `TimeoutError`, and `RuntimeError` if process 0 is gone.
     """
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
@@ -60,10 +56,7 @@ def delete(key: str) -> None:
 
 
 def publish(topic: str, value: Any) -> None:
-    """Store this process's latest value for `topic`, replacing its earlier one.
-
-    Never waits. It does nothing if alone or if process 0 is unreachable.
-    """
+    """Replace this process's latest value for `topic`; never wait."""
     if is_joined():
         with contextlib.suppress(Exception):
             put(f"{topic}/{process_id_and_count()[0]}", value, overwrite=True)
@@ -81,10 +74,7 @@ def published(topic: str) -> dict[int, Any]:
 
 
 def own_address() -> str:
-    """Return the name or address of this host for the other processes of the job.
-
-    For process 0 it is the coordinator's address, for others that of the interface towards it.
-    """
+    """Return the name or address of this host for the other processes of the job."""
     host, _, port = str(_state().coordinator_address).rpartition(":")
     host = host.strip("[]")
     if process_id_and_count()[0] == 0:

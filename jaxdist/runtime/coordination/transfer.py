@@ -1,9 +1,7 @@
 """Transfer files between hosts of a job: a server in each process, and a client.
 
-A server sends the files below one directory to processes that have the job's secret. Each
-connection starts with a random challenge of the server; every request and answer carries a proof
-made of challenge and secret. Contents are not encrypted, so only the cluster's network should reach
-the port.
+Processes need the job's secret: each request and answer carries a proof made of it and a random
+challenge. Contents are not encrypted, so only the cluster's network should reach the port.
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ _PATH = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)
 
 
 class FileServer:
-    """Serve the files below a directory from background threads; `port` is the port.
+    """Serve the files below a directory from background threads on `address` and `port`.
 
-    `address` is this host's address for the other processes; a loopback address accepts no other
-    hosts.
+    A loopback address accepts no other hosts.
     """
 
     def __init__(self, root: Location, secret: str, address: str) -> None:
@@ -64,10 +61,7 @@ class FileClient:
         self._socket.settimeout(_IDLE_S)
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file below the server's directory.
-
-        Raises `OSError` if there is none, the connection is cut, or the server has another secret.
-        """
+        """Return the content of a file below the server's directory."""
         self._socket.sendall(b"%b %b\n" % (_proof(self._key, self._challenge, path), path.encode()))
         proof, _, size = self._file.readline(_LINE_BYTES).strip().partition(b" ")
         answered = f"{path} {size.decode(errors='replace')}"
@@ -145,5 +139,4 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _proof(key: bytes, challenge: bytes, text: str) -> bytes:
-    """Return the proof of `text` on a connection."""
     return hmac.new(key, challenge + text.encode(), hashlib.sha256).hexdigest().encode()

@@ -7,10 +7,8 @@ import math
 MIB, GIB = 2**20, 2**30
 
 TIMES = "\u00d7"
-"""The multiplication sign."""
 
 UNITS = {"tokens": "tok", "images": "img"}
-"""Short name of `Model.unit` in rates."""
 
 
 def in_bytes(num_bytes: float) -> str:
@@ -64,10 +62,7 @@ def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
 
 
 def relative_speed(seconds: float, other: float) -> str:
-    """Compare two times: "9 % slower"; from a factor of two on "10.6 times as fast".
-
-    The ratio is relative to the shorter time, so both directions show the same number.
-    """
+    """Compare two times, relative to the shorter: "9 % slower", "10.6 times as fast" (from 2)."""
     ratio = max(seconds, other) / min(seconds, other)
     if ratio < 2:
         return f"{percent(ratio - 1, 0)} {'faster' if seconds < other else 'slower'}"

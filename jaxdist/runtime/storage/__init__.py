@@ -13,8 +13,7 @@ older than a few seconds, or before `flush_appended` |
 | `lock` | excludes other processes if the storage can, and identifies the holder |
 
 There is no rename. Several files become valid together when a file that lists them is written last
-(`checkpoint.manifest`). `location` implements POSIX file systems, `objects` object stores, `parts`
-growing files on these.
+(`checkpoint.manifest`).
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ from jaxdist.settings.declare import ConfigError
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the location of a path (`~` is the home) or a URL; a `Location` is returned as is.
-
-    Raises `ConfigError` if the URL cannot be used and `OSError` if the store cannot be reached.
-    """
+    """Return the location of a path (`~` is the home) or a URL; a `Location` is returned as is."""
     if isinstance(path, Location):
         return path
     if not is_url(path):
@@ -56,10 +52,7 @@ def read_url(url: str) -> bytes:
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if it can, or for a path of a file system.
-
-    Contacts the object store once per bucket.
-    """
+    """Return why a URL cannot be used; "" if it can, or for a path of a file system."""
     return problem_of(path) if is_url(path) else ""
 
 

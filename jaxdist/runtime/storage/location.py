@@ -36,8 +36,8 @@ def open_regular(path: str | Path) -> BinaryIO:
 class Location(os.PathLike[str]):
     """One file or directory; `str` and `os.fspath` return its path.
 
-    Libraries with their own I/O (Orbax, TensorStore, TensorBoard) receive that path if it
-    `is_local`. Every method raises `OSError` if the storage cannot be reached or refuses.
+    Libraries with their own I/O receive that path if it `is_local`. Methods raise `OSError` if the
+    storage fails.
     """
 
     path: str
@@ -93,8 +93,7 @@ class Location(os.PathLike[str]):
     def tags(self) -> dict[str, tuple[int, str]]:
         """Return bytes and tag of every file below; a file itself has the path "".
 
-        A tag changes if the file is written with other content; "" on file systems, which have
-        none.
+        A tag changes with the content; "" on file systems, which have none.
         """
         if self.exists() and not self.is_directory():
             return {"": (self.size(), "")}
@@ -228,8 +227,7 @@ class Location(os.PathLike[str]):
 class Appender:
     """A file open for appending, one `write` call at a time, so that a kill leaves whole lines.
 
-    `pending` has the bytes that the storage refused. They may begin inside a line, and are written
-    first the next time.
+    `pending` has the bytes that the storage refused; they are written first the next time.
     """
 
     def __init__(self, path: str) -> None:
@@ -238,10 +236,7 @@ class Appender:
         self._descriptor = self._open(os.O_CREAT)
 
     def append(self, data: bytes) -> None:
-        """Append data; the operating system has them when this returns.
-
-        Raises `OSError` if not all are written; the rest is `pending`.
-        """
+        """Append data; raises `OSError` if not all are written, and keeps the rest in `pending`."""
         was_refused = bool(self.pending)
         self.pending += data
         if was_refused:  # after an outage a file server may not accept the old descriptor
@@ -266,10 +261,7 @@ class Appender:
         return size - end
 
     def close(self) -> None:
-        """Write pending data and close; a second call does nothing.
-
-        Raises `OSError` if the pending data are lost.
-        """
+        """Write pending data and close; raises `OSError` if they are lost."""
         if self._descriptor < 0:
             return
         try:
@@ -297,8 +289,7 @@ class Locked(Exception):
 class LockFile:
     """A POSIX record lock: the kernel (or the NFS server) releases it when its process ends.
 
-    `is_exclusive` is False if the storage has no locks; then only the content of the file shows
-    whether another process is alive.
+    `is_exclusive` is False if the storage has no locks; then the content of the file decides.
     """
 
     def __init__(self, path: str) -> None:

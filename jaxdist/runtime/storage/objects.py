@@ -1,8 +1,7 @@
 """Files on Amazon S3, Google Cloud Storage or S3-compatible stores, through `obstore`.
 
-A directory exists while it has entries. A growing file (`appender`) is a folder of objects `part-…`
-(`parts`), which readers join. Credentials, region and endpoint come from the environment. Errors
-show only the server's code, because its text may repeat parts of a request.
+Credentials, region and endpoint come from the environment. A growing file (`appender`) is a folder
+of objects `part-…` (`parts`). Errors show only the server's code: its text may repeat a request.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ def canonical(path: str | os.PathLike[str]) -> str:
 
 
 def problem_of(url: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if its bucket answers, checked once per bucket.
-
-    Raises `OSError` if the server cannot be reached at the moment.
-    """
+    """Return why a URL cannot be used; "" if its bucket answers, checked once per bucket."""
     url = canonical(url)
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
@@ -110,7 +106,6 @@ def _make_store(scheme: str, bucket: str, *, max_retries: int, timeout_s: int = 
 
 
 def _upload_timeout_s(num_bytes: int) -> int:
-    """Return the time-out of an upload, rounded to a few values, because each needs a client."""
     if num_bytes <= _QUICK_BYTES:
         return _TIMEOUT_S
     return _TIMEOUT_S + (1 << (num_bytes - 1).bit_length()) // MIN_BYTES_PER_S
@@ -118,10 +113,7 @@ def _upload_timeout_s(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Translate errors of `obstore` to an `OSError` of one line, and its panics to `ConfigError`.
-
-    It panics if the environment has a malformed endpoint URL, region or key.
-    """
+    """Translate errors of `obstore` to an `OSError` of one line, its panics to `ConfigError`."""
     import obstore
 
     problem = (
@@ -140,7 +132,6 @@ def _translate_errors(url: str) -> Iterator[None]:
 
 
 def _conflicts() -> tuple[type[Exception], ...]:
-    """Return the errors of a conditional write if the object is not the expected one."""
     from obstore import exceptions
 
     return exceptions.AlreadyExistsError, exceptions.PreconditionError
@@ -358,8 +349,7 @@ class ObjectLocation(Location):
                 self._repeat(functools.partial(obstore.delete, self._bucket, paths))
                 break
             except FileNotFoundError:
-                # Google fails on an object that is gone (deleted by another process, or in a try
-                # whose response was lost) and skips the ones after it: list them again.
+                # Google fails on an object that is gone and skips later ones: list them again.
                 continue
         self.delete()
 
@@ -380,10 +370,7 @@ class ObjectLocation(Location):
         return self._parsed[2]
 
     def _repeat(self, request: Callable[[], Any]) -> Any:
-        """Run a request that may run twice; repeat it if the store is busy or cuts its answer.
-
-        `obstore` itself repeats refused or unanswered requests for a minute.
-        """
+        """Run a request that may run twice; repeat it if the store is busy or cuts its answer."""
         begun, pauses_s = time.monotonic(), [6.4, 1.6, 0.4, 0.1]
         while True:
             try:
@@ -421,7 +408,6 @@ class ObjectLocation(Location):
         return self._repeat(request)
 
     def _put_if(self, data: bytes, mode: Any) -> dict[str, Any]:
-        """Write under a condition; raises one of `_conflicts` if it does not hold."""
         import obstore
 
         with self._translate_errors():
@@ -433,7 +419,6 @@ class ObjectLocation(Location):
         return self._repeat(lambda: obstore.list(self._bucket, prefix=self._key or None).collect())
 
     def _parts(self) -> list[Any]:
-        """Return the objects of a growing file, in order; raises if there are none."""
         parts = [meta for meta in self._below() if part_of(meta["path"]) == (self._key, True)]
         if not parts:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
@@ -448,11 +433,7 @@ class ObjectLocation(Location):
 
 
 class ObjectLock(LockFile):
-    """A lock file that its holder replaces only if nobody else has.
-
-    The store itself excludes nobody, so the holder's heartbeat decides (`is_exclusive` is False).
-    Of two that read the same content, only one can write.
-    """
+    """A lock file that its holder replaces only if nobody else has; the heartbeat decides."""
 
     def __init__(self, location: ObjectLocation) -> None:
         self.is_exclusive = False

@@ -1,8 +1,7 @@
 """Files that grow on an object store, where objects can only be written whole.
 
-A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part of all files
-of the process every few seconds, and starts the next one at `PART_BYTES`, so a file of n bytes is
-about n / `PART_BYTES` objects. Process exit and `flush_appended` write at once.
+A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part every few
+seconds, and starts the next one at `PART_BYTES`. Process exit and `flush_appended` write at once.
 """
 
 from __future__ import annotations
@@ -47,13 +46,10 @@ def part_of(path: str) -> tuple[str, bool]:
 
 
 def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> bool:
-    """Write all data appended to all files; refused writes are retried later.
+    """Write all data appended to all files; return whether the store answered all requests.
 
     A hanging store blocks the caller for at most `timeout_s` (default: a minute). If several files
-    are `ending` one after the other, only the first waits that long for the same request.
-
-    Returns:
-        Whether the store has answered all requests, if only with an error.
+    are `ending` one after the other, only the first waits that long.
     """
     global _requested, _late
     if not _growing or _thread is None or not _thread.is_alive():  # dead in a forked child
@@ -102,10 +98,7 @@ class _Uploaded(abc.ABC):
         """Upload new content, on the thread."""
 
     def close(self) -> None:
-        """Upload the rest, waiting like `flush_appended`; a second call does nothing.
-
-        Raises `OSError` if the rest is lost.
-        """
+        """Upload the rest, waiting like `flush_appended`; raises `OSError` if it is lost."""
         if self not in _growing:
             return
         is_answered = flush_appended(ending=True)
@@ -120,7 +113,7 @@ class _Uploaded(abc.ABC):
 class PartAppender(_Uploaded, Appender):
     """A file open for appending, in parts from number `first` on.
 
-    Refused data stay in memory; from then on `append` raises the reason, until they are written.
+    Refused data stay in memory; until they are written `append` raises the reason.
     """
 
     def __init__(self, location: Location, first: int) -> None:
