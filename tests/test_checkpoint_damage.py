@@ -91,7 +91,7 @@ def test_checksums_catch_what_the_manifest_cannot(run, verify):
     assert step == 2
     assert_is_step(restored, 2)
     (skipped,) = (e for e in opened.pop_events() if e["event"] == "checkpoint_skipped")
-    assert skipped["step"] == 4 and missing(skipped["reason"], "other bits", "params/w") == []
+    assert skipped["step"] == 4 and missing(skipped["reason"], "wrong checksum", "params/w") == []
     with refused("checkpoint 9", "there: 2", error=CheckpointError):
         opened.restore(like(state_at(4)), step=9)
 

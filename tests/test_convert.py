@@ -319,7 +319,7 @@ def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     step = locate(step)
     files = {name: crc32.fingerprint(step / name) for name in manifest.files_of(step)}
     manifest.write(step, 3, files, {})
-    with refused("params/embed/table", "other bits", error=CheckpointError):
+    with refused("params/embed/table", "wrong checksum", error=CheckpointError):
         main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])
     assert manifest.steps_in(locate(tmp_path / "out" / "checkpoints")) == []
 

@@ -240,7 +240,7 @@ def test_a_called_computation_runs_as_often_as_it_is_called():
         ("  %r = f32[64]{0} all-gossip(%x), replica_groups={}", "unknown collective 'all-gossip'"),
         ("  %r = f32[64]{0} send(%x), channel_id=1", "unknown collective 'send'"),
         ("  %r = f7[64]{0} all-gather(%x), replica_groups={}", "unknown array type 'f7'"),
-        ("  %r = f32[<=64]{0} all-gather(%x), replica_groups={}", "dims that are no numbers"),
+        ("  %r = f32[<=64]{0} all-gather(%x), replica_groups={}", "dims are not numbers"),
         ("  %r = f32[64]{0} all-gather(%x)", "no replica groups"),
         ("  %r = f32[64]{0} collective-permute(%x), channel_id=1", "no source_target_pairs"),
         ("  %r = f32[64]{0} all-gather-start(%x), replica_groups={}", "never awaited"),

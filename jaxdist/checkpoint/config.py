@@ -15,15 +15,18 @@ from jaxdist.settings import setting
 class CheckpointConfig:
     """Settings of saving, retention and verification."""
 
-    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps", ge=0)
+    save_interval_steps: int = setting(1000, "steps between saves; 0 = no saves by steps", ge=0)
     save_interval_minutes: float = setting(
-        30.0, "minutes between saves, in addition to those by steps; 0 = not by time", ge=0
+        30.0, "minutes between saves, in addition to those by steps; 0 = no saves by time", ge=0
     )
     max_to_keep: int = setting(
-        3, "newest checkpoints kept; disk peaks at two more: one halfway, one being written", ge=1
+        3,
+        "number of newest checkpoints to keep; the disk holds up to two more: a save halfway "
+        "between two, and one being written",
+        ge=1,
     )
     keep_interval_steps: int = setting(
-        0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none", ge=0
+        0, "never delete checkpoints whose step is a multiple of this; 0 = none", ge=0
     )
     keep_best: str = setting(
         "none",
@@ -51,8 +54,8 @@ class CheckpointConfig:
     )
     neighbours: int = setting(
         1,
-        "number of other hosts that keep a copy of each shard saved to local_dir, and so of hosts "
-        "that may be lost; 0 = none",
+        "number of other hosts that keep a copy of each shard saved to local_dir, so that as many "
+        "hosts may be lost; 0 = none",
         ge=0,
     )
 

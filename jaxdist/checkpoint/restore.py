@@ -199,7 +199,7 @@ class Reader:
             if checksum != entry["checksum"]
         ]
         if wrong:
-            raise CorruptCheckpoint(f"other bits than were saved in {few(wrong, 3)}")
+            raise CorruptCheckpoint(f"wrong checksum of {few(wrong, 3)}")
         return arrays
 
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

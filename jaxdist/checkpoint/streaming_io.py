@@ -74,7 +74,7 @@ class StoredArrays:
             total += part_checksum(part, [s.start for s in index], shape)
             yield index, part
         if total % 2**32 != entry["checksum"]:
-            raise CorruptCheckpoint(f"{name} in {self.checkpoint} has other bits than were saved")
+            raise CorruptCheckpoint(f"{name} in {self.checkpoint} has a wrong checksum")
 
     def _handle(self, name: str) -> Any:
         if self._open is None or self._open[0] != name:

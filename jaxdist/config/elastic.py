@@ -38,9 +38,8 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
         smaller = f", or use smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
             f"mesh {full} is elastic and {num_devices} of its {full.num_devices} devices are "
-            f"available: {f'{kept} cannot shrink, and ' if fixed else ''}with this model and batch "
-            f"{in_devices(least)} {'is' if least == 1 else 'are'} the fewest. Wait for "
-            f"{least}{smaller if fixed else ''}.",
+            f"available. {f'{kept} cannot shrink. ' if fixed else ''}This model and batch need at "
+            f"least {in_devices(least)}. Wait for {least}{smaller if fixed else ''}.",
             heading="mesh",
         )
     adapted = _with_batches(config, full, spec, model)

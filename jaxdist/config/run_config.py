@@ -71,14 +71,14 @@ class RunConfig:
     )
     reinit_params: list[str] = setting(
         [],
-        "parts that are not loaded from init_from, e.g. head: those of the model start random; "
-        "names as `jaxdist convert inspect` prints them",
+        "parts of the model that are initialized randomly and not loaded from init_from, e.g. "
+        "head; names as `jaxdist convert inspect` prints them",
     )
     override: list[Literal["memory", "audit", "data"]] = setting(
         [],
-        "checks that do not stop the start. memory = the estimate of GPU memory; audit = the mesh "
-        "audit, so that wrong sums between devices are not detected; data = a resume with other "
-        "data than its checkpoint was trained on, which then begins at the first sample",
+        "checks whose failure does not stop the start. memory = the estimate of GPU memory; audit "
+        "= the mesh audit, so that wrong sums between devices are not detected; data = the check "
+        "that a resumed run has the data of its checkpoint: other data begin at the first sample",
     )
     debug: bool = setting(
         False,

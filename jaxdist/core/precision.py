@@ -38,8 +38,8 @@ class PrecisionConfig:
     )
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 where the "
-        "compute dtype is, else float32; sums over microbatches are float32 always",
+        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 if that is "
+        "the compute dtype, else float32; sums over microbatches are always float32",
     )
 
     def problems(self) -> list[str]:

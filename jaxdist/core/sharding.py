@@ -44,19 +44,20 @@ class MeshConfig:
         "auto = dp if the state fits one device, else fsdp",
     )
     zero: Literal[0, 1, 2, 3] = setting(
-        0, "shard over the data axis: 1 = moments, 2 = and gradients, 3 = and parameters"
+        0, "ZeRO stage over the data axis: shards 1 = moments, 2 = also gradients, 3 = also weights"
     )
     context_attention: Literal["auto", "ring", "all_gather", "all_to_all", "hybrid"] = setting(
         "auto",
-        "with cp > 1, how attention sees a whole row: ring = keys and values travel, all_gather = "
-        "every device gets all, all_to_all = heads are exchanged for positions, hybrid = that "
-        "inside a node and a ring across; auto = by heads, cp and packing, logged with its reason",
+        "exchange for attention between the devices that share a row (cp > 1): ring = keys and "
+        "values move around a ring, all_gather = every device gathers all keys and values, "
+        "all_to_all = exchange heads for positions, hybrid = all_to_all inside a node and a ring "
+        "between nodes; auto = by heads, cp and packing; the log has the reason",
     )
     elastic: bool = setting(
         False,
-        "go on with fewer devices than the mesh names: "
-        f"{' and '.join(axis.short for axis in axes.AXES if axis.shrinks)} shrink, microbatches "
-        "become more, the rows of every step stay the same; needs a size for each axis",
+        "continue with fewer devices than the mesh has: "
+        f"{' and '.join(axis.short for axis in axes.AXES if axis.shrinks)} shrink, the number of "
+        "microbatches grows, the rows of every step stay the same; needs a size for each axis",
     )
 
     def problems(self) -> list[str]:

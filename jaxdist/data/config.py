@@ -63,8 +63,8 @@ class DataConfig:
         "text",
         "content of a JSON line or Parquet row. text: a text in text_field; chat: a conversation, "
         '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
-        '"completion": "..."}. Of the last two only answers (and the token that ends them) count '
-        "in the loss; other fields are rejected, except metadata such as id or source "
+        '"completion": "..."}. With chat and completion only answers (and the token that ends '
+        "them) count in the loss; other fields are rejected, except metadata such as id or source "
         "(docs/data.md lists them)",
     )
     chat_template: str = setting(

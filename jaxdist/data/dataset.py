@@ -270,8 +270,8 @@ def _warn_of_old_rules(
             old.append("may not learn the text of the template before an answer (<think>)")
         if old:
             log.warning(
-                "texts of %s %s, unlike the tokenizer's files specify: they keep "
-                "data.text_format=%d. Tokenize the text in a new run or token folder to change it",
+                "texts of %s %s, unlike the tokenizer's files specify, because they were tokenized "
+                "with data.text_format=%d. To change that, use a new run or token folder",
                 source, " and ".join(old), OLD_TEXT_FORMAT,
             )  # fmt: skip
 

@@ -256,9 +256,9 @@ def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None
     if index is not None:
         raise ConfigError(
             f"data ledger: the batch at sample {ledger[index].first_sample}, {len(ledger) - index} "
-            "steps before the end of the checkpoint, had other rows than the same data and seed "
-            "have now: rows would repeat or be left out. Resume with the version of jaxdist that "
-            "saved it, or set override=data and another seed to begin the data anew."
+            "steps before the end of the checkpoint, had other rows than this version selects from "
+            "the same data and seed: rows would repeat or be left out. Resume with the version of "
+            "jaxdist that saved it, or set override=data and another seed to begin the data anew."
         )
 
 
@@ -302,8 +302,8 @@ def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
     parts = math.prod(sharding.mesh.shape[axis] for axis in names)
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh axes "
-            f"{', '.join(names)}). Use a multiple of {parts}."
+            f"global_batch_size={global_batch_size} is not divisible by {parts}, the devices along "
+            f"the mesh axes {', '.join(names)}. Use a multiple of {parts}."
         )
 
 

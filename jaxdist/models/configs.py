@@ -116,7 +116,7 @@ class DecoderConfig:
         ge=0,
     )
     query_pre_attn_scalar: int = setting(
-        0, "scores are divided by the square root of this; 0 = of head_dim", ge=0
+        0, "scores are divided by the square root of this; 0 = head_dim", ge=0
     )
     attention_softcap: float = setting(
         0.0, "bound that attention scores approach by tanh; 0 = none (Gemma 2: 50)", ge=0

@@ -14,7 +14,7 @@ class OptimConfig:
     """The optimizer, its learning rate over the run, and weight decay."""
 
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting(
-        "adamw", "update rule; muon takes stacked matrices and leaves the rest to AdamW"
+        "adamw", "update rule; muon updates the matrices of the layers, AdamW everything else"
     )
     peak_lr: float = setting(3e-3, "learning rate at the end of warmup, before lr_scaling", gt=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = setting(
@@ -45,8 +45,8 @@ class OptimConfig:
     )
     weight_decay: float = setting(
         0.1,
-        "decoupled decay: each step takes lr * weight_decay of a parameter away; not of biases "
-        "and norm scales",
+        "decoupled weight decay: each step subtracts lr * weight_decay * parameter, except for "
+        "biases and norm scales",
         ge=0,
     )
     max_grad_norm: float = setting(
@@ -54,16 +54,16 @@ class OptimConfig:
     )
     freeze: list[str] = setting(
         [],
-        "parts of the model that stay as they are, e.g. embed or layers/attention: no update, no "
-        "moments, no share in the gradient norm; names as `jaxdist convert inspect` prints them",
+        "parts of the model that are not trained, e.g. embed or layers/attention: no update, no "
+        "moments, not in the gradient norm; names as `jaxdist convert inspect` prints them",
     )
     moment_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "storage of momentum and first moments; second moments stay float32"
     )
     ema_decay: float = setting(
         0.0,
-        "keep an exponential moving average (EMA) of the weights: this share of it stays at each "
-        "step, e.g. 0.999; evaluation, generate and convert to-hf use the average; 0 = none",
+        "decay per step of an exponential moving average (EMA) of the weights, e.g. 0.999; "
+        "evaluation, generate and convert to-hf use the average; 0 = no average",
         ge=0,
         lt=1,
     )

@@ -30,12 +30,12 @@ class PlanConfig(RunConfig):
     )
     hardware: str = setting(
         "",
-        'TOML file of your own GPUs, a table each: [our-h100], then like = "h100" and what '
-        "differs, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; an unknown "
-        "key is reported with all valid ones",
+        'TOML file with a table for each of your own GPU types: [our-h100], like = "h100" and the '
+        "values that differ, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; "
+        "an error lists the valid keys",
     )
     tokens: float = setting(
-        0.0, "tokens (images) of the complete run, e.g. 1e12; 0 = train.steps", ge=0
+        0.0, "tokens (or images) of the complete run, e.g. 1e12; 0 = by train.steps", ge=0
     )
     deadline: str = setting(
         "",

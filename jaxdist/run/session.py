@@ -274,7 +274,7 @@ class Session:
             try:
                 prompt, text = write_sample(self.parts, self.state.eval_params, self.train_data)
             except Exception as error:
-                log.warning("no sample: %s: %s", type(error).__name__, one_line(error))
+                log.warning("no text sample: %s: %s", type(error).__name__, one_line(error))
                 return
         if prompt:
             message = f"sample of step {self.step}:\n{prompt}{text}"

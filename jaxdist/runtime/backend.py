@@ -30,7 +30,7 @@ def simulate(num_devices: int) -> None:
     import jax
 
     if num_devices < 1:
-        raise ConfigError(f"--simulate {num_devices} is no device count. Use a whole number ≥ 1.")
+        raise ConfigError(f"--simulate {num_devices} is too small. Use a whole number ≥ 1.")
     try:
         # Set the device count first: jax rejects it once a backend runs, but ignores the platform.
         jax.config.update("jax_num_cpu_devices", num_devices)

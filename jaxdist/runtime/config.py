@@ -20,7 +20,7 @@ class RuntimeConfig:
         "processes in the job; 0 = from the environment; 1 = ignore the environment and run alone",
         ge=0,
     )
-    process_id: int = setting(-1, "this process, from 0; -1: from the environment", ge=-1)
+    process_id: int = setting(-1, "index of this process, from 0; -1: from the environment", ge=-1)
     join_timeout_s: int = setting(300, "seconds to wait for all processes to join", ge=1)
     heartbeat_timeout_s: int = setting(
         30, "seconds without a heartbeat after which a process counts as dead", ge=1

@@ -243,7 +243,9 @@ def _flush() -> None:
     with _show_waiting("uploading the last lines of this process"):
         if not flush_appended(ending=True):
             print(
-                "warning: the store does not answer, so they are lost", file=sys.stderr, flush=True
+                "warning: the object store does not answer; the last log lines are lost",
+                file=sys.stderr,
+                flush=True,
             )
 
 

@@ -315,7 +315,7 @@ class LocalTier:
         ]
         if wrong:
             raise CorruptCheckpoint(
-                f"local save of step {save.step}: other bits than were saved in {few(wrong, 3)}"
+                f"local save of step {save.step}: wrong checksum of {few(wrong, 3)}"
             )
         self._rejected.discard(save[:2])
         self._share_layout(leaves)

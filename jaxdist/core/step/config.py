@@ -12,7 +12,7 @@ from jaxdist.settings import setting
 class TrainConfig:
     """Length of the run and shape of one step."""
 
-    steps: int = setting(320, "optimizer steps of the whole run", ge=1)
+    steps: int = setting(320, "optimizer steps of the complete run", ge=1)
     global_batch_size: int = setting(
         16, "rows of one optimizer step over all devices", ge=1, le=2**31
     )
@@ -26,15 +26,15 @@ class TrainConfig:
     )
     remat: str = setting(
         "auto",
-        "what backward recomputes: none, dots (keep products), full (keep only block inputs), "
-        "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
-        "auto = none on CPU, on GPUs the fastest that fits by the estimate: none, dots, full, or "
-        "names of attention",
+        "activations that the backward pass recomputes: none, dots (keep matrix products), full "
+        "(keep only block inputs), names:A,B (keep only these: qkv, attention, attention_out, "
+        "mlp_hidden, mlp_out); auto = none on CPU; on GPUs the fastest that fits by the estimate: "
+        "none, dots, full, or names: with qkv, attention or attention_out",
     )
     loss_chunk_tokens: int = setting(
         0,
-        "tokens whose logits exist at once; 0 = as many as make the head fast and take little "
-        "memory on this device",
+        "tokens per chunk of the loss, whose logits are in memory together; 0 = as many as make "
+        "the head fast and take little memory on this device",
         ge=0,
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")

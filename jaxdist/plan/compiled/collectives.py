@@ -306,7 +306,7 @@ def _axes(
     pairs = [(group[0], other) for group in groups for other in group[1:]]
     if len(within := _permuted_axes(pairs, mesh)) == 1:
         return within
-    raise UnknownHLO(f"groups that are no mesh axes: {instruction}")
+    raise UnknownHLO(f"groups do not match mesh axes: {instruction}")
 
 
 def _permuted_axes(pairs: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ def shapes_of(text: str) -> list[Shape]:
         if dtype not in ITEM_BITS:
             raise UnknownHLO(f"unknown array type {dtype!r} in {text[:200]}")
         if not re.fullmatch(r"[\d,]*", dims):
-            raise UnknownHLO(f"dims that are no numbers in {text[:200]}")
+            raise UnknownHLO(f"dims are not numbers in {text[:200]}")
         shapes.append(Shape(dtype, tuple(int(d) for d in dims.split(",") if d)))
     return shapes
 
@@ -183,7 +183,7 @@ def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
                                            device_ids=([2,2]T(1,0)) the devices' own order
 
     Raises:
-        UnknownHLO: another notation, or groups that do not hold every device once.
+        UnknownHLO: an unknown notation, or groups that do not hold every device once.
     """
     text = instruction.attributes
     start = text.find("replica_groups=")
@@ -197,7 +197,7 @@ def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
     else:
         raise UnknownHLO(f"unknown replica groups: {text[:200]}")
     if sorted(i for group in groups for i in group) != list(range(num_devices)):
-        raise UnknownHLO(f"groups that do not hold {num_devices} devices once: {text[:200]}")
+        raise UnknownHLO(f"groups must hold each of {num_devices} devices once: {text[:200]}")
     return groups
 
 

@@ -143,8 +143,8 @@ class Budget:
                 budget = dataclasses.replace(budget, limit_bytes=limit)
                 budget._refuse("the compiled step takes", needed, target)
             log.warning(
-                "memory: the compiled step with remat %s takes %s of each GPU, and %s may be used: "
-                "remat %s instead",
+                "memory: the compiled step with remat %s takes %s of each GPU, but %s may be used. "
+                "Using remat %s instead",
                 *(budget.job.remat, in_bytes(needed), in_bytes(limit), remat.job.remat),
             )
             memory = estimate_memory(remat.job)
@@ -153,7 +153,7 @@ class Budget:
     def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
         """Raise with the change that brings the estimate within `target` bytes."""
         raise ConfigError(
-            f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
+            f"memory: {what} {in_bytes(needed)} of each GPU, but {in_bytes(self.limit_bytes)} "
             f"may be used. {self._fix(target)} Use --override=memory to try anyway."
         )
 

@@ -92,7 +92,7 @@ class KubernetesConfig:
     user_id: int = setting(1000, "user and group id of the pods; root is rejected", ge=1)
     stop_timeout_s: int = setting(
         300,
-        "seconds that a pod may take to save after a stop request: twice the time of a save",
+        "seconds that a pod may take to save after a stop request: use twice the save time",
         ge=30,
     )
     max_restarts: int = setting(

@@ -85,7 +85,7 @@ class SlurmConfig:
     constraint: str = setting("", "SLURM's --constraint")
     signal_s: int = setting(
         180,
-        "seconds before the time limit at which the run saves and stops: twice the time of a save",
+        "seconds before the time limit at which the run saves and stops: use twice the save time",
         ge=60,  # SLURM checks its limits every 30 s
     )
     max_requeues: int = setting(50, "largest number of times that the job requeues itself", ge=0)

@@ -20,11 +20,11 @@ class PipelineConfig:
 
     schedule: ScheduleName = setting(
         "1f1b_lockstep",
-        "1f1b_lockstep, 1f1b (fewest microbatches in memory, more waiting), zero_bubble (least "
-        "waiting, most memory) or gpipe",
+        "1f1b_lockstep, 1f1b (fewest microbatches in memory, larger bubble), zero_bubble (smallest "
+        "bubble, most memory) or gpipe",
     )
     num_virtual_stages: int = setting(
-        1, "virtual stages on each stage (interleaving); more = less waiting, more messages", ge=1
+        1, "virtual stages per stage (interleaving); more = smaller bubble, more messages", ge=1
     )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
