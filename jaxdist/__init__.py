@@ -4,9 +4,8 @@
     run = jaxdist.open("runs/NAME")
     plans = jaxdist.plan("h100:8", "llama3_8b")
 
-Importing the package starts no device and imports no heavy library: each room is imported by name
-(`from jaxdist.core.mesh import MeshSpec`), each command is `python -m jaxdist.<name>`. What a
-program can do is in `docs/python.md`.
+The Python API is described in `docs/python.md`. Importing the package starts no device and imports
+no heavy library. Each command is `python -m jaxdist.<name>`.
 """
 
 import sys

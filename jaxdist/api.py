@@ -187,7 +187,6 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
 
 
 def _begin(config: Config, settings: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Merge a table of settings with the keywords, which override it."""
     if isinstance(config, Mapping):
         return None, {**_flat(config), **_flat(settings)}
     return config, _flat(settings)
@@ -222,10 +221,7 @@ def _objects(
     """Return model and data if they are objects; otherwise add them to the settings in `values`.
 
     An importable function is named in the settings, so that the run can be opened and resumed
-    without the program.
-
-    Returns:
-        seq_len -> the model, or None; rows or a function that returns them, or None.
+    without the program. The model is returned as seq_len -> the model, or None.
     """
     make_model = None
     if isinstance(model, str | Mapping):
@@ -264,7 +260,6 @@ def _importable(thing: Any) -> str:
 
 @contextlib.contextmanager
 def _bar(total_steps: int) -> Iterator[Callback]:
-    """Yield a callback that updates a progress bar with the newest losses and the rate."""
     bar = make_bar(total=total_steps, desc="training", unit="step", disable=False)
     losses: dict[str, str] = {}
 

@@ -161,10 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
 ) -> None:
-    """Stream the text of one prompt, or print the texts of several.
-
-    `prompts` are token ids, int [length] each.
-    """
+    """Stream the text of one prompt, or print those of several; token ids are int [length]."""
     headings = [
         f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
         for request in requests
@@ -185,10 +182,7 @@ def _write_file(
     prompts: list[np.ndarray],
     config: GenerateConfig,
 ) -> None:
-    """Write one JSON line per request, in the format that `data.records` reads.
-
-    `prompts` are token ids, int [length] each.
-    """
+    """Write a JSON line per request, as `data.records` reads them; token ids are int [length]."""
     with new_output(Path(config.out)) as partial, partial.open("x") as file:
         for first in range(0, len(prompts), config.batch_size):
             batch = requests[first : first + config.batch_size]

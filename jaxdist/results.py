@@ -33,13 +33,7 @@ def check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
 
 
 class Run:
-    """The measurements of a run, and its weights on this machine's devices.
-
-    Weights are read at their first use.
-
-    Attributes:
-        path: the run directory.
-    """
+    """The measurements of a run, and its weights on this machine's devices, read at first use."""
 
     def __init__(
         self,
@@ -86,11 +80,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return summary.json; {} during the run or after it was killed.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
+        """Return summary.json; {} without one. Raise ConfigError if it is damaged."""
         return read_table(self._directory.summary, decode)
 
     @property
@@ -131,11 +121,7 @@ class Run:
         return max((record["step"] for record in outline if record["kind"] == "train"), default=0)
 
     def dataframe(self) -> Any:
-        """Return `metrics` as a pandas DataFrame with the step as index.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Return `metrics` as a pandas DataFrame with the step as index; this needs pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -149,10 +135,7 @@ class Run:
         """Return the parameters: a tree of float32 arrays, layers stacked, sharded over `mesh`.
 
         These are the moving average if the run has one (`optim.ema_decay`), except with
-        weights="raw".
-
-        Raises:
-            ConfigError: the checkpoint does not exist.
+        weights="raw". Raise ConfigError if the checkpoint does not exist.
         """
         return self._weights.params
 

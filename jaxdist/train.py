@@ -151,11 +151,7 @@ def start_devices(
 
 
 def train(session: Session) -> int:
-    """Train to the last step, and restore a checkpoint after each `Rollback`.
-
-    Returns:
-        The exit code.
-    """
+    """Train to the last step, resuming after each `Rollback`; return the exit code."""
     from jaxdist.run.resilience.anomalies import Rollback
 
     while True:
@@ -168,12 +164,8 @@ def train(session: Session) -> int:
 def train_from(session: Session) -> int:
     """Train from `session.step` to the last step, and return the exit code.
 
-    Step n is dispatched before the host reads the metrics of step n−1.
-
-    Raises:
-        Rollback: a guard requires the newest checkpoint.
-        Stopped: the loss is bad, and the policy is to end the run.
-        CorruptState: replicas of the state differ, and the policy is to end the run.
+    Step n is dispatched before the host reads the metrics of step n−1. A guard raises `Rollback`,
+    `Stopped` or `CorruptState`.
     """
     config, reporter = session.config, session.reporter
     session.start_steps()

@@ -1,9 +1,5 @@
 """Settings of a run: the sections of all packages in one dataclass, and how commands read them.
 
-    run_config     `RunConfig`, the settings of a training run, and the rules between sections
-    elastic        the same run on fewer devices than in its mesh
-    command_line   settings of a run from flags, files and stored runs
-
 Importing this starts no device and imports neither flax nor orbax.
 """
 

@@ -121,7 +121,6 @@ def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
 
 
 def _base_of(values: InputValues) -> RunConfig | None:
-    """Return the defaults for the values of the flags and files."""
     run, step = _stored(values)
     if run and (_table_of(run) or (locate(run) / "config.toml").exists()):
         return dataclasses.replace(settings_of_run(run, step), run_dir="")
@@ -178,7 +177,6 @@ def _debug_run(has_mesh: bool) -> RunConfig:
 
 
 def _run_of_model(start: str) -> RunConfig:
-    """Return the defaults of a run from a Hugging Face model, a directory or a hub name."""
     folder, is_hub = folder_of(start), hub.is_hub_name(start)
     name = hub.short_name(start) if is_hub else folder.absolute().name
     return RunConfig(
@@ -190,11 +188,7 @@ def _run_of_model(start: str) -> RunConfig:
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:
-    """Return the settings in the `config.toml` of a run.
-
-    Their rules were checked when the run started. Some, e.g. that the data exist, may not hold on
-    this machine.
-    """
+    """Return the settings in the `config.toml` of a run, without checking their rules again."""
     run = read_settings(
         RunConfig,
         ["--config", str(path)],
@@ -209,10 +203,7 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> RunConfig:
-    """Return the settings stored with a checkpoint of a run, as `manifest.stored_config` picks it.
-
-    Without a checkpoint that stores settings, `config.toml` is read.
-    """
+    """Return the settings stored with a checkpoint of a run, or else in `config.toml`."""
     run = locate(path)
     if text := manifest.stored_config(run / "checkpoints", step):
         return parse_run(text, str(run))

@@ -1,8 +1,8 @@
 """A run on fewer devices than in its mesh: adapted mesh, microbatches and evaluation batches.
 
-This module maps settings to settings. A step computes the same: the global batch, its rows and
-their order stay. The rows of a microbatch on one device never increase, because the batch is cut
-into more microbatches. The share of the state on a device may increase; the reason reports it.
+A step computes the same: the global batch, its rows and their order stay. The rows of a microbatch
+on one device never increase, because the batch is cut into more microbatches. The share of the
+state on a device may increase; the reason reports it.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | 
 def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
-    """The batches of training and evaluation, cut so that no device takes more rows at once.
-
-    They are cut between examples of the objective.
-    """
+    """Split the batches between examples, so that no device takes more rows at once."""
     batch, size = config.train.global_batch_size, _example_rows(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)

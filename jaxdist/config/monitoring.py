@@ -82,11 +82,7 @@ class MonitoringConfig:
 
 
 def parse_profile_steps(text: str) -> tuple[int, int]:
-    """Parse `10:13` to (10, 13), inclusive, and `10` to (10, 10).
-
-    Raises:
-        ValueError: the text is neither, or the steps are not in order from 1 on.
-    """
+    """Parse `10:13` to (10, 13), inclusive, and `10` to (10, 10); raise ValueError otherwise."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     first = int(match[1]) if match else 0
     last = int(match[2]) if match and match[2] else first

@@ -207,10 +207,7 @@ class RunConfig:
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
     ) -> None:
-        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
-
-        Without `num_devices`, the number of devices is not checked.
-        """
+        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby."""
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
             raise ConfigError(problems, heading="mesh")
@@ -226,9 +223,8 @@ class RunConfig:
         """Return the mesh of a run and its reason.
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
-
-        `num_devices` and `memory_bytes` (of one device) come from the backend. `needs` estimates
-        the memory of a mesh; without it only the state counts.
+        `memory_bytes` is of one device. `needs` estimates the memory of a mesh; without it only the
+        state counts.
         """
         if self.mesh.spec is not None:
             spec = self.mesh.spec.resolve(num_devices)
@@ -271,7 +267,6 @@ class RunConfig:
         return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes)
 
     def _path_problems(self) -> list[str]:
-        """Return the problems of names and paths."""
         problems = []
         if not re.fullmatch(r"[\w][\w.+-]*", self.name):
             problems.append(
@@ -340,7 +335,6 @@ class RunConfig:
         ]
 
     def _data_problems(self) -> list[str]:
-        """Return the violated rules between the model and the data."""
         data, reads = self.data, self.model.reads
         sizes = {"bytes": BYTE_VALUES, "code": CODE_VOCAB_SIZE}
         own_rows = any(map(is_custom, data.sources))
@@ -366,7 +360,6 @@ class RunConfig:
         return problems
 
     def _early_mesh_problems(self) -> list[str]:
-        """Return the problems of the mesh that can be checked before devices start."""
         num_devices = self._num_simulated_devices()
         try:
             if self.mesh.spec is None:
@@ -385,7 +378,6 @@ class RunConfig:
         return self._problems_with_fix(spec, None, num_devices)
 
     def _num_simulated_devices(self) -> int | None:
-        """Return the number of simulated devices of the job, or None if devices are real."""
         if not self.simulate:
             return None
         try:

@@ -53,7 +53,7 @@ MakeModel: TypeAlias = Callable[[int], Model]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshDifference:
-    """A gradient or a sum of the step, `value`, that depends on the mesh.
+    """A value of the step, a gradient or a sum, that depends on the mesh.
 
     `relative` is the largest difference, relative to the peak on one device; inf if not finite.
     `axes` are mesh axes that alone make it differ; () if only several together do.

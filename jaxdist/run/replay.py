@@ -102,7 +102,7 @@ def verdict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """Train records and anomalies of a run by step, and sample ranges [first, end) left out."""
+    """Train records and anomalies of a run by step, and the sample ranges [first, end) skipped."""
 
     run: str
     recorded: dict[int, Record]

@@ -168,8 +168,6 @@ class Session:
             self.parts, self.train_data, self.checkpointer, self.run, self.guard, left_out
         )
 
-    # -- one step ----------------------------------------------------------------------------------
-
     def start_steps(self) -> None:
         """Prepare the first step of this start, or after a rollback."""
         self.forward_events()
@@ -220,8 +218,6 @@ class Session:
         if actions.save or actions.leave or actions.last:  # never save a corrupt replica
             self.reporter.start_check(self.step, self.state, force=True)
         self.reporter.flush()
-
-    # -- actions between two steps -----------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -324,8 +320,6 @@ class Session:
             name = str(fields.pop("event"))
             level = logging.WARNING if name.endswith("failed") else logging.INFO
             self.monitor.event(name, level=level, quiet=True, **fields)
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> int:
         """Save and end the run early; returns exit code 75 after a signal, 0 after a callback."""

@@ -338,7 +338,6 @@ def assemble(
 def _fit_devices(
     config: RunConfig, devices: Sequence[Any], model: Model
 ) -> tuple[RunConfig, Sequence[Any]]:
-    """Return settings that fit the available devices, and the devices to use."""
     fitted = fit_devices(config, len(devices), model)
     if fitted is config:
         return config, devices

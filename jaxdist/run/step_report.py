@@ -38,7 +38,7 @@ class StepReporter:
     )
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
-        """Keep metrics, scalars [], of a dispatched step for `flush`; check `state` if due."""
+        """Keep metrics, scalars [], of a dispatched step for `flush`; check its `state` if due."""
         # The loader moves on with the next batch, so the position of this one is stored.
         self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)
@@ -82,7 +82,6 @@ class StepReporter:
         )
 
     def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:
-        """Wait for the metrics of the step, pass them to the monitor and return them."""
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)

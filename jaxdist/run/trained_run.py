@@ -58,7 +58,7 @@ class TrainedRun:
 
         By default it is the opened checkpoint, or the newest valid one. `kind` is as in
         `Checkpointer.restore_params`. Raise ConfigError if there is no such checkpoint, it has
-        another model or no average, or another one was opened.
+        another model or no average, or another checkpoint was opened.
         """
         if None not in (step, self.step) and step != self.step:
             raise other_step(step, self.step, self.path)

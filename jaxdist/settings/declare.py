@@ -15,10 +15,7 @@ class ConfigError(ValueError):
     """Invalid settings or arguments; `problems` lists all problems, one line each.
 
     Every line has the value, the allowed values and the fix. Commands print it and exit with 2.
-
-    Args:
-        problems: one, or several.
-        heading: name of the command or setting for a first line; "" = no first line.
+    `heading` names the command or setting in a first line; "" = no first line.
     """
 
     def __init__(self, problems: str | list[str], *, heading: str = ""):

@@ -197,8 +197,6 @@ _TYPED = ("flag", "argument")  # prefixes of the origins on the command line; ot
 
 
 class _Reader:
-    """Assigns input values to the schema, and collects problems and origins."""
-
     def __init__(
         self,
         cls: type,
@@ -218,7 +216,6 @@ class _Reader:
         self.kinds: dict[Path, str] = {}
 
     def read(self) -> Any:
-        """Return the settings, with the default for every invalid value."""
         # 1. The kind of a section decides which fields it has. 2. Values are assigned to fields.
         self._read_kinds()
         skipped: set[Path] = set()
@@ -231,7 +228,6 @@ class _Reader:
         return self._build(self.cls, self.base, ())
 
     def concerns_bad_value(self, problem: str) -> bool:
-        """Return whether a rule is about a value that could not be read."""
         for name in self.bad:
             last = name.rsplit(".", 1)[-1]
             if re.search(rf"\b{re.escape(name)}\b|\b{last}=", problem):
@@ -239,7 +235,6 @@ class _Reader:
         return False
 
     def with_origin(self, problem: str) -> str:
-        """Add the origin of the first setting that a problem names."""
         for name in re.findall(r"\b[a-z_]\w*(?:\.\w+)*\b", problem):
             if name in self.origins:
                 return f"{problem} [{name}: {self.origins[name]}]"
@@ -269,7 +264,6 @@ class _Reader:
         return kind
 
     def _assign(self, one: Input, skipped: set[Path]) -> None:
-        """Read a value into its field, or report a problem."""
         cls = self.cls
         for depth, name in enumerate(one.path):
             here = one.path[: depth + 1]
@@ -404,7 +398,7 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
 
 
 def _did_you_mean(text: str, names: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """A question naming the closest names, with a space before it; nothing without any."""
+    """Return a question that names the closest names, with a leading space; "" without any."""
     names = list(dict.fromkeys(names))
     close = difflib.get_close_matches(text, names, n=2, cutoff=0.75)
     if not close:

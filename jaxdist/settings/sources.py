@@ -35,12 +35,9 @@ class Input:
 
 @dataclasses.dataclass
 class Arguments:
-    """A parsed command line.
+    """A parsed command line; `files` are of `--config`, `rest` follows `--`.
 
-    Attributes:
-        files: arguments of `--config`.
-        rest: arguments after `--`.
-        help: None without `--help`, else the requested section ("" = everything).
+    `help` is None without `--help`, else the requested section ("" = everything).
     """
 
     files: list[str] = dataclasses.field(default_factory=list)
@@ -88,7 +85,6 @@ def _name_of(word: str) -> str:
 
 
 def _take_value(word: str, following: list[str], is_switch: bool = False) -> str | None:
-    """Return the value of a flag, removed from the following words; None without one."""
     _, equals, text = word.partition("=")
     if equals:
         return text
@@ -100,12 +96,9 @@ def _take_value(word: str, following: list[str], is_switch: bool = False) -> str
 
 @dataclasses.dataclass(frozen=True)
 class FlagWords:
-    """A flag and its value on a command line of another program.
+    """A flag and its value on another program's command line, with the original words.
 
-    Attributes:
-        name: name of the setting, with underscores; "" for words that are not a flag.
-        value: None without one.
-        words: the original words.
+    `name` is that of the setting, with underscores; "" for words that are not a flag.
     """
 
     name: str
@@ -144,9 +137,8 @@ def without_flags(argv: Sequence[str], *names: str) -> list[str]:
 def program_inputs(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Input]:
     """Convert settings of a Python program: dotted names, short names or nested tables.
 
-    Args:
-        values: e.g. {"steps": 10, "optim.peak_lr": 1e-3, "train": {"seq_len": 64}}.
-        aliases: short name -> dotted name, for values that are not tables.
+    `values` are e.g. {"steps": 10, "optim.peak_lr": 1e-3, "train": {"seq_len": 64}}. `aliases` map
+    short names to dotted names.
     """
     inputs: list[Input] = []
 
@@ -178,11 +170,9 @@ def _as_toml(value: Any) -> Any:
 def read_file(
     file: str, read_url: Callable[[str], bytes] | None = None
 ) -> tuple[dict[str, Any], list[str], str]:
-    """Return the table, the problems and the text of a TOML file.
+    """Return the table, the problems and the text of a TOML file, or of one in `NAMED_FILES`.
 
-    Args:
-        file: its path, its name in `NAMED_FILES`, or its URL.
-        read_url: returns the content at a URL; None = URLs are rejected.
+    `file` is a path, a name or a URL, whose content `read_url` returns; None = URLs are rejected.
     """
     path = FilePath(file)
     if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():

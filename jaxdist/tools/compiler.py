@@ -56,10 +56,7 @@ def main() -> int:
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
-
-    The request contains the settings as TOML and the cluster; `check.compile_step` creates it.
-    """
+    """Compile the train step for the settings (TOML) and the cluster in a request."""
     gpu = Gpu(**request["gpu"])
     cluster = Cluster(
         gpu=gpu, num_nodes=request["num_nodes"], gpus_per_node=request["gpus_per_node"]
@@ -112,9 +109,6 @@ def _branch_shares(parts: Any) -> dict[str, float]:
     )
     actions = Counter(tick[0].kind for tick in schedule.ticks if tick[0] is not None)
     return {kind: actions[kind] / slots[kind] for kind in slots}
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 def _memory(
@@ -209,9 +203,6 @@ def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
             shape = re.sub(r"\{[^}]*\}", "", value[5])
             values.append((value[1], int(value[3]), int(value[4]), shape))
     return values
-
-
-# --- the program ---------------------------------------------------------------------------------
 
 
 def _attention(parts: Any, calls: list[tuple[str, HloInstruction]]) -> str:

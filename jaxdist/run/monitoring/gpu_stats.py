@@ -11,7 +11,7 @@ from jaxdist import runtime
 
 
 class GpuStats:
-    """Reads the GPUs of this process's jax devices, as `CUDA_VISIBLE_DEVICES` numbers them."""
+    """Reads the GPUs of this process's jax devices, mapped by `CUDA_VISIBLE_DEVICES`."""
 
     def __init__(
         self,

@@ -129,8 +129,6 @@ class Monitor:
         if not is_held:
             self.commit()
 
-    # -- reports of a running job ------------------------------------------------------------------
-
     def train(
         self,
         step: int,
@@ -147,9 +145,8 @@ class Monitor:
         Call it on every process. It reads the metrics, replicated scalars [], from the devices,
         which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
         loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
-        the waits for the batch and for the devices (None = not measured). `link` is of the data
-        ledger. Return the metrics as Python numbers; loss and gradient norm are None without
-        labels.
+        both waits; None = the wait for the devices was not measured. `link` is of the data ledger.
+        Return the metrics as Python numbers; loss and gradient norm are None without labels.
         """
         values = read(metrics)
         if values.get("weight") == 0:  # means over no labels
@@ -298,8 +295,6 @@ class Monitor:
         self._trackers.append(tracker)
         return tracker
 
-    # -- the end --------------------------------------------------------------------------------
-
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
@@ -363,8 +358,6 @@ class Monitor:
             except Exception as second:  # a full disk must not hide why the run failed
                 logger.warning("summary.json was not written: %s", second)
         self.close()
-
-    # -- private -----------------------------------------------------------------------------------
 
     def commit(self) -> None:
         """Open the files on process 0, and write the records held back until now."""

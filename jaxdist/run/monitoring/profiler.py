@@ -47,7 +47,10 @@ class Profiler:
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
-        """Return whether a trace starts or ends just before `step`; then wait and call `turn`."""
+        """Return whether a trace starts or ends just before `step`. Call it before each step.
+
+        If true, wait for the devices and call `turn`, so that a trace has complete steps only.
+        """
         if self._now is not None:
             first, last = self._now
             self._newest = max(self._newest, step - 1)  # a rollback removes no step from the trace

@@ -121,7 +121,6 @@ class Prometheus:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their Prometheus name."""
     numbers = {}
     for key, value in record.items():
         if key in _LEFT_OUT or isinstance(value, bool) or not isinstance(value, int | float):

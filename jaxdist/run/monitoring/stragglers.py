@@ -1,8 +1,8 @@
 """Straggler detection: find the process that the others wait for.
 
 Collectives synchronize a job, so all processes measure the same step time. A process that waits for
-its devices delays nobody. If it did not wait, its devices had run out of work: the step is late.
-The straggler spends more time on data or on the host in its late steps than the others do.
+its devices delays nobody. If a process did not wait, its devices had run out of work: the step is
+late. The straggler spends more time on data or on the host in its late steps than the others do.
 
 Late steps are counted one by one, because a mean over the interval would hide a fault that starts
 in the middle of it. Jitter makes a few steps late. The fewer late steps there are, the more time
@@ -55,7 +55,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Collects step times of this process, and of all per interval; `interval_steps=0` = never."""
+    """Collects step times, and compares them per interval; never with `interval_steps=0`."""
 
     def __init__(self, num_processes: int, interval_steps: int):
         self._num_processes = num_processes
@@ -74,7 +74,7 @@ class StragglerDetector:
         return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """Publish and return this process's numbers of the interval; `extra` adds GPU clocks."""
+        """Publish and return this process's interval; `extra` adds numbers, e.g. GPU clocks."""
         own = {"step": step, "host": socket.gethostname(), **summarize(self._steps), **extra}
         self._steps.clear()
         self._newest = step

@@ -208,7 +208,7 @@ class LossGuard:
 
 
 def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
-    """Return the anomalies of a run, oldest first; [] without a file. Skip a truncated line."""
+    """Return the anomalies, oldest first; [] without a file. A truncated line is skipped."""
     file = locate(path)
     anomalies = []
     for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):

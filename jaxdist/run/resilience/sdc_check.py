@@ -77,7 +77,7 @@ class SdcCheck:
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state, which may be donated right after, if due or forced."""
+        """Start a check of the state if due or forced. The state may be donated right after."""
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
             return

@@ -133,8 +133,6 @@ class Watchdog:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5 * min(self._beat_s, _BEAT_S))
 
-    # --- the thread -------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._closed.wait(self._beat_s):

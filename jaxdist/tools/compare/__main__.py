@@ -109,7 +109,6 @@ def describe(runs: Divergence) -> list[str]:
 def _rerun_lines(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], divergence: Divergence
 ) -> list[str]:
-    """Rerun the steps around the difference; return the lines about them."""
     start, last = divergence.rerun_from, divergence.last_to_rerun
     if last - start > config.max_steps:
         return [
@@ -150,7 +149,6 @@ def _parts_of(
 
 
 def _meshes_of(run: RunDirectory) -> list[str]:
-    """Return the meshes on which a run trained, in order."""
     return [r["mesh"] for r, _ in stream_records(run.metrics) if r.get("event") == "run"]
 
 

@@ -1,7 +1,4 @@
-"""Compare the records of two run directories: settings, data, losses, checkpoints.
-
-It reads JSON, TOML and the stored checksums of arrays, and computes nothing.
-"""
+"""Compare the stored records of two run directories: settings, data, losses, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,17 +23,11 @@ _VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
 class Divergence:
     """Differences between two run directories.
 
-    Attributes:
-        settings: setting -> value in both runs, None if a run lacks it.
-        environment: versions, commits and devices, likewise.
-        last_common_step: newest step of both runs.
-        data_step: first step with different rows; None without a difference or a ledger.
-        step: first step with a different number; None if all are equal.
-        numbers: name -> value in both runs at `step`.
-        equal_checkpoints: steps of equal checkpoints, in increasing order.
-        checkpoint: oldest step of which the checkpoints differ, or None.
-        arrays: names of the arrays that differ in it.
-        num_arrays: number of its arrays.
+    `settings` and `environment` map a name to its value in both runs, None if a run lacks it.
+    `data_step` is the first step with different rows; None without a difference or a ledger. `step`
+    is the first step with a different number; `numbers` maps its name to both values.
+    `checkpoint` is the oldest step of which the checkpoints differ, and `arrays` names the arrays
+    that differ in it.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -99,7 +90,6 @@ def _differ(a: Record, b: Record, name: str) -> bool:
 
 
 def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Record]]:
-    """Yield the records of each step of both runs."""
     others = steps_of(b)
     other = next(others, None)
     for record in steps_of(a):

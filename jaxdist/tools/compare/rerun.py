@@ -24,12 +24,9 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerunStep:
-    """Result of one rerun step.
+    """Digests (in the order of their computation), loss and gradient norm of one rerun step.
 
-    Attributes:
-        digests: digests of its tensors, in the order of their computation.
-        numbers: loss and gradient norm.
-        arrays: description of every array before the step, as in a checkpoint; {} unless requested.
+    `arrays` describes every array before the step, as in a checkpoint; {} unless requested.
     """
 
     step: int
@@ -40,11 +37,9 @@ class RerunStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstDifference:
-    """First difference between the reruns of two runs.
+    """First difference between two reruns, e.g. "params/layers/mlp/up, layer 3".
 
-    Attributes:
-        what: tensor and layer, e.g. "params/layers/mlp/up, layer 3".
-        also: number of further differences in the same step.
+    `also` is the number of further differences in the same step.
     """
 
     step: int
@@ -75,7 +70,6 @@ def rerun_steps(
 
 
 def _describe(state: TrainState) -> dict[str, dict[str, Any]]:
-    """Return name -> shape, dtype and checksum of every array of a state."""
     leaves = pytree.leaves_of(state)
     arrays = [pytree.plain(leaf) for leaf in leaves]
     return pytree.with_checksums(pytree.describe(leaves, arrays), checksums(arrays))
@@ -100,15 +94,9 @@ def rerun(
 ) -> tuple[FirstDifference | None, list[tuple[RerunStep, RerunStep]]]:
     """Rerun the steps of both runs after `start`, up to `last` or the first difference.
 
-    Args:
-        runs: the run directories; they are only read.
-        parts: parts of both runs, on the same devices and mesh.
-        start: a step with a checkpoint in both; 0 = new states.
-        last: last step to rerun.
-        checkpoint: describe the arrays before the step after it.
-
-    Returns:
-        The first difference or None, and the steps.
+    Both `parts` are on the same devices and mesh. `start` is a step with a checkpoint in both runs;
+    0 = new states. The step after `checkpoint` describes its arrays. Return the first difference or
+    None, and the steps.
     """
     walks, done = [], []
     with contextlib.ExitStack() as stack:
@@ -138,7 +126,6 @@ def rerun(
 
 
 def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Batch]:
-    """Yield batches from `step` on; raise an error if a batch is not the recorded one."""
     for number, batch in enumerate(loader, start=step):
         history.check(number, loader.first_sample)
         yield batch

@@ -20,10 +20,7 @@ _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had
 
 
 def checkpoint_of(path: str, step: int) -> Location:
-    """Return a checkpoint with verified files (size and CRC-32).
-
-    A negative `step` selects the step in `path` (see `manifest.named_step`), or the newest.
-    """
+    """Return a checkpoint after verifying its files; `step` < 0 = that of `path`, or the newest."""
     directory, named = manifest.named_step(path)
     steps = manifest.steps_in(directory)
     if step < 0 and named is not None:

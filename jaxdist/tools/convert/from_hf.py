@@ -80,7 +80,6 @@ def run(config: Config) -> int:
 
 
 def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Weights) -> None:
-    """Write one array block by block; a block is a chunk on disk."""
     piece = parts[0]
     dtype = weights.dtype(piece)
     stacked = piece.layer is not None
@@ -102,7 +101,6 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
 
 
 def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
-    """Return the chunk shape of a part: up to `_CHUNK_BYTES`, contiguous in its file."""
     order = piece.stored_order
     cut = even_chunk(tuple(piece.shape[dim] for dim in order), itemsize, _CHUNK_BYTES)
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))

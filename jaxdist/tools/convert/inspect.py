@@ -66,7 +66,6 @@ def _short(value: Any) -> str:
 
 
 def _totals(stored: StoredArrays) -> dict[str, Any]:
-    """Return arrays, elements and bytes of each part."""
     totals = {}
     for item in ITEMS:
         names = [name for name in stored.entries if name.startswith(item + "/")]

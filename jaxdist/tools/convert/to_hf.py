@@ -108,7 +108,6 @@ def _tensors(
 
 
 def _check_shapes(stored: StoredArrays, ours: list[Piece], item: str) -> None:
-    """Raise ConfigError if names or shapes differ from those of the settings."""
     layers = collections.Counter(piece.name for piece in ours)
     expected = {p.name: [*[layers[p.name]][: p.layer is not None], *p.shape] for p in ours}
     held = {

@@ -48,7 +48,6 @@ def run(config: Config) -> int:
 
 
 def _array_problem(checkpoint: Location) -> str:
-    """Return the reason why an array differs from the saved one, or ""."""
     stored = StoredArrays(checkpoint)
     try:
         for name in stored.entries:

@@ -210,7 +210,6 @@ def _compute(
 
 
 def _gather(topic: str, value: Any, config: DoctorConfig) -> list[Any]:
-    """Return the values of all processes for `topic`, as read from JSON."""
     everyone = coordination.gather(f"doctor/{topic}", value, config.wait_s)
     return [json.loads(json.dumps(one)) for one in everyone]
 

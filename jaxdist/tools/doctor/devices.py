@@ -27,9 +27,6 @@ _OF_THE_LINK = 0.3
 """Share of the link bandwidth that an all-reduce of 256 MiB must reach; NCCL has 0.5 to 0.9."""
 
 
-# --- single devices -------------------------------------------------------------------------------
-
-
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
     """Multiply [size, size] matrices on each device; return median `seconds` and `digests`."""
 
@@ -57,9 +54,9 @@ def check_compute(
 ) -> list[Finding]:
     """Report devices with different bits or longer times than the others.
 
-    Bits are compared within a process, because autotuning may choose different kernels in two
-    processes. `everyone` holds the results of `compute` and `hosts` the host names, by process id.
-    Simulated devices share the CPU, so their times are not compared.
+    `everyone` holds the results of `compute`, `hosts` the host names, by process id. Bits are
+    compared within a process, because autotuning may choose different kernels in two processes.
+    Times of simulated devices are not compared.
     """
     times = {(i, j): d["seconds"] for i, ds in enumerate(everyone) for j, d in enumerate(ds)}
     median_s = statistics.median(times.values())
@@ -95,17 +92,12 @@ def _wrong_bits(
                 )
 
 
-# --- all-reduce -----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that reduce together over an axis.
+    """Devices, as (process, index in the process), that reduce together over an axis.
 
-    Attributes:
-        members: (process, index of the device in the process).
-        seconds: time of one all-reduce in the slowest process.
-        right: the sum was correct on every device.
+    `seconds` is the time of one all-reduce in the slowest process; it is `right` if the sum was
+    correct on every device.
     """
 
     members: tuple[tuple[int, int], ...]

@@ -98,8 +98,6 @@ def record_of(reported: Sequence[Reported], *, strict: bool) -> dict[str, Any]:
     }
 
 
-# --- the report as text ---------------------------------------------------------------------------
-
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
 _CHECK_WIDTH = 18
 
@@ -140,7 +138,6 @@ def verdict(reported: Sequence[Reported]) -> str:
 
 
 def _where(one: Reported, num_processes: int) -> str:
-    """Name the processes of a finding; "" for all."""
     is_global = one.finding.check.startswith(_JOB_CHECKS)
     if num_processes == 1 or len(one.processes) == num_processes or is_global:
         return ""

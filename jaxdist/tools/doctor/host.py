@@ -27,10 +27,7 @@ _SLOW_NOTICE_S = 120
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
-    """Check free space and speed of an existing directory.
-
-    `test_bytes` are written, synced, read back and deleted. The run will write `needed_bytes`.
-    """
+    """Check free space for `needed_bytes`; measure the speed with a file of `test_bytes`."""
     stats, usage = os.statvfs(directory), shutil.disk_usage(directory)
     free_files = stats.f_favail if stats.f_files else None
     results = check_disk(directory, usage.free, usage.total, needed_bytes, free_files)
@@ -175,9 +172,6 @@ def check_cores(num_cores: int, num_gpus: int) -> Finding:
             cores=num_cores,
         )
     return ok("cores", f"{num_cores} CPU core(s)", cores=num_cores)
-
-
-# --- SLURM ----------------------------------------------------------------------------------------
 
 
 def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:

@@ -71,11 +71,9 @@ def own_address(towards: str) -> str:
 
 
 def visit(addresses: Sequence[tuple[str, int]], own: int) -> dict[str, Any]:
-    """Connect to all other processes.
+    """Connect to all other processes; return the results by process.
 
-    Returns:
-        `failed`: process -> reason; `offset_s`: process -> its clock minus ours; `rtt_s`: process
-        -> round trip.
+    `failed` are reasons, `offset_s` clocks minus the own clock, `rtt_s` round trips.
     """
     others = [i for i in range(len(addresses)) if i != own]
     failed, offsets, trips = {}, {}, {}
@@ -157,9 +155,6 @@ def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
     return ok("clocks", text, skew_s=skew)
 
 
-# --- the shared directory -------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Token:
     """The file of one process in the run directory; `nonce` is that of this check."""
@@ -219,8 +214,8 @@ def check_views(
 ) -> list[Finding]:
     """Rate the directory.
 
-    `views` maps a process to the processes whose token it has read, `failed` to the reason why it
-    could not write its own; `hosts` are by process id.
+    `views` maps a process to those whose token it has read, `failed` to the reason for a failed
+    write.
     """
     results = [
         error(

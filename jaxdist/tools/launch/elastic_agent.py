@@ -73,8 +73,6 @@ class ElasticAgent(Agent):
         self._next_capacity_s = 0.0
         self._has_forwarded_stop = False
 
-    # --- between rounds ---------------------------------------------------------------------------
-
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Wait for a round that includes this host, or for the job's exit code."""
         if not self.rendezvous.own.heartbeat:
@@ -99,11 +97,7 @@ class ElasticAgent(Agent):
         self._offer()
 
     def poll(self) -> Round | int | None:
-        """Read the files once, and lead if this host has the lowest live rank.
-
-        Returns:
-            A round that includes this host, the job's exit code, or None to poll again.
-        """
+        """Read the files once; lead if this host has the lowest live rank. None = poll again."""
         hosts = self.rendezvous.read_hosts()
         if self.round is None:
             _reject_duplicate(self.rendezvous.duplicate)
@@ -141,8 +135,6 @@ class ElasticAgent(Agent):
             visible_gpus=visible,
             token=new.id,
         )
-
-    # --- while a round runs -----------------------------------------------------------------------
 
     def watch(self, group: WorkerGroup) -> None:
         """Once a second: end the processes if a member is lost, forward a stop request, lead."""
@@ -184,7 +176,7 @@ class ElasticAgent(Agent):
         return True
 
     def continues_after_save(self) -> bool:
-        """Return whether another round follows a save without a stop request on this host.
+        """Return whether another round follows a save that was not requested on this host.
 
         It does if the leader or another member requested the save. A single host preempted itself,
         e.g. at its time limit.
@@ -208,8 +200,6 @@ class ElasticAgent(Agent):
         """Restore the files of the rendezvous."""
         self.rendezvous.discard()
 
-    # --- leading ----------------------------------------------------------------------------------
-
     def _leads(self, hosts: Mapping[int, Host]) -> bool:
         ready = [h.rank for h in hosts.values() if h.state in ("waiting", "running")]
         living = [rank for rank in ready if self.rendezvous.is_alive(hosts[rank])]
@@ -218,8 +208,7 @@ class ElasticAgent(Agent):
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
         """Write the next round when the hosts are complete or late, or stop one that can grow.
 
-        Returns:
-            The job's exit code if the hosts present cannot run it; else None.
+        Return the job's exit code if the hosts present cannot run it; else None.
         """
         living = [h for h in hosts.values() if self.rendezvous.is_alive(h)]
         if current is not None and self._is_running(current, hosts):
@@ -273,8 +262,6 @@ class ElasticAgent(Agent):
         )
         return runtime.EXIT_PREEMPTED
 
-    # --- reading the others -----------------------------------------------------------------------
-
     def _current_round(self) -> Round | None:
         current = self.rendezvous.read_round()
         if current is None:  # it cannot be read now
@@ -285,7 +272,6 @@ class ElasticAgent(Agent):
         return current
 
     def _is_running(self, current: Round, hosts: Mapping[int, Host]) -> bool:
-        """Return whether any member runs this round or is about to."""
         return any(self._state_in(current, hosts, host) == "running" for host in current.members)
 
     def _state_in(self, current: Round, hosts: Mapping[int, Host], member: Host) -> str:
@@ -343,7 +329,6 @@ class ElasticAgent(Agent):
     def _forward_stop(
         self, group: WorkerGroup, hosts: Mapping[int, Host], current: Round | None
     ) -> None:
-        """Send a stop request to this host's processes if the round must stop."""
         assert self.round is not None and current is not None  # else it was aborted
         if group.is_stopping:
             return
@@ -359,8 +344,6 @@ class ElasticAgent(Agent):
             return
         self._has_forwarded_stop = True
         group.request_stop()
-
-    # --- this host --------------------------------------------------------------------------------
 
     def _offer(self) -> None:
         # State and capacity in one write: a leader must not see "waiting" without the capacity.

@@ -107,11 +107,7 @@ class ForkServer:
         return self._gone
 
     def start(self, command: list[str], environ: dict[str, str], output: int) -> Forked:
-        """Fork the server to run `python -m MODULE ARGUMENTS`; see `Start`.
-
-        Raises:
-            OSError: the server has ended.
-        """
+        """Fork the server to run `python -m MODULE ARGUMENTS`; raise OSError if it has ended."""
         words = command[command.index("-m") + 1 :]
         request = json.dumps({"words": words, "environ": environ}).encode()
         self._started = 0
@@ -125,10 +121,7 @@ class ForkServer:
         return Forked(self, self._started)
 
     def code_of(self, pid: int, wait_s: float | None = 0.0) -> int | None:
-        """Return the exit code of a fork, or None if it still runs after `wait_s` (None: forever).
-
-        A fork is killed together with its server.
-        """
+        """Return the exit code of a fork; None if it runs after `wait_s` seconds (None: wait)."""
         until = None if wait_s is None else time.monotonic() + wait_s
         self._read(0.0)
         while pid not in self._codes and not self._gone:
@@ -182,15 +175,8 @@ class Forked:
         return self.returncode
 
 
-# --- the server -----------------------------------------------------------------------------------
-
-
 def serve(modules: Sequence[str]) -> list[str]:
-    """Import, then fork for each request; end with the launcher.
-
-    Returns:
-        The words after `python -m`, in a fork; the server itself does not return.
-    """
+    """Import, then fork for each request; return the words after `python -m` in each fork."""
     # Signals that a terminal or a scheduler sends to all processes of a job are for the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)

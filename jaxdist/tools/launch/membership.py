@@ -26,11 +26,7 @@ class Range:
 
     @classmethod
     def parse(cls, flag: str, text: str, least: int = 1, most: int = 100_000) -> Range:
-        """Parse `N` or `MIN:MAX` with numbers from `least` to `most`.
-
-        Raises:
-            ValueError: the text has another form; the message names the fix.
-        """
+        """Parse `N` or `MIN:MAX` with numbers from `least` to `most`; else raise ValueError."""
         match = re.fullmatch(r"(-?[0-9]{1,20})(?::(-?[0-9]{1,20}))?", text.strip())
         if match is None:
             raise ValueError(
@@ -70,9 +66,8 @@ class ElasticConfig:
 class LegalSizes:
     """Sizes at which a program can run.
 
-    Attributes:
-        legal: device counts without an idle device; None: any count.
-        simulate: simulated devices of each process; 0: real devices.
+    `legal` are device counts without an idle device; None = any count. `simulate` is the number of
+    simulated devices of each process; 0 = real devices.
     """
 
     legal: Sequence[int] | None = None
@@ -165,13 +160,10 @@ _MANY_GPUS = 16  # per process; more than hosts have
 
 
 def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
-    """Return the sizes at which `jaxdist.train` with these arguments can run.
+    """Return the sizes at which `jaxdist.train` with these arguments can run, or an exit code.
 
-    A child process computes them: reading the settings imports jax, and a process that has
-    imported jax should not fork.
-
-    Returns:
-        The exit code instead if the arguments are rejected; the child prints the problems.
+    A child process computes them and prints problems: reading the settings imports jax, and a
+    process that has imported jax should not fork.
     """
     command = [sys.executable, "-m", __name__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

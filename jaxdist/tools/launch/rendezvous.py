@@ -54,14 +54,10 @@ State = Literal[
 class Host:
     """State of one host, written by its launcher.
 
-    Attributes:
-        uuid: id of the launcher.
-        heartbeat: counter that grows while the launcher lives.
-        port: an unused port for the job's coordinator.
-        devices: devices of all its processes.
-        gpus: the devices are GPUs, which can be divided among processes.
-        round: id of the last round in which it took part.
-        code: exit code of a launcher whose end ends the job.
+    `uuid` identifies the launcher; `heartbeat` grows while it lives. `port` is unused, for the
+    job's coordinator. `devices` counts those of all processes; with `gpus` they can be divided
+    among processes. `round` is the last round in which it took part. `code` is the exit code of a
+    launcher whose end ends the job.
     """
 
     rank: int
@@ -82,10 +78,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """Hosts of a round, with the same number of processes on each and of devices per process.
-
-    The first host runs the coordinator.
-    """
+    """Hosts of a round, with equal numbers of processes; the first runs the coordinator."""
 
     members: tuple[Host, ...]
     nproc_per_node: int
@@ -101,9 +94,7 @@ class Membership:
 class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
-    Attributes:
-        number: number of the round in this run directory.
-        stop: reason for which the round must save and end; empty while it should run.
+    `stop` is the reason for which the round must save and end; empty while it should run.
     """
 
     id: str
@@ -116,10 +107,7 @@ class Round(Membership):
 
 
 class Rendezvous:
-    """Publishes the state of one host and reads the states of the others.
-
-    All hosts share `folder`. `clock` returns seconds of this host.
-    """
+    """Publishes the state of one host and reads the states of the others, in a shared `folder`."""
 
     def __init__(
         self,

@@ -14,10 +14,7 @@ from jaxdist.runtime.storage import locate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Number of processes that a host can run, and of its devices.
-
-    GPUs can be divided among the processes; CPU devices cannot.
-    """
+    """Numbers of processes and devices of a host; GPUs can be divided among the processes."""
 
     max_processes: int
     devices: int
@@ -38,11 +35,7 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
 
 @dataclasses.dataclass(frozen=True)
 class OomKills:
-    """Count of processes that the kernel killed for lack of memory.
-
-    Attributes:
-        own: the count is of this cgroup (container, SLURM step), not of the complete host.
-    """
+    """Processes killed for lack of memory, in this cgroup if `own`, else on the complete host."""
 
     count: int = 0
     own: bool = False

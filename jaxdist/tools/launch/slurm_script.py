@@ -31,11 +31,9 @@ _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,7})(?::([0-9]{2}))?(?::([0-9]{2}
 class Nodes:
     """Number of nodes of a job.
 
-    Attributes:
-        most: maximum; the number of nodes of a job that is not elastic.
-        least: minimum of an elastic job; 0 = not elastic.
-        legal: numbers of nodes with a legal mesh (ascending), of which the job uses the largest
-            that fits its allocation; () = all nodes.
+    `most` is the maximum, `least` the minimum of an elastic job; 0 = not elastic. `legal` are the
+    numbers of nodes with a legal mesh, ascending; () = all. The job uses the largest that fits its
+    allocation.
     """
 
     most: int
@@ -44,11 +42,7 @@ class Nodes:
 
     @classmethod
     def parse(cls, text: str) -> Nodes:
-        """Parse `8`, `4-8` (SLURM's range) or `4:8` (the launcher's).
-
-        Raises:
-            ValueError: the text has another form; the message names the fix.
-        """
+        """Parse `8`, `4-8` (SLURM's range) or `4:8` (the launcher's); else raise ValueError."""
         text = re.sub(r"(?<=\d)-", ":", text, count=1)
         nodes = Range.parse("nodes", text)
         return cls(most=nodes.maximum, least=nodes.minimum if ":" in text else 0)
@@ -191,11 +185,7 @@ def limit_s(text: str) -> int:
 def batch_script(
     config: SlurmConfig, nodes: Nodes | None = None, *, tasks: Sequence[ArrayTask] = ()
 ) -> str:
-    """Return the script; `nodes` defaults to those of `config`.
-
-    With `tasks` it is a job array and each task is one run: `config` has no run directory and no
-    arguments.
-    """
+    """Return the script; with `tasks` it is a job array, and each task is one run."""
     import jinja2
 
     nodes = nodes or Nodes.parse(config.nodes)
@@ -266,7 +256,6 @@ def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> s
 
 
 def _mounts(config: SlurmConfig, tasks: Sequence[ArrayTask]) -> list[str]:
-    """Return the paths to mount in a container in addition to the working directory."""
     # All tasks of an array share one command: mount the parents of their run directories.
     folders = [config.run_dir, *(os.path.dirname(task.run_dir) for task in tasks)]
     return [*config.mount, *dict.fromkeys(path for path in folders if path.startswith("/"))]

@@ -60,10 +60,7 @@ class RestartPolicy:
 
 
 class Agent(abc.ABC):
-    """Chooses the placement of each attempt and receives its result.
-
-    The defaults suit fixed hosts: their launchers do not communicate.
-    """
+    """Chooses the placement of each attempt and receives its result; defaults suit fixed hosts."""
 
     @abc.abstractmethod
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
@@ -321,7 +318,6 @@ class Supervisor:
 
 
 def _is_here(directory: Location) -> bool:
-    """Return whether a directory can be reached."""
     try:
         return directory.is_directory()
     except OSError:

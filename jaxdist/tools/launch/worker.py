@@ -42,10 +42,8 @@ def start_command(command: list[str], environ: dict[str, str], output: int) -> P
 class Worker:
     """One process in its own session; its output goes to a log file and to the console.
 
-    Attributes:
-        ended_at: time of the end (seconds of `time.monotonic`); 0 while it runs.
-        quiet: write the output to the file only.
-        service_lines: message of jax's service when it ended this process after it lost another.
+    `ended_at` is the time of the end (`time.monotonic`); 0 while it runs. `quiet`: log file only.
+    `service_lines` is the message of jax's service when it ended this process for another one.
     """
 
     def __init__(

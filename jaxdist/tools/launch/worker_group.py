@@ -33,11 +33,9 @@ COLLECT_KILLED_S = 0.3
 class Placement:
     """Position of this host's processes in the job.
 
-    Attributes:
-        num_hosts: number of hosts, if launchers share a host; 0: one per launcher (`nnodes`).
-        visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher has it.
-        token: shared secret of the processes of this attempt; empty: `JAXDIST_JOB_TOKEN` of the
-            environment.
+    `num_hosts` is the number of hosts if launchers share a host; 0 = one per launcher.
+    `visible_gpus` is `CUDA_VISIBLE_DEVICES`; empty = as the launcher has it. `token` is the shared
+    secret of this attempt; empty = `JAXDIST_JOB_TOKEN` of the environment.
     """
 
     nproc_per_node: int
@@ -69,13 +67,10 @@ class Placement:
 class GroupResult:
     """Reason for the end of an attempt.
 
-    Attributes:
-        exit_code: 0 or 75 if no process failed; else that of the first failure.
-        first_process: process id of the first failure; -1 if none of this host caused it.
-        details: traceback, or the last lines of the log.
-        seconds: time from the start to the first failure.
-        failed_at: time of the first failure (`time.monotonic`); 0 if no process failed.
-        is_rejected: the settings were rejected before any process changed the run directory.
+    `exit_code` is that of the first failure, 0 or 75 without one. `first_process` is its process
+    id; -1 if none of this host caused it. `details` are a traceback, or the last lines of the log.
+    `failed_at` is its time (`time.monotonic`) or 0. `is_rejected`: the settings were rejected
+    before any process changed the run directory.
     """
 
     exit_code: int
@@ -102,11 +97,7 @@ class GroupResult:
 
 
 class WorkerGroup:
-    """All processes of one attempt (from 0) on this host.
-
-    `failed_at` (`time.monotonic`, 0 = none) is the time at which the previous attempt failed; the
-    processes receive it.
-    """
+    """All processes of one attempt on this host; `failed_at` is the time of the last failure."""
 
     def __init__(
         self,
@@ -204,7 +195,6 @@ class WorkerGroup:
                 failure_broadcast.request_abort(self._log_dir, worker.process_id, line)
 
     def _end_survivors(self, waited_s: float) -> None:
-        """Kill the remaining processes after their time to report has passed."""
         codes = [(worker.process.returncode, worker.killed) for worker in self.workers]
         if self.placement.nnodes == 1 and (-signal.SIGKILL, False) in codes:
             if waited_s > COLLECT_KILLED_S:

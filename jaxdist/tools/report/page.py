@@ -42,10 +42,7 @@ th:first-child { text-align: left; font-weight: normal; }
 
 
 def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = False) -> str:
-    """Return the page for `runs`, with curves over "step" or "tokens".
-
-    `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
-    """
+    """Return the page for `runs`; `x` is "step" or "tokens", `log_y` as in `_LOGARITHMIC`."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -34,13 +34,9 @@ _COUNTED = {"skipped_steps": "skipped_step", "recompilations": "recompile", "war
 class ReportedRun:
     """A run and its outcome; unknown values are None.
 
-    Attributes:
-        name: short name, unique among the runs read.
-        config: dotted setting -> value, from the newest checkpoint or config.toml.
-        train: train records of the steps that led to the newest state; `evals` likewise.
-            Long runs are thinned, see `MAX_RECORDS`; extremes are kept.
-        restarts: steps at which the run was restarted.
-        outcome: row of the table -> value.
+    `config` is dotted setting -> value, from the newest checkpoint or config.toml. `train` and
+    `evals` are the records that led to the newest state; long runs are thinned, see `MAX_RECORDS`.
+    `restarts` are steps at which the run was restarted. `outcome` is row of the table -> value.
     """
 
     name: str
@@ -205,7 +201,6 @@ def _median(records: list[Record], key: str) -> float | None:
 
 
 def _environment(record: dict[str, Any]) -> dict[str, Any]:
-    """Return device kind and commit of the newest start."""
     facts = {"device_kind": record.get("devices", {}).get("kind")}
     git = (record.get("git") or [{}])[0]
     if git.get("commit"):

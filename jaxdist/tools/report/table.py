@@ -99,7 +99,6 @@ def _padded(rows: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]
 
 
 def _starred(cells: list[str], values: list[Any], best: str) -> list[str]:
-    """Mark the best cell if at least two values are finite and they differ."""
     finite = [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
     if len(finite) < 2 or min(finite) == max(finite):
         return cells

@@ -1,5 +1,1 @@
-"""`jaxdist sweep`: train every combination of some settings, sequentially or as a SLURM job array.
-
-grid      combinations, each checked by training's own reader
-__main__  one process per combination, or one task of a job array
-"""
+"""`jaxdist sweep`: train every combination of some settings, in turn or as a SLURM job array."""

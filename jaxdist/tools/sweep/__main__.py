@@ -88,10 +88,7 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
 
 
 def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
-    """Read flags of `jaxdist launch slurm` such as "time=24:00:00".
-
-    The default job name is the directory of the runs.
-    """
+    """Read flags of `jaxdist launch slurm`, e.g. "time=24:00:00"; name the job after the runs."""
     names = [flag.partition("=")[0].replace("-", "_") for flag in flags]
     problems = [
         f"slurm={flag!r} is not FLAG=VALUE. Use e.g. time=24:00:00."
@@ -122,12 +119,9 @@ def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
 
 
 def train(trial: Trial) -> tuple[int, bool]:
-    """Train in a child process.
+    """Train in a child process, to which SIGTERM is forwarded; training then saves and exits.
 
-    Ctrl-C reaches both processes, SIGTERM is forwarded; training then saves and exits.
-
-    Returns:
-        Its exit code, negative after a signal, and whether this process received a stop request.
+    Return its exit code, negative after a signal, and whether this process received a stop request.
     """
     signals: list[int] = []
     begun: list[subprocess.Popen[bytes]] = []

@@ -45,13 +45,7 @@ class SweepConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One combination.
-
-    Attributes:
-        name: name of the run directory, e.g. "optim.peak_lr=1e-4,train.steps=100".
-        arguments: arguments of `jaxdist.train`.
-        config: the settings that training reads from them.
-    """
+    """One combination: `name` of its run directory, arguments of `jaxdist.train`, settings."""
 
     name: str
     path: Location
@@ -71,12 +65,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The runs of a sweep.
-
-    Attributes:
-        trials: every combination; the last setting of the grid varies fastest.
-        slurm: flags of a SLURM job array; () = train here.
-    """
+    """The runs of a sweep; `slurm` are flags of a SLURM job array, () = train here."""
 
     trials: list[Trial]
     slurm: tuple[str, ...]
@@ -159,7 +148,6 @@ def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def _name_problems(trials: Sequence[Trial]) -> list[str]:
-    """Return problems of run directories with invalid or equal names."""
     names = [trial.name for trial in trials]
     return [
         f"two combinations have the run directory {name}: their values differ only in characters "
