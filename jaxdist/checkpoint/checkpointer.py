@@ -334,7 +334,6 @@ class Checkpointer:
         return step
 
     def _restore_locally(self, abstract_state: Any) -> tuple[Any, dict[str, Any], int] | None:
-        """Restore the chosen local save; None if another checkpoint was chosen instead."""
         assert self._local is not None and self._chosen is not None
         try:
             state, meta = self._local.load(abstract_state)

@@ -235,11 +235,7 @@ def _words(x: Array) -> Array:
 
 
 def _mix(h: Any, uint32: Any = jnp.uint32) -> Any:
-    """Apply a bijection of uint32 in which every input bit changes every output bit.
-
-    References:
-        The 32-bit finalizer of MurmurHash3 (Appleby, public domain).
-    """
+    """Apply a bijection of uint32 that mixes all bits: MurmurHash3's 32-bit finalizer (Appleby)."""
     h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)
     return h ^ (h >> 16)

@@ -35,10 +35,7 @@ def fingerprint(file: Location) -> list[int]:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of bytes A + B from the CRC-32 of each and the `length` of B.
-
-    References: zlib's `crc32_combine`.
-    """
+    """Return the CRC-32 of A + B from theirs and the `length` of B, as zlib's `crc32_combine`."""
     return _product(_power_of_x(8 * length), first) ^ second
 
 

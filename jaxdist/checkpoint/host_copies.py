@@ -1,7 +1,4 @@
-"""Copies of arrays in host memory that is reused from one save to the next.
-
-Writing to newly allocated memory is many times slower, and training waits for these copies.
-"""
+"""Copies of arrays in reused host memory: writing to new memory is many times slower."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ checkpoint that must not be loaded keeps its files and gets a marker file with a
 
     CORRUPT      the files differ from the saved ones, or could not be read
     SUPERSEDED   a run restarted from an older step
-
-This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """Return the checkpoint directory of a run, for any path inside or above it, and a step.
-
-    The step is None unless the path is a checkpoint in that directory.
-    """
+    """Return the checkpoint directory inside or above a path, and the step if it names one."""
     location = locate(path).absolute()
     for candidate in (location / "checkpoints", location, location.parent):
         if steps_in(candidate) and (candidate != location.parent or location.name.isdecimal()):
@@ -112,11 +107,7 @@ def write(
 
 
 def read(checkpoint: Location) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises `ValueError` with the reason if it must not be loaded, and `OSError` if the storage
-    fails.
-    """
+    """Return the manifest; raises `ValueError` with the reason not to load it, or `OSError`."""
     for marker in (CORRUPT, SUPERSEDED):
         if (checkpoint / marker).exists():
             raise ValueError(f"it is marked {marker}: {(checkpoint / marker).text().strip()}")

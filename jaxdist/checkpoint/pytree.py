@@ -32,10 +32,7 @@ Weights: TypeAlias = Literal["auto", "ema", "raw"]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a state: its item (of `ITEMS`), its keys inside the item, and its value.
-
-    The value is a `jax.Array` or a `jax.ShapeDtypeStruct` with sharding.
-    """
+    """One leaf of a state: its item (of `ITEMS`), its keys in the item, and its array or shape."""
 
     item: str
     path: tuple[str, ...]
@@ -126,10 +123,7 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return one line for each leaf that is missing, left over or of another shape.
-
-    `stored` describes arrays by name; those under `ignore` may stay unread.
-    """
+    """Return one line per leaf, not in `ignore`, that is missing, left over or of another shape."""
     lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:
@@ -176,11 +170,7 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 
 
 def weights_item(weights: Weights, names: Collection[str]) -> str:
-    """Return the item of the requested weights, `params` or `ema_params`.
-
-    `names` are the names of a checkpoint's arrays. Raises `ConfigError` if "ema" is requested and
-    missing.
-    """
+    """Return the item of the requested weights; raises `ConfigError` if "ema" is missing."""
     average, model = GROUPS["ema"].item, GROUPS["model"].item
     has_ema = any(under(name, [average]) for name in names)
     if weights == "ema" and not has_ema:

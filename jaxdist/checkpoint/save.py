@@ -145,10 +145,7 @@ class Saver:
         return saved
 
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
-        """On process 0: make room and check the preconditions; False if `step` is already saved.
-
-        `unreachable` has an error or "" for each process.
-        """
+        """On process 0: make room and check the preconditions; False if `step` is already saved."""
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
         self._delete_leftovers()
@@ -187,7 +184,6 @@ class Saver:
             raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
 
     def _supersede(self, resumed_from: int) -> None:
-        """Mark the checkpoints of an abandoned run; their files stay until replaced."""
         newer = [s for s in manifest.steps_in(self._directory) if s > resumed_from]
         start = f"step {resumed_from}" if resumed_from >= 0 else "the beginning"
         reason = f"a run started again from {start}"

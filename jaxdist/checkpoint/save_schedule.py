@@ -36,10 +36,7 @@ class SaveSchedule:
         self._last_time = self._interval_began = self._last_local = time.monotonic()
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Return which save is due after `step` finished steps.
-
-        `now` is in seconds of a monotonic clock; default `time.monotonic()`.
-        """
+        """Return which save is due after `step`; `now` is in seconds of `time.monotonic`."""
         if step == self._last_step:
             return ""
         by_steps = self._by_steps(step)

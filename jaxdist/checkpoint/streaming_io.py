@@ -47,10 +47,7 @@ class StoredArrays:
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
-        """Return `read` of a part [shape of the index], one chunk on disk at a time.
-
-        The index has one slice with start and stop for each dim.
-        """
+        """Return `read` of a part [shape of the index], one chunk on disk at a time."""
         handle = self._handle(name)
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
         for part in blocks_in(index, handle.chunk):

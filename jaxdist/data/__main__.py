@@ -186,7 +186,6 @@ def _learn(files: list[DataFile], config: PrepareConfig, path: str) -> None:
 
 
 def _sample(files: list[DataFile], share: float, text_field: str) -> Iterator[str]:
-    """Yield evenly spaced pieces of the text."""
     due = 0.0
     for piece in itertools.chain.from_iterable(read_pieces(path, text_field) for path in files):
         due += share

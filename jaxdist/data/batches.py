@@ -316,7 +316,6 @@ def _signals_blocked() -> Iterator[None]:
 
 def _start_worker(index: int, count: int) -> None:
     # Transforms that call jax use the CPU: the devices belong to the training process.
-    """Initialize a worker process."""
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, name="jaxdist-parent", daemon=True).start()
 

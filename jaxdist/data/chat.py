@@ -108,7 +108,6 @@ def is_metadata(name: str) -> bool:
 
 
 def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
-    """Reject fields that would be lost."""
     lost = [
         key
         for key, value in record.items()
@@ -145,10 +144,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Format roles in angle brackets on their own lines, as the module docstring shows.
-
-    `fingerprint` changes if the format changes.
-    """
+    """Format roles in angle brackets on their own lines, as the module docstring shows."""
 
     fingerprint = "plain-1"
 
@@ -232,7 +228,6 @@ class JinjaTemplate:
         return self._tokenizer.encode(self._rendered(messages, for_answer=True))
 
     def _answer_ends(self) -> frozenset[int]:
-        """Return the special token that the template puts after an answer."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             text = self._rendered(messages)

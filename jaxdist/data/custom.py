@@ -43,10 +43,7 @@ def is_custom(source: str) -> bool:
 
 
 class CustomRows:
-    """Part of a dataset with a user's rows (see `jaxdist.data.packing.Part`).
-
-    `vocab_size` is one more than the largest token, target or label in a few of the rows.
-    """
+    """Part of a dataset with a user's rows; `vocab_size` is the largest id in a few rows + 1."""
 
     def __init__(self, source: Any, name: str):
         """Read a few rows of `source`, which has len() and [index], to infer the fields."""

@@ -1,7 +1,4 @@
-"""Open sources as datasets: rows by random access, and an identity for resuming.
-
-A dataset has `__len__` and `__getitem__`, so it is also a source for `grain.MapDataset.source`.
-"""
+"""Open sources as datasets: rows by random access, and an identity for resuming."""
 
 from __future__ import annotations
 
@@ -209,7 +206,6 @@ def _dataset(
 def _packing(
     config: DataConfig, corpora: list[Corpus], seq_len: int
 ) -> Literal["stream", "documents", "best_fit"]:
-    """Choose how rows are made of these corpora."""
     weighted = [corpus for corpus in corpora if corpus.weighted]
     if weighted and config.packing == "stream":
         raise ConfigError(

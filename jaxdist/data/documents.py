@@ -1,7 +1,4 @@
-"""Read documents from files: plain text, JSON lines and Parquet.
-
-Files are streamed and long texts come in pieces, so memory does not grow with the file size.
-"""
+"""Stream documents from files: plain text, JSON lines and Parquet; long texts come in pieces."""
 
 from __future__ import annotations
 

@@ -158,10 +158,7 @@ def _rules(tokenizer: Tokenizer) -> list[str]:
 def _batches(
     files: Sequence[DataFile], read: Callable[[DataFile], Iterator[tuple[T, int, int]]], limit: int
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield items of files in lists of about the size `limit`, and the bytes read so far.
-
-    `read` yields item, size, and bytes of the file read so far.
-    """
+    """Yield (items of about size `limit`, bytes read); `read` yields (item, size, bytes read)."""
     held: list[T] = []
     total, before = 0, 0
     for path in files:

@@ -134,7 +134,6 @@ def _matches_below(pattern: Path) -> list[Path]:
 
 
 def _stored_files(url: str) -> list[DataFile]:
-    """Return the object of a URL, those below it, or those that match its pattern."""
     fixed = re.split(r"[*?[]", url)[0]
     pattern = url[len(fixed.rpartition("/")[0]) + 1 :] if fixed != url else ""
     with read_errors(url):

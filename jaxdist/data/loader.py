@@ -1,7 +1,4 @@
-"""Load rows into global device batches; the batch of step s depends on data, seed and s alone.
-
-A process loads only the rows and positions of its own devices.
-"""
+"""Load this process's rows into global device batches, a function of data, seed and step."""
 
 from __future__ import annotations
 
@@ -118,10 +115,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch: name -> [global_batch_size, ...], placed by the sharding.
-
-        Raises the error of preparing it, now and at every later call.
-        """
+        """Return the next batch, name -> [global_batch_size, ...]; raise errors of preparing it."""
         if self._failure is not None:
             raise self._failure
         start = time.perf_counter()
@@ -137,10 +131,7 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON; batches that are only prefetched do not count.
-
-        For a stream every process of the job must call it.
-        """
+        """Return the position as JSON, without prefetched batches; collective for a stream."""
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "next_sample": self._next_sample,

@@ -186,10 +186,7 @@ class Fitted:
         return batch
 
     def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
-        """Write the positions of a row from `first` on into `part`, fields [positions].
-
-        `pieces` are (first token, length) of the documents of the row, in order.
-        """
+        """Write `pieces`, (first token, length), from `first` on into fields [positions]."""
         last, end = first + len(part["tokens"]), 0
         for segment, (start, length) in enumerate(pieces, start=1):
             begin, end = end, end + length

@@ -145,7 +145,6 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
 def _peek(
     name: str, open_shard: Callable[[int, int], grain.IterDataset[Any]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the first rows, and the iterator's state after the first one."""
     iterator = iter(open_shard(0, 1))
     rows = []
     try:

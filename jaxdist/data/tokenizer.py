@@ -252,10 +252,7 @@ def tokenizer_file(name: str) -> Location:
 
 
 def tokenizer_files(folder: Location) -> dict[str, bytes]:
-    """Return name -> content of a tokenizer's files.
-
-    End tokens in the model's `config.json` are returned as a `generation_config.json`.
-    """
+    """Return name -> content of a tokenizer's files; `config.json` as `generation_config.json`."""
     entries = folder.entries()
 
     def read(name: str) -> bytes:

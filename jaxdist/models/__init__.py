@@ -1,7 +1,4 @@
-"""Build models as `Model` records of pure functions; Flax NNX modules stay inside this package.
-
-`build` makes the record for a config; the rest of the package uses only the record.
-"""
+"""Build models as `Model` records of pure functions; Flax NNX stays inside this package."""
 
 from __future__ import annotations
 

@@ -109,8 +109,6 @@ def _head_kernel(config: DecoderConfig, params: Params) -> Array:
 def _make_decoding(
     config: DecoderConfig, bind_embed: Bind, bind_block: Bind, bind_head: Bind
 ) -> Decoding:
-    """Return the functions for generation, from the parts of the decoder."""
-
     def step(
         params: Params, cache: Any, tokens: Array, positions: Array, context: Context
     ) -> tuple[Array, Any]:
@@ -194,10 +192,7 @@ class Embedding(nnx.Module):
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
-        """Return partial sums [batch, seq, d_model] of tokens [batch, seq], for `Context.leave`.
-
-        Tokens whose row of the table is on another device get zeros.
-        """
+        """Return partial sums [batch, seq, d_model] of tokens [batch, seq], 0 for other shards."""
         table = self.table[...]
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])

@@ -14,12 +14,7 @@ from jaxdist.core.types import Dims, Model
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One array of the parameters.
-
-    Attributes:
-        name: its path, e.g. "layers.mlp.up".
-        shape: shape of the global array.
-    """
+    """One array of the parameters; `name` is like "layers.mlp.up", `shape` is global."""
 
     name: str
     dims: Dims

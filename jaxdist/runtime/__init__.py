@@ -1,8 +1,4 @@
-"""Prepare a process before its first array: join the job, open the log, handle stop requests.
-
-Importing this package imports no jax, so that the launcher starts in milliseconds. The settings are
-in `jaxdist.runtime.config`.
-"""
+"""Prepare a process before its first array: join, log, stop requests. Imports no jax."""
 
 from jaxdist.runtime.backend import (
     enable_debug_checks,

@@ -23,10 +23,7 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Make this process use `num_devices` CPU devices only; a backend with exactly these stays.
-
-    Raises `ConfigError` if another backend already runs.
-    """
+    """Make this process use `num_devices` CPU devices; raises `ConfigError` if others run."""
     import jax
 
     if num_devices < 1:
@@ -47,10 +44,7 @@ def simulate(num_devices: int) -> None:
 
 
 def enable_debug_checks() -> None:
-    """Enable jax's internal checks and bit-reproducible GPU kernels, before a device is started.
-
-    Flags in `XLA_FLAGS` take precedence.
-    """
+    """Before a device starts, enable jax's checks and bit-reproducible kernels; `XLA_FLAGS` win."""
     import jax
 
     flags = os.environ.get("XLA_FLAGS", "")
@@ -122,10 +116,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
 
 
 def _keep_programs_of_every_process() -> None:
-    """On CPUs, let every process write to the cache, not only process 0 as in jax.
-
-    There the key of a program depends on the process that compiles it.
-    """
+    """On CPUs, let every process write to the cache: there keys of programs differ by process."""
     compiler: Any = importlib.import_module("jax._src.compiler")
     write = compiler._cache_write
     if not isinstance(write, types.FunctionType) or hasattr(write, "by_process_0"):
@@ -184,7 +175,6 @@ _TRUSTED = (0,)  # root
 
 
 def _unsafe(folder: Path) -> str:
-    """Return why programs in this folder must not run as this user, or ""."""
     if not os.access(folder, os.W_OK):
         return "is not writable"
     for path in (folder, folder.parent):

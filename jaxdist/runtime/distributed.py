@@ -52,7 +52,6 @@ class JoinedJob:
     """This process and its job.
 
     Attributes:
-        devices: every device of the job, by process.
         platform: "cpu" or "gpu".
         source: launcher of the processes.
         attempt: number of restarts of the job.

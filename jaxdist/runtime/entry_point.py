@@ -146,7 +146,6 @@ def _system_exit_code(leaving: SystemExit) -> int:
 
 
 def _report(error: BaseException, otherwise: str) -> int:
-    """Print the error, write the launcher's error file, and return the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
     if isinstance(error, ConfigError):

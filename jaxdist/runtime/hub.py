@@ -66,7 +66,6 @@ def _download(name: str, files: tuple[str, ...]) -> Path:
 
 
 def _problem(name: str, error: Exception) -> str:
-    """Return an error message with cause and fix."""
     from huggingface_hub import constants, errors
 
     repo, _, revision = name.partition("@")

@@ -107,10 +107,7 @@ def close_logs() -> logging.Logger:
 
 
 def divert_c_stdout(path: str | os.PathLike[str]) -> None:
-    """Redirect file descriptor 1 to append to `path`; `sys.stdout` keeps the console.
-
-    Does nothing if `sys.stdout` is captured by a test or notebook.
-    """
+    """Append file descriptor 1 to `path`, unless stdout is captured; `sys.stdout` stays."""
     if not isinstance(sys.stdout, _Stdout):
         try:
             if sys.stdout.fileno() != 1:

@@ -1,7 +1,4 @@
-"""Local saves of a run on this host's disk, by the rules of `checkpoint.manifest`.
-
-Processes of one host may share the directory, so missing files are no error.
-"""
+"""Local saves of a run on this host's disk; its processes may delete the same files."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ class LocalStore:
         return sum(size for size, _ in entries.values())
 
     def take(self, save: Save, fetch: Callable[[str], bytes]) -> None:
-        """Copy a save that `fetch` reads from elsewhere, by path below the run's directory.
-
-        Raises `CorruptCheckpoint` if the data are damaged.
-        """
+        """Copy a save that `fetch` reads by path; raises `CorruptCheckpoint` if it is damaged."""
         location = self._cleared(save)
         try:
             files: dict[str, list[int]] = json.loads(fetch(f"{save.path}/{manifest.FILE_NAME}"))[

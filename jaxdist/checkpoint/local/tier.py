@@ -55,10 +55,7 @@ class Peer(NamedTuple):
 
 
 class LocalTier:
-    """Local saves of one run; all processes make the same calls in the same order.
-
-    `directory` is the checkpoint directory of the run.
-    """
+    """Local saves of one run; all processes make the same calls in the same order."""
 
     def __init__(self, directory: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._directory, self._config, self._events = directory, config, events
@@ -359,7 +356,6 @@ class LocalTier:
         return stored.run, stored.resumed_from, secrets.token_hex(32)
 
     def _open(self) -> list[Peer]:
-        """Create the local directory and exchange addresses."""
         domain = copies.failure_domain_of(os.environ, socket.gethostname())
         path = os.path.expandvars(self._config.local_dir)
         self._store = LocalStore(locate(path).absolute() / self._lineage.run)

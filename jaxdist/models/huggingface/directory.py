@@ -147,7 +147,6 @@ def _resolve_head(
 def _check_complete(
     listed: list[Piece], tensors: dict[str, safetensors.StoredTensor], model: DecoderConfig
 ) -> None:
-    """Reject missing tensors, other shapes, and tensors that would be dropped."""
     needed = {source.name: source.shape for piece in listed for source in piece.sources}
     fix = {HEAD: " If the embedding table is the head, set tie_word_embeddings in config.json."}
     problems = [

@@ -71,10 +71,7 @@ _WINDOWED = ("mistral", "phi3", *GEMMAS)
 
 
 def read_config(hf: Any) -> DecoderConfig:
-    """Return the model settings of a Hugging Face `config.json`.
-
-    Absent keys have the defaults of the family's config class in transformers.
-    """
+    """Return the settings of a `config.json`; absent keys have the defaults of transformers."""
     if not isinstance(hf, Mapping):
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
     family = hf.get("model_type")

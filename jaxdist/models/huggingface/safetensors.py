@@ -237,7 +237,6 @@ def indexed_files(directory: Location) -> list[str]:
 
 
 def _read_index(directory: Location) -> dict[str, str]:
-    """Return tensor -> file from the directory's index; {} without one."""
     index = directory / INDEX
     if not index.exists():
         return {}

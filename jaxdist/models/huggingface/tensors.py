@@ -90,10 +90,7 @@ class Piece:
     def read(
         self, index: Index, fetch: Callable[[Source, Index], np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
-        """Return a block [*lengths of `index`] of our part, reading only the tensors that it needs.
-
-        `fetch` maps (tensor, index in its view) to values.
-        """
+        """Return a block [*lengths of `index`]; `fetch` maps (tensor, index in view) to values."""
         shape = tuple(s.stop - s.start for s in index)
         out: np.ndarray | None = None
         for source in self.sources:

@@ -37,10 +37,7 @@ def put(key: str, value: Any, *, overwrite: bool = False) -> None:
 
 
 def get(key: str, timeout_s: float) -> Any:
-    """Return the value of a key, waiting until some process has stored it.
-
-    Raises `TimeoutError`, and `RuntimeError` if process 0 is gone.
-    """
+    """Return the value of a key; raises `TimeoutError`, or `RuntimeError` if process 0 is gone."""
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # jax's error class differs between versions, its text does not

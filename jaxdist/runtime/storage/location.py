@@ -34,11 +34,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 @dataclasses.dataclass(frozen=True)
 class Location(os.PathLike[str]):
-    """One file or directory; `str` and `os.fspath` return its path.
-
-    Libraries with their own I/O receive that path if it `is_local`. Methods raise `OSError` if the
-    storage fails.
-    """
+    """One file or directory; `str` returns its path. Methods raise `OSError` if storage fails."""
 
     path: str
     is_local: ClassVar[bool] = True
