@@ -124,7 +124,7 @@ class Saver:
         self._writer.close()
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise `CheckpointError` unless the disk has that much free space."""
+        """Raise `CheckpointError` if the disk has less than `num_bytes` free."""
         free = self._directory.free_bytes()
         if free < num_bytes:
             raise CheckpointError(

@@ -379,11 +379,12 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
 
 
 def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
-    """Choose the product with weights, and return the reason.
+    """Choose the implementation of products with weights, and return the reason.
 
     On GPUs, if `tensor` gathers and scatters positions, positions are the outermost dim in memory:
-    otherwise XLA would transpose the activations before and after every product. On CPUs gradients
-    of weights use the faster sum; stages postpone these, and recognize them by their form.
+    otherwise XLA would transpose the activations before and after every product. On CPUs, weight
+    gradients use a faster sum, except with stages, which recognize these products by their form to
+    postpone them.
     """
     if platform == "cpu" and PIPELINE not in layout.used:
         return "cpu", "sums gradients of weights faster on CPU"

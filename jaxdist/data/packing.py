@@ -212,8 +212,8 @@ def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
 def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:
     """Place the documents of tokens [start, stop) into rows, longest first, by best fit.
 
-    A document of n tokens has n-1 inputs. Longer documents than a row are cut into full rows and a
-    rest. Pieces without a token to learn are left out. Takes about 2 µs per document.
+    A document of n tokens has n-1 inputs. Documents longer than a row are cut into full rows and a
+    rest. Pieces without a token in the loss are dropped. Takes about 2 µs per document.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -246,7 +246,7 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
 
 
 def _teaching(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which pieces have a learned target; starts and lengths int64 [n] -> bool [n]."""
+    """Return which pieces have a token in the loss; starts and lengths int64 [n] -> bool [n]."""
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
     learned = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
     return np.fromiter(learned, bool, len(starts))

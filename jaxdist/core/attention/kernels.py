@@ -232,7 +232,7 @@ def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str
 def visible(
     mask: AttentionMask, queries: int, keys: int
 ) -> Bool[Array, "batch_or_1 1 {queries} {keys}"]:
-    """Return the mask of a dense kernel; the 1 is for all heads."""
+    """Return the mask of a dense kernel, equal for all heads; True = attend."""
     position = jnp.arange(keys)
     query = jnp.arange(queries)[None] if mask.query_positions is None else mask.query_positions
     behind = query[..., None] - position  # [batch or 1, queries, keys]

@@ -59,10 +59,11 @@ _DOTS = {"plain": types.dot, "cpu": cpu.dot, "by_position": tensor.dot_by_positi
 
 @jax.custom_vjp
 def gradient_barrier(tree: Any) -> Any:
-    """Return the same tree of arrays; no gradient of them is used before all are computed.
+    """Return the same tree of arrays, whose gradients are used only after all are computed.
 
-    XLA:GPU would postpone gradients of weights until the backward ring has ended, to overlap them
-    with its last permutes, and keep their inputs: two arrays of the MLP's hidden width.
+    Otherwise XLA:GPU would postpone gradients of weights until the backward ring has ended, to
+    overlap them with its last permutes, and keep their inputs: two arrays of the MLP's hidden
+    width.
     """
     return tree
 

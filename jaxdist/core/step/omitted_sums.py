@@ -28,11 +28,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def check_equal(value: Any, axes: set[str], name: str) -> None:
-    """Check that a tree of arrays [...] varies over no other axes.
-
-    Raises:
-        ConfigError: it varies over another axis.
-    """
+    """Check that a tree of arrays [...] varies only over `axes`; raises `ConfigError` if not."""
     if extra := sorted(varying_axes(value) - axes):
         raise ConfigError(
             f"omitted sum over {', '.join(extra)}: {name} with a different "

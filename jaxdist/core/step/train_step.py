@@ -160,7 +160,7 @@ def _make_train(
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
-            """Update once more, from a part of the old state that waits for `written`."""
+            """Repeat the update, but read `state.<name>` only after `written` is computed."""
             ready = ready_token(x for x in jax.tree.leaves(written) if x.size)
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)

@@ -270,7 +270,10 @@ def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
 
 
 def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
-    """Return our shape, [d_model,] kv_heads, group + 2, width, and query, key and value."""
+    """Return the shape of the fused projection and its sources: query, key and value.
+
+    The shape is [d_model,] kv_heads, group + 2, width.
+    """
     kv, width = config.kv_heads, config.head_width
     group = config.num_heads // kv
     inputs = (config.d_model,) if leaf == "weight" else ()

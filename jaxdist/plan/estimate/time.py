@@ -5,7 +5,7 @@ shapes and the power limit allow (`products`), attention by its kernel and the k
 sees, the rest at its share of the memory bandwidth. Collectives overlap with compute. Exposed is
 the part that is longer than the compute that can hide it, and a share of the rest, because
 collectives take multiprocessors and memory bandwidth from compute. Efficiencies are in `software`;
-nothing is fitted to a row. `scripts/bench/results/plan_anchors.md` compares with published runs.
+`scripts/bench/results/plan_anchors.md` compares with published runs, to which nothing is fitted.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class PipelineConfig:
 
 
 def describe(schedule: Schedule, rows: int) -> str:
-    """Return one line for the start of a run: the schedule and its cost in waiting."""
+    """Return one line for the log of a run's start: the schedule, its bubble and its stash."""
     report = simulate(schedule, RECOMPUTE)
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
     virtual = f" × {v} virtual stages" if v > 1 else ""

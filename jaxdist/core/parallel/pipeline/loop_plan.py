@@ -102,7 +102,7 @@ def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
 
 
 def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
-    """Continue a loop over pairs with ticks of one of its kinds; `idle` is the idle tick."""
+    """Append ticks of one kind to a loop over pairs, each paired with the `idle` tick."""
     own_tick = loop.kinds.index(alone.kinds[0])
     more = tuple(
         tuple(tick if i == own_tick else idle for i in range(len(loop.kinds)))

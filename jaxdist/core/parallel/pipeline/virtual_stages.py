@@ -42,9 +42,9 @@ def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
 def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
     """Move x [virtual_stages, ...] from the stages that store it to those that run it, or back.
 
-    Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... Each of v
-    rounds is one permutation that takes one from every stage and gives one to every stage, so each
-    crosses the wire once and nothing else does.
+    Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... In each of v
+    rounds, one permutation sends one virtual stage from every stage and delivers one to every
+    stage, so each is sent once.
     """
     p, v = schedule.num_stages, schedule.num_virtual_stages
     if v == 1:
