@@ -300,9 +300,9 @@ def _local_devices(
 ) -> tuple[int, ...] | None:
     """Return the indices of this process's GPUs among the visible ones; None = all.
 
-    All, if the process is alone on the host or GPUs are bound to it (`--gpus-per-task`,
-    `--gpu-bind`: fewer are visible than the host has). GPUs that all processes see are divided
-    equally.
+    A process alone on its host uses all. So does one with bound GPUs (`--gpus-per-task`,
+    `--gpu-bind`): it sees fewer than the host has, or exactly its share per task. GPUs that all
+    processes of the host see are divided in order, equally.
     """
     if plan.num_local_processes <= 1:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 def new_output(path: Path) -> Iterator[Path]:
     """Yield a path next to `path` for a new file or folder; rename it to `path` on success.
 
-    After an error it is deleted, and outputs of killed processes of this host at the next start.
+    Delete it after an error. Outputs of killed processes of this host are deleted first.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
