@@ -1,8 +1,7 @@
 """The record of a mesh axis, read by mesh, sharding, planner, elastic jobs and help texts.
 
-Each axis of the product is one `Axis` in one file of `core/parallel/`, and one entry in the list of
-`core/parallel/axes.py`. Rules for all axes iterate over that list. Code about one axis (pipeline
-schedules, the planner's pipeline and context estimates) imports that axis.
+Each axis is one `Axis` in a file of `core/parallel/`, listed in `core/parallel/axes.py`. Rules for
+all axes iterate over that list.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ class Workload:
         dims: logical dim -> size (`Model.dims`); `layers` is absent if no layers are stacked.
         rules: logical dim -> mesh axis, for dims of the model's own (`Model.rules`).
         settings: logical dim -> the setting that gives its size, for messages.
-        zero: ZeRO stage (`mesh.zero`).
         global_batch_size: rows of one step, or None to leave the batch out.
-        num_microbatches: microbatches that a device's rows are cut into.
+        num_microbatches: microbatches of a device's rows.
         rows_per_example: adjacent rows that no replica and no microbatch may separate.
         num_virtual_stages: groups of consecutive layers on each pipeline stage.
-        context_attention: exchange of keys and values (`mesh.context_attention`).
         context_len: positions of a row if the context axis may split them, else None.
-        attention_dropout: share of attention probabilities dropped.
     """
 
     dims: Mapping[str, int]
@@ -61,21 +57,14 @@ class ActivationSizes:
 
     Attributes:
         stream_bytes: residual stream of a microbatch, [rows, seq, d_model] in the compute dtype.
-        num_tokens: tokens of a microbatch, rows × seq.
-        num_layers: layers that the device runs.
-        num_microbatches: microbatches of a step.
         num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
             repeats it.
-        recomputes: the backward pass recomputes values that a layer does not save.
-        reduces_again: they include attention's output, summed over `tensor`.
-        sequence_parallel: sequences are split between blocks.
+        reduces_again: the recomputed values include attention's output, summed over `tensor`.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
         segment_bytes: documents of packed rows, int32 [rows, seq]; 0 if rows are not packed.
         widening: bytes of a float32 in bytes of the compute dtype.
-        repeats_attention: the backward pass runs attention's forward again.
         exchange: how devices that share rows exchange keys ("ring", ...); "" if none do.
-        context_size: devices that share a row.
         exchanged_heads: neighbors of them that exchange heads for positions.
     """
 
@@ -102,7 +91,6 @@ class Traffic:
     """Collectives of one kind and purpose, over one axis, in one step.
 
     Attributes:
-        kind: the collective.
         purpose: the data that move, e.g. "activations".
         num_bytes: of the complete array each time: before a reduce-scatter, after an all-gather.
         times: runs in one step.
@@ -123,8 +111,6 @@ class Axis:
     Attributes:
         name: name in `jax.sharding.Mesh` and in every `PartitionSpec`.
         short: name in `--mesh`, e.g. "tp" in `--mesh tp=4`.
-        help: its purpose, one phrase for help texts.
-        moves: the data that its devices exchange in one step, one phrase for planner and doctor.
         weights: the parameters that its devices hold.
             "replicated" = all of them, unless ZeRO shards them over the axis;
             "gathered" = a shard, gathered just before its use;
@@ -134,15 +120,12 @@ class Axis:
         dims: logical dims that it splits, in every model.
         sums_gradients: when the local gradients of a parameter that the axis does not split differ
             between its devices, and must be summed.
-        sums_loss: the loss of a step is summed over it.
         shrinks: an elastic job may use fewer devices along it.
-        complexity: added difficulty of a run; of two equally fast meshes the planner prefers the
-            simpler one.
+        complexity: of two equally fast meshes the planner prefers the lower sum.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
-        problems: (size > 1, workload) -> reasons that make the size illegal, besides dims it does
-            not divide. Each has the value, the allowed values and the fix.
-        traffic: activations that it moves in one step of a decoder. The traffic of weights and
-            gradients follows from `weights` and `sums_gradients`.
+        problems: (size > 1, workload) -> further reasons that make the size illegal.
+        traffic: activations that it moves in one step of a decoder; that of weights and gradients
+            follows from `weights` and `sums_gradients`.
         hooks: sequence parallelism is on -> members of `Context` that the axis implements.
     """
 

@@ -1,15 +1,13 @@
 """Order the collectives of a simulated (CPU) mesh alike on every device.
 
 XLA:CPU starts the collectives of one computation in one order, but it counts a loop or a branch as
-started when its first operation starts. A later collective that does not read its result may then
-overtake the collectives inside it, on one device and not on another. All collectives of a program
-share one rendezvous per group of devices, so two such collectives exchange each other's data, or
-wait forever. We saw this in a pipeline whose last ticks compute weight gradients only: gradients of
-two weights were wrong in every second step. GPUs run collectives in program order and need none of
-this.
+started when its first operation starts. A later independent collective may then overtake those
+inside it, on one device and not on another. All share one rendezvous per group of devices, so the
+two exchange each other's data (wrong gradients) or wait forever. GPUs run collectives in program
+order.
 
-`in_order` rewrites the traced program (a jaxpr). Each loop and branch that contains collectives
-waits for the collectives before it, and those after it wait for it (`core/dependences.py`).
+`in_order` rewrites the traced program (a jaxpr): loops and branches that contain collectives wait
+for the collectives before them, and those after them wait for them (`core/dependences.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ COLLECTIVES = frozenset(
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
     """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
 
-    Arguments and results are trees of arrays, of any shapes and dtypes. The result has the same
-    values and cannot be differentiated. `hidden`: XLA partitions an axis by itself, so loops and
+    The result cannot be differentiated. `hidden`: XLA partitions an axis by itself, so loops and
     branches may contain collectives that the trace does not contain.
     """
 
@@ -61,11 +58,7 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
-    """Make the control flow and the collectives of a program wait for each other.
-
-    `flat` collects results of collectives outside of loops; the next loop waits for all of them,
-    and its own end (`block`) is one boolean that the collectives after it wait for.
-    """
+    """Make the control flow and the collectives of a program wait for each other."""
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of the collectives since
@@ -100,7 +93,6 @@ def _with_parts(
 
 
 def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
-    """Return True if there are collectives inside, at any depth."""
     if hidden and equation.primitive.name in ("scan", "while", "cond"):
         return True
     return any(
@@ -111,11 +103,7 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Return indices of operands that everything inside an equation needs before it starts.
-
-    As few as possible, because an operand that waits is copied: the branch index of a `cond`, the
-    carry of a `while` or `scan`.
-    """
+    """Return indices of the fewest operands that everything inside an equation needs to start."""
     name, number = equation.primitive.name, len(equation.invars)
     if name == "cond":
         return range(1)  # which branch

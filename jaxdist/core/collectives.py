@@ -1,10 +1,9 @@
 """Collectives between the devices of a mesh axis, for use inside `jax.shard_map`.
 
-Each function names the mesh axis (or axes, slow to fast) it moves data over and states the bytes on
-the wire for a group of n devices and an array of B bytes per device. Arrays are local, of any shape
-and dtype unless stated otherwise, and keep their dtype. All functions are differentiable unless
-stated otherwise. JAX tracks over which axes a value may differ between devices ("varying"): `vary`
-declares it, and a reduction ends it.
+Each function names the mesh axis (or axes, slow to fast) and states the bytes on the wire for a
+group of n devices and an array of B bytes per device. Arrays are local, keep their dtype, and have
+any shape. All functions are differentiable unless stated otherwise. `vary` declares that a value
+may differ between devices of an axis ("varying" in JAX), and a reduction ends it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 def vary(tree: Tree, axes: Axes) -> Tree:
     """Declare that every leaf [...] may differ over `axes`; moves nothing.
 
-    Differentiating through it sums the gradient over `axes`. Differentiating with respect to its
-    result leaves each device its local gradient, which is how the step reduces only once.
+    Its gradient is summed over `axes`. The gradient with respect to its result is each device's
+    local one, which is how the step reduces only once.
     """
 
     def leaf(x: Array) -> Array:
@@ -67,8 +66,7 @@ OWN_VALUE = "own_value"
 def mark_device_local(tree: Tree) -> Tree:
     """Declare that every leaf [...] is meant to be each device's own value; moves nothing.
 
-    Without it the mesh audit interprets a sum over a device's rows as a term of the sum over all
-    rows, and rejects computations with it before the other terms are added.
+    Otherwise the mesh audit treats a sum over a device's rows as a term of the sum over all rows.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, OWN_VALUE), tree)
 
@@ -78,10 +76,7 @@ TOKEN_VALUES = "token_values"
 
 
 def per_token(x: Array) -> Array:
-    """Declare that x [batch, seq] is split over the devices as the tokens of the batch are.
-
-    The mesh audit cannot infer that if x was computed in chunks of tokens.
-    """
+    """Declare for the mesh audit that x [batch, seq] is split as the tokens of the batch are."""
     return checkpoint_name(x, TOKEN_VALUES)
 
 
@@ -94,9 +89,6 @@ def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
     """Give every device the sum (or "max", "min", "mean") of x over the group.
 
     Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
-
-    Raises:
-        ValueError: `op` is unknown.
     """
     reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "mean": lax.pmean}
     if op not in reductions:
@@ -105,20 +97,14 @@ def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
 
 
 def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Concatenate the group's arrays along `dim`, in group order: [..., d, ...] -> [..., n·d, ...].
-
-    Wire: B·(n−1) per device.
-    """
+    """Concatenate the arrays in group order: [..., d, ...] -> [..., n·d, ...]. Wire: B·(n−1)."""
     return lax.all_gather(x, _names(axes), axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Sum over the group and keep this device's part of `dim`: [..., d, ...] -> [..., d/n, ...].
+    """Sum over the group; keep this device's part of `dim`: [..., d, ...] -> [..., d/n, ...].
 
     Wire: B·(n−1)/n per device.
-
-    Raises:
-        ValueError: the group does not divide `dim`.
     """
     size = group_size(axes)
     if x.shape[dim] % size:
@@ -129,23 +115,13 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def broadcast(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Give every device the root's array. Wire: that of `all_reduce`.
-
-    Raises:
-        ValueError: `root` is not in the group.
-    """
+    """Give every device the root's array. Wire: that of `all_reduce`."""
     _check_root(root, axes)
     return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
 
 
 def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Give the root the sum over the group, and the others zeros.
-
-    Wire: that of `all_reduce`.
-
-    Raises:
-        ValueError: `root` is not in the group.
-    """
+    """Give the root the sum over the group, and the others zeros. Wire: that of `all_reduce`."""
     _check_root(root, axes)
     total = lax.psum(x, _names(axes))
     return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
@@ -155,9 +131,6 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
     """Send each device its part of the root's array: [..., d, ...] -> [..., d/n, ...].
 
     Wire: B·(n−1)/n per device.
-
-    Raises:
-        ValueError: the group does not divide `dim`, or `root` is not in the group.
     """
     _check_root(root, axes)
     from_root = jnp.where(group_index(axes) == root, x, jnp.zeros_like(x))
@@ -167,8 +140,8 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send the i-th part of `split_dim` to device i, and concatenate along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group` the
-    n devices are that many neighbors of the one axis, else all of the group.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. `group`
+    neighbors of the axis exchange; 0 = all of it.
     """
     groups = _neighbors(axes, group) if group and isinstance(axes, str) else None
     return lax.all_to_all(
@@ -185,11 +158,8 @@ def permute(x: Same, axis: str, shift: int = 1) -> Same:
 def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
     """Permute by exchanges between pairs, for code that only some devices run.
 
-    A permute waits for every device of the mesh, an exchange only for the devices of its group. A
-    negative shift sends back. Wire: B per device on a ring of two, else 2·B.
-
-    Raises:
-        ValueError: the ring of the shift has an odd number of devices.
+    A permute waits for every device of the mesh, an exchange only for its group. The ring of the
+    shift must be even. A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
     """
     size, stride = lax.axis_size(axis), abs(shift)
     length = size // stride
@@ -212,10 +182,7 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
 
 
 def barrier(x: Same, axes: Axes) -> Same:
-    """Return x, available only after every device of the group has computed its own.
-
-    Wire: 4 bytes.
-    """
+    """Return x, available after every device of the group has computed its own. Wire: 4 bytes."""
     # A number that needs x and that x then needs; a constant, or one unused, is compiled away.
     first = jnp.ravel(x)[0]
     arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))
@@ -245,7 +212,6 @@ def _check_root(root: int, axes: Axes) -> None:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Reject a removed function by name, for models of users."""
         if name == "own":
             raise ConfigError("collectives.own was removed. Use collectives.mark_device_local.")
         raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -19,8 +19,7 @@ def scan_layers(
 ) -> tuple[Any, Sums]:
     """Return (x, Sums of all layers) on one device: a plain scan.
 
-    `x` are arrays [batch, seq_shard, d_model], `layers` arrays [layers, ...]. `first` is the index
-    in the model of the first layer.
+    `layers` are [layers, ...], x [batch, seq_shard, d_model]; `first` is the first layer's index.
     """
 
     def run(x: Any, layer: tuple[Params, Array]) -> tuple[Any, Sums]:
@@ -42,12 +41,11 @@ class ForwardPass:
     """The forward pass of a model. The defaults are one device.
 
     Attributes:
-        model: the model.
         gather: params -> params whose leaves outside the stacked layers are complete, in the
             compute dtype.
         run_layers: (block, layers, x, aux, context, first=0) -> (x, Sums of all layers).
-        max_row_chunks: most equal parts of the rows that go through the layers concurrently, so
-            that the collectives of one overlap with the products of another.
+        max_row_chunks: most equal parts of the rows that go through the layers concurrently: the
+            collectives of one overlap with the products of another.
     """
 
     model: Model
@@ -56,11 +54,7 @@ class ForwardPass:
     max_row_chunks: int = 1
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Return the sums of this device's rows of one microbatch.
-
-        `params` are this device's shards, stacked leaves `[num_layers, ...]`. Training
-        differentiates `trained_loss` of the sums.
-        """
+        """Return the sums of this device's rows of one microbatch; layers are [num_layers, ...]."""
         model, params = self.model, self.gather(params)
         if model.block is None or model.embed is None:
             return self.head(params, None, batch, context)
@@ -91,10 +85,7 @@ class ForwardPass:
     def block(
         self, params: Params, x: Array, auxs: tuple[Any, ...], context: Context
     ) -> tuple[Array, Sums]:
-        """Return (x [rows, seq_shard, d_model], Sums) of one layer, run chunk by chunk.
-
-        `auxs` come from `prepare`.
-        """
+        """Return (x [rows, seq_shard, d_model], Sums) of one layer, chunk by chunk of `prepare`."""
         if len(auxs) == 1:
             assert self.model.block is not None
             return self.model.block(params, x, auxs[0], context)

@@ -1,11 +1,10 @@
 """Losses as sums over rows or tokens: token cross-entropy over a split vocabulary, and labels.
 
-The token loss fuses the head's product with its softmax. When differentiated it computes gradients
-in the same pass, chunk by chunk, so the logits of a large vocabulary are never materialized
-completely: neither in the forward pass nor for the backward pass. No product is computed twice.
+The token loss fuses the head's product with its softmax, and computes gradients in the same pass,
+chunk by chunk: the logits of a large vocabulary are never materialized completely.
 
-Source of the idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"
-(section 4). Deviation: plain XLA products over chunks of tokens instead of a fused GPU kernel.
+Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
+Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Vocabulary(NamedTuple):
         axis: mesh axis that splits the columns, or None.
         chunk: tokens whose logits exist at once; 0 = all.
         softcap: bound that logits approach; 0 = none.
-        weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> [d_model, vocab],
-            float32.
+        weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
     """
 
     size: int
@@ -55,16 +53,11 @@ def token_cross_entropy(
 ) -> Sums:
     """Compute the summed cross-entropy of next tokens.
 
-    Args:
-        x: [batch, seq, d_model], compute dtype.
-        kernel: [d_model, vocab_shard], compute dtype.
-        targets: int32 [batch, seq], in the complete vocabulary.
-        weights: float32 [batch, seq].
-        vocabulary: layout of the kernel's columns.
+    x is [batch, seq, d_model] and kernel [d_model, vocab_shard], both in the compute dtype; targets
+    are int32 [batch, seq] in the complete vocabulary, weights float32 [batch, seq].
 
-    Returns:
-        `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
-        Moves three scalars per token over `vocabulary.axis`.
+    Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`. Moves
+    three scalars per token over `vocabulary.axis`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     flat_targets, flat_weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
@@ -79,8 +72,7 @@ def make_token_loss(
 ) -> Callable[..., Sums]:
     """Build `Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
-    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`:
-    float32 [d_model, vocab].
+    The other arguments, with float32 [d_model, vocab], are those of `Vocabulary`.
     """
 
     def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
@@ -92,15 +84,9 @@ def make_token_loss(
 
 
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
-    """Compute the summed cross-entropy of labels.
+    """Return the sums of `token_cross_entropy` for classes, in float32.
 
-    Args:
-        logits: [batch, classes], any float dtype; the loss is computed in float32.
-        labels: int32 [batch].
-        weights: float32 [batch].
-
-    Returns:
-        `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
+    logits are [batch, classes] of any float dtype, labels int32 [batch], weights float32 [batch].
     """
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     picked = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
@@ -116,10 +102,7 @@ def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array]:
-    """Return (loss, correct), float32 [], of x [tokens, d_model] and kernel [d_model, vocab_shard].
-
-    targets int32 [tokens], weights float32 [tokens]. `_forward` computes the gradients.
-    """
+    """Return (loss, correct), float32 [], from x [tokens, d_model], kernel [d_model, ...]."""
 
     def chunk(
         carry: tuple[Array, Array], part: tuple[Array, ...]
@@ -140,8 +123,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """Return the same, and gradients of the loss for x [tokens, d_model], kernel [d_model, vocab].
 
-    They are computed here, where the probabilities exist, and only scaled by the backward pass: the
-    logits are neither saved nor recomputed.
+    The backward pass only scales them, so the logits are neither saved nor recomputed.
     """
     # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
     # scaled cotangent.
@@ -172,11 +154,7 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
-    """Return gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes.
-
-    They are the saved ones times the cotangent of the loss, float32 []. Hits are not
-    differentiated.
-    """
+    """Return gradients of x [tokens, d_model], kernel [d_model, vocab_shard] in their dtypes."""
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
     return (
@@ -195,9 +173,9 @@ def _chunk_loss(
 ) -> tuple[Array, Array, Array | float, Array, Array]:
     """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
-    x [tokens, d_model], targets int32 [tokens], weights float32 [tokens], kernel [d_model,
-    vocab_shard] -> (probabilities float32, one-hot targets bool and the soft cap's slope float32
-    [tokens, vocab_shard], loss and hits, float32 scalars equal on all devices of the axis).
+    x [tokens, d_model], kernel [d_model, vocab_shard] -> (probabilities float32, one-hot targets
+    bool and the soft cap's slope float32 [tokens, vocab_shard], loss and hits, float32 [], equal
+    over the axis).
     """
     axis = vocabulary.axis
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -218,10 +196,7 @@ def _chunk_loss(
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """Return logits, float32 [tokens, vocab_shard], and their columns, int32 [vocab_shard].
-
-    x is [tokens, d_model] and kernel [d_model, vocab_shard].
-    """
+    """Return float32 logits [tokens, vocab_shard] and their columns, from kernel [d_model, ...]."""
     width = kernel.shape[1]
     logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
     first = collectives.group_index(vocabulary.axis) * width if vocabulary.axis else 0

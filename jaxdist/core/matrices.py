@@ -12,10 +12,7 @@ from jaxdist.core.types import Dims, Params
 
 @dataclass(frozen=True)
 class Sides:
-    """Positions of an array's dims: the sides of its matrix, and the dims that stack it.
-
-    A vector has rows only.
-    """
+    """Positions of dims: those that stack matrices, and both sides; a vector has rows only."""
 
     stacked: tuple[int, ...]
     rows: tuple[int, ...]

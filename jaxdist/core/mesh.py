@@ -1,7 +1,4 @@
-"""The device mesh: devices along each axis, the `dp=4,tp=4` notation, the device count.
-
-The axes and their order are in `core/parallel/axes.py`.
-"""
+"""The device mesh: devices along each axis, the `dp=4,tp=4` notation, the device count."""
 
 from __future__ import annotations
 
@@ -56,11 +53,8 @@ class MeshSpec:
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
         """Read `dp=2,tp=4`; short or long names of axes, `-1` for the remaining devices.
 
-        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, the
-        number of visible devices, a `-1` stays open.
-
-        Raises:
-            ConfigError: every problem of the text.
+        Axes that are not named have size 1. Without `num_devices` a `-1` stays open. Raises
+        `ConfigError` with every problem of the text.
         """
         sizes, problems = _read_sizes(text)
         unknown = [name for name, size in sizes.items() if size == _OPEN]
@@ -85,11 +79,7 @@ class MeshSpec:
         return any(size == _OPEN for _, size in self._sizes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Return the mesh with its open axis, if any, as large as the remaining devices.
-
-        Raises:
-            ConfigError: the sizes do not divide the devices.
-        """
+        """Return the mesh with its open axis, if any, as large as the remaining devices."""
         if not self.is_open:
             return self
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
@@ -108,7 +98,6 @@ class MeshSpec:
         return MeshSpec(**{**self.sizes, **sizes})
 
     def __getitem__(self, axis: Axis | str) -> int:
-        """Return the size of an axis, by itself or by its name."""
         return self._size_by_name[axis if isinstance(axis, str) else axis.name]
 
     @functools.cached_property
@@ -127,11 +116,7 @@ class MeshSpec:
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices of the mesh.
-
-        Raises:
-            ConfigError: an axis is open.
-        """
+        """Return the number of devices of the mesh; `ConfigError` if an axis is open."""
         if self.is_open:
             raise ConfigError(
                 f"mesh {self} has -1 and the number of devices is not known here. Write the size "
@@ -152,11 +137,7 @@ class MeshSpec:
         return f"MeshSpec({self})"
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Build the mesh of devices (default: all of this job's).
-
-        Raises:
-            ConfigError: the mesh needs another number of devices.
-        """
+        """Build the mesh of devices (default: all of this job's)."""
         import jax
         import numpy as np
         from jax.sharding import AxisType, Mesh
@@ -196,10 +177,7 @@ def notation() -> str:
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Return every mesh of exactly `num_devices` devices whose axes `without` have size 1.
-
-    Of a number with very many divisors, which no cluster has, the first `_MOST_MESHES`.
-    """
+    """Return the meshes (at most `_MOST_MESHES`) of `num_devices` with size 1 for `without`."""
     names = [axis.name for axis in axes.AXES if axis not in without]
 
     def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -270,7 +248,6 @@ def _with_shrunk(requested: MeshSpec, count: int) -> Iterator[MeshSpec]:
 
 
 def _rows_axis() -> Axis:
-    """Return the first axis that splits rows: `data`, the default for free devices."""
     return next(axis for axis in axes.AXES if axis.splits_rows)
 
 

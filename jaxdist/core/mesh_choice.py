@@ -107,7 +107,7 @@ def legal_meshes(
     count: int = 3,
 ) -> Sequence[MeshSpec]:
     """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`."""
-    # Splitting rows is proposed to those who asked for it: it serves long rows alone.
+    # Splitting rows is proposed only if it was requested: it serves long rows alone.
     without = () if requested[CONTEXT] > 1 else (CONTEXT,)
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
@@ -122,9 +122,8 @@ def default_mesh(
 ) -> tuple[MeshSpec, str]:
     """Return the mesh to use if the settings name none, and the reason.
 
-    `state_bytes` are parameters, gradients and moments of the model; `memory_bytes` is the memory
-    of one device, None if the backend does not report it. Without the estimate `needs` only the
-    state counts.
+    `state_bytes` are parameters, gradients and moments of the model. `memory_bytes` of one device
+    may be unknown. Without the estimate `needs` only the state counts.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"

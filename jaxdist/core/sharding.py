@@ -1,7 +1,7 @@
 """Placement of arrays on the mesh: logical dims -> mesh axes.
 
-Each axis names the logical dims it splits; a model adds dims of its own in `Model.rules`. Models
-name their dims and never see a mesh. The kinds of data parallelism are choices of this module:
+Models name their dims and never see a mesh. The kinds of data parallelism are choices of this
+module:
 
     DDP      parameters and moments replicated over `data`
     ZeRO-1   moments (and the update) sharded over `data`           mesh.zero=1
@@ -12,7 +12,7 @@ name their dims and never see a mesh. The kinds of data parallelism are choices 
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5. Deviation: vectors (norm scales, biases) are replicated on every device, because
-gathering a few kilobytes costs a latency and saves nothing.
+gathering a few kilobytes costs a latency.
 """
 
 from __future__ import annotations
@@ -79,11 +79,7 @@ class MeshConfig:
 
     @functools.cached_property
     def spec(self) -> MeshSpec | None:
-        """Return the mesh of the settings, parsed once; None for "auto".
-
-        Raises:
-            ConfigError: every problem of the text.
-        """
+        """Return the mesh of the settings, parsed once; None for "auto"."""
         return None if self.shape == "auto" else MeshSpec.parse(self.shape)
 
 
@@ -92,12 +88,10 @@ class Layout:
     """Placement of every array of a run. Axes of size 1 never appear in a spec.
 
     Attributes:
-        mesh: the device mesh.
         rules: logical dim -> mesh axis for dims of the model's own, besides those of the axes.
-        zero: ZeRO stage over `data` (see the module's docstring).
+        zero: ZeRO stage over `data`.
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
-        context_attention: exchange of keys and values (`attention/context_parallel.py`).
         host_of: process -> its host; a process that is not named has a host of its own.
     """
 
@@ -191,10 +185,7 @@ class Layout:
         )
 
     def constrain(self, tree: Any, specs: Any) -> Any:
-        """Constrain a tree of arrays, of any shapes, to `specs` inside a jitted function.
-
-        Values, shapes and dtypes stay. XLA moves data that are elsewhere.
-        """
+        """Constrain arrays of any shapes to `specs` in a jitted function; XLA moves the data."""
         return jax.tree.map(
             lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
             specs,
@@ -203,7 +194,6 @@ class Layout:
         )
 
     def _specs(self, tree: Any, *, with_zero: bool) -> Any:
-        """Return a tree of specs; `with_zero` shards them over the replicated axes too."""
         return jax.tree.map(lambda dims: self._spec(dims, with_zero), tree)
 
     def _spec(self, dims: Dims, with_zero: bool) -> P:

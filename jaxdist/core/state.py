@@ -1,8 +1,7 @@
 """The state of a run between two steps, and its initialization on any mesh.
 
-`init_state` runs under `jit` with output shardings: each device makes its own part, no host ever
-holds the whole model, and the values are the same bit for bit on every mesh (JAX's PRNG is
-counter-based and partitionable).
+`init_state` runs under `jit` with output shardings: each device makes its own part, and the values
+are the same bit for bit on every mesh (JAX's PRNG is partitionable).
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class TrainState:
     Attributes:
         step: int32 [], optimizer steps done.
         params: parameters, nested dicts, stored and laid out as the records in `Model.axes` say.
-        ema_params: exponential moving average of the trained `params`, None in the places of
-            frozen ones; {} without one.
+        ema_params: moving average of the trained `params`, None for frozen ones; {} without one.
         opt_state: optax state; its parameter-shaped leaves by `Layout.moment_specs`.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run's random bits; folded with the step, never advanced.
@@ -64,14 +62,11 @@ def init_state(
     has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
-    """A new state, every leaf created on the devices that hold it.
+    """Return a new state, every leaf created on the devices that hold it.
 
     Parameters and random bits depend on `seed` alone. `offload` keeps parameter-shaped optimizer
-    state in host memory. `has_ema` keeps an average of the parameters, which starts as a copy of
-    them. `params`, as `layout` places them, take the place of random ones; they are
-    donated, so that they never exist twice.
-
-    `loss_scale` is `precision.initial_loss_scale`: {} or two scalars [].
+    state in host memory. `has_ema` keeps an average of the parameters, which starts as their copy.
+    `params`, placed by `layout`, replace random ones and are donated. `loss_scale` is {} or two [].
     """
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shardings = state_shardings(
@@ -90,10 +85,7 @@ def abstract_state(
     offload: bool = False,
     has_ema: bool = False,
 ) -> TrainState:
-    """The state as `ShapeDtypeStruct`s with shardings: what a restore fills in.
-
-    The arguments are those of `init_state`; `loss_scale` is {} or two scalars [].
-    """
+    """Return the state as `ShapeDtypeStruct`s with shardings; `loss_scale` is {} or two []."""
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(
@@ -111,7 +103,7 @@ def make_state(
     *,
     has_ema: bool = False,
 ) -> Any:
-    """A pure function (seed, params = random ones) -> TrainState; stacked leaves [layers, ...]."""
+    """Make (seed, params = random ones) -> TrainState, a pure function; layers [layers, ...]."""
 
     def make(seed: int, params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
@@ -129,7 +121,7 @@ def make_state(
 
 
 def copy_params(params: Params) -> Params:
-    """A tree like `params` whose arrays [...] share no memory: both are donated."""
+    """Copy a tree of arrays [...], so that both can be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
@@ -142,7 +134,7 @@ def state_shardings(
     offload: bool = False,
     has_ema: bool = False,
 ) -> TrainState:
-    """A `TrainState` with a `NamedSharding` at each leaf; scalars [] are whole everywhere."""
+    """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated."""
     whole: Any = layout.sharding(P())
     params = layout.shardings(layout.param_specs(model.axes))
     return TrainState(
@@ -162,10 +154,7 @@ def opt_shardings(
     *,
     offload: bool = False,
 ) -> Any:
-    """Shardings of the optimizer state: parameter-shaped leaves like the moments, others whole.
-
-    A leaf whose shape is not its parameter's (Adafactor's factored moments) stays whole.
-    """
+    """Return shardings of the optimizer state; only parameter-shaped leaves are sharded."""
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     opt_state = jax.eval_shape(optimizer.init, params)
     specs = layout.moment_specs(trained(model.axes, model.axes))

@@ -1,7 +1,7 @@
 """The decisions about one train step, made once: `plan_step` returns them in a frozen record.
 
-The step, evaluation, the audit and the estimates read the record and make none of the decisions
-again. Building it traces nothing and starts no device, so a mesh search can build thousands.
+Other modules read the record and make none of the decisions again. Building it traces nothing and
+starts no device, so a mesh search can build thousands.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from jaxdist.core.step.config import TrainConfig
 
 UNROLL_UP_TO = 16
-"""Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
+"""XLA:CPU runs up to this many layers unrolled, faster than a loop. More compile too slowly."""
 
 UNROLL_ON_GPUS_UP_TO = 32
-"""The same of XLA:GPU: values that backward reads are then not copied into stacks and back."""
+"""The same of XLA:GPU: values that backward reads are then not copied into stacks."""
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
@@ -58,11 +58,9 @@ class Device(NamedTuple):
     """The kind of device that a step is planned for.
 
     Attributes:
-        platform: "cpu" or "gpu".
         compute_capability: of an NVIDIA GPU, e.g. "9.0"; "" if unknown.
         kind: `jax.Device.device_kind`, or the name of a GPU in the catalogue.
         per_node: neighbors along the context axis that share a node.
-        is_described: the devices are a description, and none of them belongs to this job.
     """
 
     platform: str
@@ -100,23 +98,16 @@ class StepPlan:
         compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations, of sums
             of gradients as they leave a layer, and over microbatches of a pipeline.
         matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
-        device: the kind of device.
-        packed: rows contain several documents.
         remat: the policy of recomputation, "auto" resolved.
         gathers_layers: a layer gathers its weights when it runs.
         layers_per_body: layers in the body of the loop over them.
-        max_row_chunks: the most equal parts in which rows go through the layers.
-        loss_chunk: tokens whose logits exist at once; 0 = all.
         num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
         pipeline: schedule of the stages.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
         gradient_barrier: no gradient of an MLP's inputs is used before all are computed.
         avoids_donation_copies: averages, parameters, moments are written one after the other.
-        orders_collectives: collectives run in one order on all devices.
-        offload_optimizer: moments are in host memory.
         avoids_zeroed_buffers: XLA does not zero memory that a loop will fill.
         memory_bytes: memory of a GPU for XLA's schedule; 0 = unknown, or a CPU.
-        reasons: decision -> its reason.
     """
 
     attention: AttentionPlan
@@ -181,19 +172,11 @@ def plan_step(
     check: KernelCheck | None = None,
     remat: str | None = None,
 ) -> StepPlan:
-    """Decide about the step of a model on a layout.
+    """Decide about the step of a model on a layout, of real or abstract devices.
 
-    Args:
-        model: the model.
-        layout: placement of its arrays, on real or abstract devices.
-        device: the kind of device.
-        packed: rows contain several documents; before the data are open, as the settings suggest.
-        settings: sections of the run's settings.
-        check: result of comparing cuDNN's kernel with the reference; None = not compared.
-        remat: the policy chosen by estimated costs; None = as in the settings.
-
-    Raises:
-        ConfigError: the heads or the stages do not allow the exchange of the settings.
+    `check` is the comparison of cuDNN's kernel with the reference, None = not compared. `remat` is
+    the policy chosen by estimated costs, None = as in the settings. Raises `ConfigError` if the
+    heads or the stages do not allow the exchange of the settings.
     """
     train, precision, pipeline = settings
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
@@ -256,9 +239,9 @@ def plan_step(
         pipeline=pipeline,
         dot=dot,
         gradient_barrier=on_gpu and in_steps and not has_stages,
-        # XLA:CPU writes each leaf of the state by itself, from old leaves of several parts, and
-        # copies, on one core, memory that it might write before its last reader is done. A GPU
-        # writes all at once. Several devices would need another collective to wait.
+        # XLA:CPU writes each leaf of the state from old leaves, and copies on one core memory that
+        # it might write before its last reader is done. Several devices would need another
+        # collective.
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
         offload_optimizer=train.offload_optimizer,
@@ -287,11 +270,7 @@ def request_of(
 def exchange_of(
     model: Model, layout: Layout, per_node: int, *, packed: bool
 ) -> ExchangePlan | None:
-    """Plan how devices that share rows exchange keys and values; None if none do.
-
-    Raises:
-        ConfigError: the model's heads do not allow the exchange of the settings.
-    """
+    """Plan how devices that share rows exchange keys and values; None if none do."""
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
@@ -319,10 +298,7 @@ def _per_node(layout: Layout) -> int:
 
 
 def kernel_rejection(layout: Layout, device: Device, check: KernelCheck | None) -> str:
-    """Return why cuDNN's operations must not be bound directly on this layout; "" = they may.
-
-    Packed documents and hops of a ring need that. `check` is the comparison for that use.
-    """
+    """Return why cuDNN's operations must not be bound directly on this layout; "" = they may."""
     if layout.auto_tensor and TENSOR in layout.used:
         return "XLA splits this model's heads, and cannot split cuDNN's own operations"
     if check is not None:
@@ -399,14 +375,9 @@ def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int
 
     Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4: 12
     bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
-    passes below `_HEAD_PASSES` of the products' time, while float32 logits stay below
-    `_LOGITS_SHARE` of its memory, in multiples of 128, the tile of a product. A CPU takes as many
-    as fit its caches.
-
-    Args:
-        vocab_shard: columns of the head on one device.
-        platform: "cpu" or "gpu".
-        device_kind: `jax.Device.device_kind`; for an unknown GPU the smallest usual one is assumed.
+    passes below `_HEAD_PASSES` of the products' time, and float32 logits below `_LOGITS_SHARE` of
+    its memory, in multiples of 128, the tile of a product. A CPU takes as many as fit its caches.
+    For an unknown GPU the smallest usual one is assumed.
     """
     if not vocab_shard:
         return 0

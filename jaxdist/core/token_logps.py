@@ -1,8 +1,7 @@
 """Log-probabilities and entropy of each token, from a head whose vocabulary may be split.
 
-Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass, which has
-the gradient of each token. That is one head product more than in the fused cross-entropy of
-`losses.py`.
+Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass: one head
+product more than in the fused cross-entropy of `losses.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _SIGN = np.uint32(1 << 31)
 
 
 class LogitFilter(NamedTuple):
-    """Filter of the sampled tokens: temperature, then top-k, then top-p; see `Context.token_logps`.
-
-    Tokens whose logits are equal at the boundary of top-k or top-p are all kept.
-    """
+    """Filter of sampled tokens: temperature, then top-k, then top-p; equal logits are kept."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,8 +39,7 @@ def make_token_logps(
 ) -> Callable[..., TokenLogps]:
     """Build `Context.token_logps` for a vocabulary that `axis` splits.
 
-    At most `chunk` tokens have logits at once; 0 = all. `weight_gradient` is as in `Vocabulary`:
-    float32 [d_model, vocab].
+    The other arguments, with float32 [d_model, vocab], are those of `losses.Vocabulary`.
     """
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
@@ -67,10 +62,7 @@ def make_token_logps(
 def _logps(
     x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, sampling: LogitFilter
 ) -> tuple[Array, Array]:
-    """Return log-probabilities and entropies, float32 [tokens].
-
-    x is [tokens, d_model], kernel [d_model, vocab_shard], targets int32 [tokens].
-    """
+    """Return log-probabilities and entropies, float32 [tokens], from x [tokens, d_model]."""
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Any]:
         """Return both of a chunk [chunk, ...] of tokens."""
@@ -118,14 +110,11 @@ _logps.defvjp(_forward, _backward)
 def _chunk_logps(
     x: Array, targets: Array, kernel: Array, vocabulary: Vocabulary, sampling: LogitFilter
 ) -> tuple[Any, ...]:
-    """Return log-probabilities of one chunk of tokens, and all that their gradients need.
+    """Return log-probabilities of one chunk, and all that their gradients need, in float32.
 
-    x is [tokens, d_model], targets int32 [tokens], kernel [d_model, vocab_shard].
-
-    Returns:
-        Float32: log-probability and entropy [tokens], equal on all devices of the axis; then
-        [tokens, vocab_shard]: log-probabilities, probabilities, the one-hot target (0 if it is not
-        kept), and the slope of the soft cap.
+    x is [tokens, d_model]. Log-probability and entropy are [tokens], equal on all devices of the
+    axis; [tokens, vocab_shard] are log-probabilities, probabilities, the one-hot target (0 if it is
+    not kept), and the slope of the soft cap.
     """
     total = lambda y: collectives.all_reduce(y, vocabulary.axis) if vocabulary.axis else y
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -161,9 +150,8 @@ def _chunk_logps(
 def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | float) -> Array:
     """Keep the largest logits [tokens, vocab_shard] of which `measure` reaches `needed`.
 
-    `measure` maps the columns that are kept, bool like the logits, to float32 [tokens] over all
-    devices. The threshold is set bit by bit, in integers that are ordered as the floats are, so
-    that no device needs the logits of another.
+    `measure` maps the columns that are kept to float32 [tokens] over all devices. The threshold is
+    set bit by bit in ordered integers, so no device needs the logits of another.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)

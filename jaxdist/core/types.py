@@ -1,7 +1,6 @@
 """Types that modules exchange: batches, the `Model` record, its `Context`.
 
-Only the plain defaults of one device compute here. Shape vocabulary used in every docstring of the
-package:
+The plain defaults compute on one device. Dims in docstrings of the package:
 
     batch    rows of a global batch (inside the compiled step: this device's rows of one microbatch)
     seq      positions of a row on this device, all of them unless the context axis splits
@@ -32,9 +31,8 @@ Text: `tokens`, `targets` int32 [batch, seq]; `weights` float32 [batch, seq] (0 
 `segments` int32 [batch, seq] (documents of a packed row, 1, 2, ...; 0 = padding; absent when rows
 are not packed); `positions` int32 [batch, seq] (position inside the document).
 Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weights` [batch].
-Inside the step `rows` int32 [batch] is added: the row's index in the global batch, so that random
-bits depend on the sample and never on the mesh.
-"""
+Inside the step `rows` int32 [batch] is added: the row's index in the global batch, from which
+random bits follow."""
 
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
@@ -44,15 +42,14 @@ The objective returns `loss` (nats) and `weight` (tokens or rows that count), an
 layers, head, microbatches and devices, on every mesh and schedule. Means are sum / weight.
 
 Training differentiates `loss` + `aux_loss` of objective, head and blocks (`trained_loss`).
-`aux_loss` is for terms that are no likelihood, such as the balance loss of a router: they train the
-model and are not part of the reported loss. Every other name is a metric.
+`aux_loss` is for terms that are no likelihood, such as a router's balance loss, and is not part of
+the reported loss. Every other name is a metric.
 
 Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
-(its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
-same on every tensor device and counts once. Over the `context` axis the type decides likewise: a
-sum that follows from `Context.sum` over "seq" alone counts once. So take sums of the residual
-stream, of inputs of `Context.enter` or of a split product: outputs of `enter` vary, though they are
-equal on all devices, and would count once for each."""
+(its tokens under sequence parallelism, its heads) and is added up. One that does not vary counts
+once. So does, over the `context` axis, a sum that follows from `Context.sum` over "seq" alone. Take
+sums of the residual stream, of inputs of `Context.enter` or of a split product: outputs of `enter`
+vary, though they are equal on all devices, and would count once for each."""
 
 
 BATCH_STATISTICS = "batch_statistics"
@@ -82,8 +79,7 @@ Update: TypeAlias = Literal["gradient", "statistic", "none"]
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
-    `None` names a dim that no mesh axis may split. The array is float32, and gradients train it;
-    `weights.Parameter` describes other parameters.
+    No mesh axis may split a dim `None`. The array is float32 and trained; see `weights.Parameter`.
     """
 
     storage: Storage = "float32"
@@ -98,8 +94,6 @@ class Dims(tuple[str | None, ...]):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
     """The rule for the keys that a query sees; never the [queries, keys] mask itself.
-
-    So an implementation that has only a part of the keys can form its part of the mask.
 
     Attributes:
         causal: a query sees the keys up to its own position.
@@ -128,10 +122,7 @@ class AttentionMask:
 class AttentionDropout:
     """Dropout of attention probabilities with the same bits on every mesh.
 
-    Attributes:
-        rate: share of probabilities dropped.
-        key: PRNG key, consumed once.
-        rows: int32 [batch], index of each row in the global batch.
+    `key` is consumed once; `rows` are int32 [batch], the index of each row in the global batch.
     """
 
     rate: float
@@ -146,8 +137,6 @@ class AttentionCall:
     Attributes:
         sliding_window: newest keys that a query sees, itself included; 0 = all before it.
         full_every: every such layer has no window; 0 = none.
-        kernel: "auto", "xla" or "cudnn".
-        dropout: share of probabilities dropped in training.
         softcap: bound of the scores; 0 = none.
     """
 
@@ -167,15 +156,9 @@ class AttentionCall:
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Multiply activations by a weight, with named dims: the plain `Context.dot`.
 
-    Args:
-        dims: names of the dims, "batch seq d_model, d_model mlp -> batch seq mlp"; those that the
-            result lacks are summed over.
-        x: activations [*first dims named], compute dtype.
-        w: weight [*second dims named], cast to the dtype of x.
-        out_dtype: dtype of the result and of its sums; None = that of x.
-
-    Returns:
-        [*dims named after the arrow].
+    `dims` are e.g. "batch seq d_model, d_model mlp -> batch seq mlp"; dims that the result lacks
+    are summed. w is cast to the dtype of x [*first dims named]. `out_dtype` is that of the result
+    and of its sums; None = that of x.
     """
     inputs, _, output = dims.partition("->")
     names = dict.fromkeys(inputs.replace(",", " ").split())
@@ -195,7 +178,6 @@ class TokenHead(NamedTuple):
         x: input of the head, [batch, seq, d_model], compute dtype.
         kernel: output kernel, [d_model, vocab_shard], compute dtype.
         vocab_size: real entries of the vocabulary; columns from there on are padding.
-        softcap: bound that logits approach; 0 = none.
     """
 
     x: Array
@@ -208,9 +190,8 @@ class TokenLogps(NamedTuple):
     """Predictions of the model for each token.
 
     Attributes:
-        logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p leaves
-            the target out.
-        entropy: entropy of the prediction, nats, float32 [batch, seq].
+        logps: of the target, float32 [batch, seq]; -inf if top-k or top-p leaves it out.
+        entropy: nats, float32 [batch, seq].
     """
 
     logps: Array
@@ -248,10 +229,9 @@ _RENAMED = {
 class Context:
     """Execution context of a model: dtypes, collectives, kernels. The defaults are one device.
 
-    Tensor and sequence parallelism need three hooks of a model: `enter`, `leave` and `split`.
-    Inside the step they are collectives over the `tensor` mesh axis; on one device they are
-    identities. Models call `dot` for every matrix product with a weight and `attend` for attention,
-    so that the step chooses number formats and kernels.
+    Models call the hooks `enter`, `leave` and `split` for tensor and sequence parallelism, `dot`
+    for every matrix product with a weight and `attend` for attention: the step chooses number
+    formats and kernels.
 
     Attributes:
         dtype: compute dtype of matrix products and of activations between blocks.
@@ -332,8 +312,7 @@ class Decoding:
 Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 """(output of the head, this device's rows of one microbatch, context) -> Sums.
 
-Its attribute `rows_per_example` is the number of adjacent rows that form an example: 2 of pairs.
-"""
+Its attribute `rows_per_example` is the number of adjacent rows that form an example: 2 of pairs."""
 
 
 def rows_per_example(objective: Objective | None) -> int:

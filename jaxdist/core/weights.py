@@ -1,9 +1,7 @@
 """Metadata of parameters, and weights that are more than one array.
 
 `Model.axes` holds a record at each leaf: plain `Dims`, a float32 array that gradients train, or a
-`Parameter`, which says otherwise. A weight that is stored in several arrays is a
-`CompositeWeight`: a node of the tree of parameters, with a record for each of its arrays in
-`Model.axes`.
+`Parameter`. A `CompositeWeight` is stored in several arrays, with a record for each.
 
     storage     on disk, in memory, on the wire   gathered as               update
     float32     4 bytes                           compute dtype             any
@@ -24,11 +22,9 @@ from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
 
 
 class ParameterGroup(NamedTuple):
-    """A named tree of parameters in the state of a run.
+    """A named tree of parameters in the state of a run; `item` is its part of a checkpoint.
 
-    Attributes:
-        item: its field in `TrainState`, and its part of a checkpoint.
-        is_optional: a run may lack it. A checkpoint without it starts it from the model.
+    A run may lack an optional group. A checkpoint without it starts it from the model.
     """
 
     item: str
@@ -36,8 +32,7 @@ class ParameterGroup(NamedTuple):
 
 
 GROUPS = {"model": ParameterGroup("params", False), "ema": ParameterGroup("ema_params", True)}
-"""The groups that state, checkpoints, evaluation and export iterate over. Those behind the model
-hold its trained leaves; `merged` adds the frozen ones."""
+"""The groups of parameters. Those after the model hold its trained leaves (see `merged`)."""
 
 
 class Parameter(Dims):
@@ -82,11 +77,7 @@ def gathered_dtypes(axes: Any, compute_dtype: Any) -> Any:
 
 
 def trained(tree: Any, axes: Any) -> Any:
-    """Return a tree like `axes` without its frozen leaves: None is in their places.
-
-    `axes` has a record at each leaf. Frozen leaves may be integers, which JAX does not
-    differentiate: they are split off before `jax.grad` and `jax.vjp`, and `merged` afterwards.
-    """
+    """Return a tree like `axes` with None for frozen leaves, which may not be differentiable."""
     return jax.tree.map(lambda dims, x: None if dims.update == "none" else x, axes, tree)
 
 
@@ -106,25 +97,19 @@ GATHERS = ("gather_weight", "gather_rounded")
 
 
 def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Return whether an equation of a traced program calls one of `GATHERS`."""
+    """Return True if an equation of a traced program calls one of `GATHERS`."""
     if primitive.name != "custom_vjp_call":
         return False
     return params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
 
 
 class CompositeWeight:
-    """A weight that is stored in several arrays; subclasses are registered as pytrees.
-
-    A model passes it to `Context.dot`, which calls `multiply`.
-    """
+    """A weight that is stored in several arrays, for `Context.dot`; subclasses are pytrees."""
 
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
     ) -> Array:
-        """Return the product [*dims after the arrow] of x [*first dims] and this weight [*second].
-
-        `dot` multiplies arrays, and weights that are part of this one. See `types.dot`.
-        """
+        """Return the product [*dims after the arrow]; `dot` multiplies parts of this weight."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> CompositeWeight:
@@ -147,11 +132,9 @@ def with_weights(dot: Callable[..., Array]) -> Callable[..., Array]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(CompositeWeight):
-    """A frozen weight in int8, with a float32 scale for each of its outputs.
+    """A frozen weight in int8 [*dims], with a float32 scale for each of its outputs.
 
-    Attributes:
-        values: int8 [*dims].
-        scale: float32 [*dims], of size 1 in the dims that the product sums.
+    The scale has size 1 in the dims that the product sums.
     """
 
     values: Any
@@ -170,12 +153,10 @@ class Int8Weight(CompositeWeight):
 
 
 def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
-    """Return a model that stores some of its weights as `Int8Weight`, and freezes them.
+    """Return a model that stores some of its weights as frozen `Int8Weight`s.
 
-    `summed` has for the name of each such weight, e.g. "layers/mlp/down", the dims over which its
-    product with activations sums. The model multiplies it with `Context.dot` and nothing else.
-    Weights are rounded to the nearest of 255 values; the largest of an output is 127 times its
-    scale.
+    `summed` maps the name of each, e.g. "layers/mlp/down", to the dims over which its product sums.
+    Weights are rounded to the nearest of 255 values; an output's largest is 127 times its scale.
     """
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -186,7 +167,7 @@ def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
         return Int8Weight(Parameter(dims, storage="int8", update="none"), kept) if over else dims
 
     def convert(path: Any, dims: Dims, w: Array) -> Any:
-        """The parameter [*dims] as it is stored."""
+        """Return the parameter [*dims] as it is stored."""
         over = [i for i, dim in enumerate(dims) if dim in summed.get(name(path), ())]
         if not over:
             return w

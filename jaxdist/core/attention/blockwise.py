@@ -2,10 +2,8 @@
 
 Scores of one block of queries and one block of keys at a time update a running softmax. The
 backward pass recomputes them from the log-sum-exp. Pairs of blocks in which no query sees a key are
-skipped, whether the causal mask, the window or the documents of packed rows hide them.
-
-Queries and keys carry their positions (`Span`), so any part of a row can attend to any other part.
-`merge` joins attention to several parts of the keys; ring attention is built on it.
+skipped. Queries and keys carry their positions (`Span`), so any part of a row can attend to any
+other part; `merge` joins the results.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2. Deviation: blocks are XLA products in
 loops, not one fused kernel.
@@ -50,10 +48,7 @@ BLOCK = 256
 
 
 class Span(NamedTuple):
-    """Positions of some queries or keys in their row; -1 = padding that no query sees.
-
-    `segments` are the documents of packed rows; None = one document.
-    """
+    """Positions of queries or keys in their row (-1 = padding), and documents of packed rows."""
 
     positions: Int[Array, "batch_or_1 length"]
     segments: Segments | None = None
@@ -63,9 +58,7 @@ class Rule(NamedTuple):
     """The keys that a query sees within its document.
 
     Attributes:
-        causal: only keys up to the query's own position.
         window: only the newest keys, the query's own included; 0 = all.
-        block: positions of a block.
         softcap: bound that scores approach; 0 = none.
     """
 
@@ -76,10 +69,7 @@ class Rule(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to a part of the keys: softmax over that part, and the log of its denominator.
-
-    Float32 or wider. A query that sees no key has output 0 and log-sum-exp `UNSEEN`.
-    """
+    """Softmax over a part of the keys, and the log of its denominator; float32 or wider."""
 
     out: Q
     lse: Lse
@@ -102,8 +92,8 @@ class BackwardStats(NamedTuple):
 def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
-    Sums are in float32 or wider, the result in the query's dtype. A query that sees no key gets 0.
-    Residuals of the backward pass are named "attention" for remat policies.
+    Sums are float32 or wider, the result has the query's dtype. A query that sees no key gets 0.
+    Residuals are named "attention" for remat policies.
     """
     query, key, value = declare_alike(query, key, value)
     return _attend(query, key, value, queries, keys, rule)
@@ -202,8 +192,7 @@ def backward(
 ) -> tuple[Q, KV, KV]:
     """Return gradients of query, key and value through attention to these keys.
 
-    `stats` is over all keys that the queries see, of which these may be a part. Gradients are
-    float32 or wider, so that sums over parts keep their bits.
+    `stats` is over all keys that the queries see. Gradients are float32 or wider.
     """
     query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
@@ -287,10 +276,7 @@ class _Cut(NamedTuple):
     Attributes:
         queries: spans of the blocks of queries, leaves [num_blocks, batch or 1, block].
         keys: spans of the blocks of keys.
-        seen: whether any query of a block may see any key of another.
-        heads: key/value heads.
-        lengths: positions of (queries, keys) without padding.
-        rule: the keys that a query sees.
+        seen: a query of the block may see a key of the other.
     """
 
     queries: Span
@@ -360,11 +346,7 @@ def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
 
 
 def _any_seen(queries: Span, keys: Span, rule: Rule) -> Bool[Array, "query_blocks key_blocks"]:
-    """Return whether any query of a block may see any key of another.
-
-    Compares the smallest and largest positions and documents of each block [blocks, batch or 1,
-    block], so it is never False if a key is seen.
-    """
+    """Return whether queries of a block may see keys of another; never False if one is seen."""
     low = lambda x: jnp.min(x, -1)[:, None]
     high = lambda x: jnp.max(x, -1)[:, None]
     first, last = (lambda x: jnp.min(x, -1)[None]), (lambda x: jnp.max(x, -1)[None])

@@ -42,11 +42,9 @@ class ExchangePlan(NamedTuple):
     """The exchange of keys and values between devices of the context axis.
 
     Attributes:
-        exchange: the algorithm.
         inner: neighbors that exchange heads for positions; 1 = none.
         paired: permutes are exchanges between pairs. A pipeline needs that: its stages take
             different branches, and a permute waits for all devices of the mesh.
-        reason: reason of the choice, for the log.
     """
 
     exchange: Exchange
@@ -67,12 +65,8 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Choose the exchange between `size` devices of the context axis; `setting` may be "auto".
 
-    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbors along
-    the axis share a node. `has_stages`: a pipeline runs the layers. `packed`: rows hold several
-    documents.
-
-    Raises:
-        ConfigError: the heads, or the stages, do not allow the setting.
+    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbors along the
+    axis share a node. `has_stages`: a pipeline runs the layers.
     """
     fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
     # Pairs that exchange need an even ring.
@@ -131,7 +125,6 @@ def _choose(
 
 
 def _can_share(n: int, heads: int, kv_heads: int) -> bool:
-    """Return whether n devices can split the heads; key/value heads may be repeated."""
     return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
@@ -145,15 +138,10 @@ def make_attend_to_shared(
 ) -> Callable[..., Array]:
     """Make the `attend` of a `Context` for rows that are split over devices.
 
-    Args:
-        plan: the exchange.
-        attend_rows: the `attend` for complete rows, after heads were exchanged for positions.
-        choose_kernel: (query, ...) -> the kernel of a call, see `kernels.AttentionRequest`.
-
-    Returns:
-        As `attention.make_attend`, for this device's queries and keys of the same row, [batch,
-        seq_shard, heads, head_dim], in the order of `parallel.context.local_position_ids`. It
-        raises `ConfigError` for dropout.
+    `attend_rows` is the `attend` for complete rows, `choose_kernel` maps a query and its keys to
+    the kernel. The result takes this device's queries and keys, [batch, seq_shard, heads,
+    head_dim], in the order of `parallel.context.local_position_ids`, and raises `ConfigError` for
+    dropout.
     """
 
     def attend(
@@ -235,10 +223,7 @@ class _Group(NamedTuple):
     size: int
 
     def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
-        """Exchange: [batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...].
-
-        Key/value heads are repeated if they are fewer than the devices.
-        """
+        """Return [batch, size · seq_shard, heads / size, ...] of [batch, seq_shard, heads, ...]."""
         if self.size == 1:
             return query, key, value
         times = max(1, self.size // key.shape[2])
@@ -264,7 +249,6 @@ class _Group(NamedTuple):
 def _reordered(
     x: Shaped[Array, "batch seq *rest"], order: Int[np.ndarray, " chunks"]
 ) -> Shaped[Array, "batch seq *rest"]:
-    """Reorder the equal chunks of each row."""
     chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
     return chunks[:, order].reshape(x.shape)
 
@@ -311,7 +295,6 @@ def _gather(tree: Any) -> Any:
 
 
 def _gathered_spans(query: Q, segments: Segments | None) -> tuple[Span, Span]:
-    """Return the spans of this device's queries and of all keys."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.position_ids_of(i, length, size) for i in range(size)])
     return (

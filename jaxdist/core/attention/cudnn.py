@@ -1,11 +1,10 @@
 """cuDNN's fused attention through private operations of jax, and attention to packed documents.
 
-The only module that touches these operations. `jax.nn.dot_product_attention` has no documents, and
-its gradient lacks the part through the log-sum-exp. So `forward` and `backward` bind the operations
-of jax's own module, only inside `shard_map`: they carry no rule for XLA to split them.
+Only this module uses these operations. `jax.nn.dot_product_attention` has no documents, and its
+gradient lacks the part through the log-sum-exp. `forward` and `backward` run only inside
+`shard_map`: XLA has no rule to split the operations.
 
-A call takes at most `DOCUMENTS` documents of a row, because its scratch memory grows with them. A
-row with more documents takes further calls.
+A call takes at most `DOCUMENTS` documents of a row, because its scratch memory grows with them.
 """
 
 from __future__ import annotations
@@ -33,18 +32,15 @@ except (ImportError, AttributeError):  # a private module of jax, which may move
     operations = None  # type: ignore[assignment]
 
 DOCUMENTS = 4
-"""Documents of a row in one call. We assume that cuDNN gives each the scratch of a complete row: 8B
-in rows of 8,192, two at a time, would need 4 GiB for 8."""
+"""Documents of a row in one call. We assume that cuDNN gives each the scratch memory of a complete
+row: 8 of them would need 4 GiB for an 8B model with two rows of 8,192."""
 
 Stats: TypeAlias = Float32[Array, "sequences heads queries"]
 """cuDNN's log-sum-exp, by the position in each sequence. A sequence is a row, or a document."""
 
 
 class Sequences(NamedTuple):
-    """Parts of the rows of a batch, of queries or of the keys that they attend to.
-
-    Empty ones have length 0 and start at the end of the row.
-    """
+    """Parts of the rows of a batch. Empty ones have length 0 and start at the end of the row."""
 
     starts: Int[Array, "batch number"]
     lengths: Int[Array, "batch number"]
@@ -97,13 +93,7 @@ def stats_of(lse: Lse, starts: Int[Array, "batch number"]) -> Stats:
 
 
 def attend_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> Q:
-    """Attend within every document; padding is a document of its own.
-
-    Positions count within documents, so `rule` keeps its meaning.
-
-    Raises:
-        ConfigError: the batch has more elements than cuDNN can count.
-    """
+    """Attend within every document. Padding is a document of its own; positions count within it."""
     if reason := too_large(query.shape):
         raise ConfigError(f"{reason}. Use model.attention='xla', or smaller microbatches.")
     return _attend_packed(*declare_alike(query, key, value, segments), rule)
@@ -137,10 +127,7 @@ _attend_packed.defvjp(_packed_forward, _packed_backward)
 
 
 def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> tuple[Q, Lse]:
-    """Attend within every document; not differentiable. Inputs vary over the same axes.
-
-    The output has the query's dtype, the log-sum-exp is float32.
-    """
+    """Attend within every document; not differentiable. The log-sum-exp is float32."""
     documents = Documents.of(segments)
 
     def attend(call: Array, own: Sequences) -> tuple[Array, Array]:
@@ -154,10 +141,7 @@ def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule)
 def backward_packed(
     query: Q, key: KV, value: KV, out: Q, lse: Lse, cotangent: Q, *, segments: Segments, rule: Rule
 ) -> tuple[Q, KV, KV]:
-    """Return gradients of query, key and value in their dtypes.
-
-    `out`, its cotangent and `lse` may be over more keys, as in `backward`.
-    """
+    """Return gradients in the inputs' dtypes; `out`, its cotangent and `lse` as in `backward`."""
 
     def pull_back(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
         stats = stats_of(lse, own.starts)
@@ -227,8 +211,8 @@ def backward(
 ) -> tuple[Q, KV, KV]:
     """Call the kernel once for gradients of query, key and value, in their dtypes.
 
-    `out`, its cotangent and `stats` may be over more keys than these: the gradients are then the
-    part that flows through these keys.
+    `out`, its cotangent and `stats` may cover more keys: the gradients are then the part that flows
+    through these keys.
     """
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
@@ -237,10 +221,7 @@ def backward(
 
 
 def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
-    """Return bias, lengths and first elements of query and key sequences, and page tables.
-
-    Unused operands have shape [0].
-    """
+    """Return bias, lengths and first elements of sequences, page tables; unused ones are [0]."""
     unused = jnp.zeros(0, query.dtype)
     if sequences is None:
         return (unused,) * 7
@@ -253,10 +234,7 @@ def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) ->
 def _first_elements(
     sequences: Sequences, x: Float[Array, "batch seq heads head_dim"]
 ) -> Int[Array, "batch number_plus_1"]:
-    """Return the offset of each sequence in x, in elements, and the end of the array as padding.
-
-    cuDNN reads them as one flat list.
-    """
+    """Return each sequence's offset in x in elements, and the end of the array as padding."""
     batch, seq = x.shape[:2]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * seq
     starts = (sequences.starts + rows).reshape(-1)
@@ -311,11 +289,10 @@ def missing() -> str:
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Decide as a remat policy: keep the residuals of attention, so that it runs once.
+    """Keep the residuals of attention as a remat policy: attention then runs once.
 
-    Those of `jax.nn.dot_product_attention` on cuDNN are its output and its log-sum-exp. A name
-    cannot select them: it would keep the output after the call, and the backward pass would repeat
-    the call for its other result.
+    The residuals of cuDNN's kernel are its output and its log-sum-exp. A policy by name would keep
+    only the output, and the backward pass would repeat the call.
     """
     if primitive.name == "name":
         return params["name"] == "attention"
@@ -323,12 +300,9 @@ def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def emulate_gpu(compute_capability: str, version: tuple[int, int, int]) -> None:
-    """Answer jax's checks before cuDNN attention for a described GPU with that cuDNN version.
+    """Answer jax's checks before cuDNN attention for a described GPU, not for the local backend.
 
-    Otherwise they query the local backend. If it is the CPU, the kernel would be turned off.
-
-    Raises:
-        RuntimeError: jax has renamed a check.
+    Raises `RuntimeError` if jax has renamed a check.
     """
     numbers = lambda text: tuple(int(number) for number in text.split("."))
     capability, (major, minor, patch) = numbers(compute_capability), version

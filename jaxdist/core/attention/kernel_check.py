@@ -1,9 +1,8 @@
 """Numeric check of cuDNN's kernel on the user's device, for calls that bind its operations.
 
 Packed documents and hops of a ring need private operations of jax, which depend on the versions of
-cuDNN and of the driver. So a run that would use them first compares them with the block-wise kernel
-in float32, forward and backward, on two rows of the run's length and heads (one row, if a
-microbatch has one). If the kernel is rejected, attention runs block by block.
+cuDNN and of the driver. So a run first compares them with the block-wise kernel in float32, on two
+rows of its length and heads. If they differ, attention runs block by block.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from jaxdist.core.attention.zigzag import GlobalAttention, Keys, Queries
 from jaxdist.core.types import Array
 
 TOLERANCE = 0.02
-"""Largest difference, relative to the reference's largest magnitude. Rounding to bfloat16 takes
-less than half of it."""
+"""Largest difference relative to the reference's peak; rounding to bfloat16 is under half."""
 
 Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
 """Calls that are checked: documents of complete rows, hops of a ring, documents on a ring."""
@@ -38,12 +36,9 @@ class Shapes:
     """Shapes of one device's attention.
 
     Attributes:
-        rows: rows of a microbatch.
         seq_len: positions of a row; on a ring those of one group of devices.
         heads, kv_heads: heads of this device.
-        head_dim: width of a head.
         windows: window of each kind of layer; 0 = all keys.
-        dtype: compute dtype.
     """
 
     rows: int
@@ -63,7 +58,6 @@ class KernelCheck:
         errors: output and gradients -> largest difference, relative to the reference's peak; {} if
             the kernel failed, or only other processes compared it.
         rejection_reason: why the kernel is not used; "" = it is.
-        use: the calls that were checked.
     """
 
     errors: dict[str, float]
@@ -88,8 +82,7 @@ def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck
     """Compare cuDNN's kernel with the reference on a device, forward and backward.
 
     On a ring the rows are those of two groups of at most `_MAX_RING_LEN` positions each, and every
-    kind of hop is compared. Packed rows hold several documents, some of which cross the boundaries
-    between chunks; they are compared with each window of the model.
+    kind of hop is compared. Packed rows are compared with each window of the model.
     """
     try:
         with jax.default_device(device):
@@ -128,10 +121,7 @@ def _error(a: Any, b: Any) -> float:
 
 
 def sample_segments(rows: int, seq_len: int) -> Int[np.ndarray, "rows seq_len"]:
-    """Sample documents: short ones for more than one call, a long one, padding.
-
-    Row 1 holds one document without padding, and so does row 0 if it is too short for more.
-    """
+    """Sample documents: short ones for more than one call, a long one, padding; one in row 1."""
     segments = np.ones((rows, seq_len), np.int32)
     if seq_len < 4:
         return segments
@@ -160,10 +150,7 @@ def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: 
 
 
 def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | None) -> Any:
-    """Return the same of rows [rows, seq, ...] of two groups; this device takes the place of both.
-
-    `segments` are passed to the kernel if rows are packed.
-    """
+    """Return the same of rows [rows, seq, ...] of two groups, both on this device."""
     documents = (None, None) if segments is None else _split_by_group(jnp.asarray(segments))
 
     def run(*inputs: Array) -> tuple[Array, ...]:

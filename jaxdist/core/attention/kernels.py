@@ -39,7 +39,6 @@ class AttentionPlan(NamedTuple):
     """The devices that attend, as `choose_kernel` needs them.
 
     Attributes:
-        platform: "cpu" or "gpu".
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" if unknown.
         exchange: exchange of keys and values between devices that share rows; None = they do not.
         packed_rejection: why cuDNN must not run packed documents; "" = it may.
@@ -57,8 +56,8 @@ class AttentionRequest(NamedTuple):
     """One call of attention, as `choose_kernel` needs it.
 
     Rows have `num_keys` positions. Queries are `cached` if they have positions of their own among
-    the keys. A query sees the `window` newest keys, 0 = all; this and `causal` count if devices
-    share rows. `too_large` is the reason why the packed kernel cannot take the shapes, "" = it can.
+    the keys. `window` and `causal` count only if devices share rows. `too_large` is the reason why
+    the packed kernel cannot take the shapes, "" = it can.
     """
 
     dtype: Any
@@ -79,14 +78,11 @@ def make_attend(
 ) -> Callable[..., Array]:
     """Make the `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value.
 
-    Args:
-        plan: the devices.
-        tensor_index: index of this device on the tensor axis, which splits the heads.
+    `tensor_index` returns this device's index on the tensor axis, which splits the heads.
 
-    Returns:
-        (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
-        heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto", "xla" or
-        "cudnn". It raises `ConfigError` if "cudnn" does not support the call.
+    Returns (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
+    heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto", "xla" or "cudnn";
+    it raises `ConfigError` if "cudnn" does not support the call.
     """
 
     def choose(query: Q, **call: Any) -> Kernel:
@@ -132,10 +128,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """Compute float16 [batch, queries, heads, head_dim] in float32.
-
-    XLA:CPU has no float16 product with float32 sums, which every kernel needs.
-    """
+    """Compute float16 [batch, queries, heads, head_dim] in float32: XLA:CPU has no such product."""
 
     def in_float32(query: Q, key: KV, value: KV, *args: Any, **options: Any) -> Q:
         if query.dtype != jnp.float16:
@@ -149,8 +142,7 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
 def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
     """Choose the attention kernel of a call on these devices, with the reason.
 
-    Raises:
-        ConfigError: the call names cuDNN, which cannot honor the mask or the shapes.
+    Raises `ConfigError` if the call names cuDNN, which cannot honor the mask or the shapes.
     """
     platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
     dtype, head_dim, packed = request.dtype, request.head_dim, request.packed
@@ -248,8 +240,7 @@ def visible(
 def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, softcap: float) -> Q:
     """Run a kernel that supports the mask and the soft cap.
 
-    Residuals are named "attention" for remat policies, except those of cuDNN on rows of one
-    document, which a policy selects by their operation (`cudnn.keeps_attention`).
+    Residuals are named "attention" for remat policies, except those of `cudnn.keeps_attention`.
     """
     rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
     if kernel == "cudnn" and mask.segments is not None:
@@ -291,8 +282,7 @@ def _attend_dense(
 ) -> Q:
     """Attend with materialized scores and probabilities, float32 [batch, heads, queries, keys].
 
-    The random bits of dropout depend on the row and the head only; `first_head` is the index of the
-    first local head among all heads.
+    The random bits of dropout depend on the row and the head among all heads (`first_head`).
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]

@@ -1,14 +1,11 @@
 """Ring attention: keys and values travel around a ring of devices, and each hop attends to them.
 
 Partial results are merged by their log-sum-exp. The backward pass saves only this device's keys and
-values; they travel again, and their gradients return in float32. Each hop of it is split in half:
-one half overlaps with sending keys, the other with sending gradients; the second half of the local
-part is held back for the last gradients. Hops run block by block in plain JAX, or on cuDNN's kernel
-(`zigzag.py`).
+values; they travel again, and their gradients return in float32. Half of each hop's work overlaps
+with sending keys, half with sending gradients. Hops run block by block in plain JAX, or on cuDNN's
+kernel (`zigzag.py`). Arrays hold the positions of a group's devices, in device order.
 
 Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
-
-Arrays hold the positions of a group's devices, in device order.
 """
 
 from __future__ import annotations
@@ -31,13 +28,10 @@ from jaxdist.core.types import Array
 
 
 class Ring(NamedTuple):
-    """The groups of the context axis on a ring.
+    """The groups of `inner` devices of the context axis on a ring; `paired` as in `ExchangePlan`.
 
-    Attributes:
-        inner: devices of a group.
-        paired: see `ExchangePlan`.
-        fused: hops run on cuDNN's kernel. Positions are then in the order of `in_row_order`, and a
-            query sees all keys of its document before it, or all keys if rows are one document.
+    `fused` hops run on cuDNN's kernel. Positions are then in the order of `in_row_order`, and a
+    query sees all keys of its document before it, or all keys if rows are one document.
     """
 
     inner: int
@@ -67,10 +61,7 @@ class Ring(NamedTuple):
         return jnp.concatenate(parts)[None]
 
     def is_earlier(self, steps_back: Any) -> Bool[Array, ""] | None:
-        """Return whether the group that many hops before this one precedes it in the row.
-
-        None for the number 0, which is this group.
-        """
+        """Return whether the group that many hops before this one precedes it; None for 0 hops."""
         if _is_number(steps_back, 0):
             return None
         return self.group >= steps_back
@@ -158,10 +149,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
 
     def pull_back(chunk: _Chunk, hop: Any, half: int | None) -> PartGrads:
-        """Return gradients of query, keys and values before `scatter`.
-
-        `half` is the first or the second half of the work, 0 or 1; None = all of it.
-        """
+        """Return gradients of query, keys and values before `scatter`: one half, or all (None)."""
         key, value = chunk.keys_values
         if ring.fused:
             assert half is not None

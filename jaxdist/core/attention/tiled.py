@@ -1,11 +1,9 @@
 """Attention in tiles of queries, in plain JAX: for rows of up to a few thousand keys on CPU.
 
-Each tile multiplies only the keys that one of its queries may see: keys behind the tile (causal
-mask) and keys before the window never enter a product. Tiles are static, so nothing loops or
-branches. The backward pass recomputes the probabilities from the log-sum-exp of their scores, which
-is faster on CPU than reading them back.
-
-Longer rows go block by block (`blockwise.py`), whose program does not grow with the row.
+Each tile multiplies only the keys that one of its queries may see. Tiles are static, so there is no
+loop or branch, and the program grows with the row; longer rows use `blockwise.py`. The backward
+pass recomputes probabilities from the log-sum-exp of their scores, which is faster on CPU than
+reading them.
 
 Inside, queries are [batch, kv_heads, group, length, head_dim] with group = heads / kv_heads, and
 keys and values [batch, kv_heads, length, head_dim]: batch and heads are one batch of products.
@@ -42,8 +40,7 @@ class _Tile(NamedTuple):
 def attend(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
-    Sums are in float32 or wider, the result in the query's dtype. Residuals of the backward pass
-    are named "attention" for remat policies. `rule.block` is ignored.
+    Dtypes and remat names are those of `blockwise.attend`; `rule.block` is ignored.
     """
     query, key, value = declare_alike(query, key, value)
     return _attend(query, key, value, segments, rule)
@@ -75,8 +72,7 @@ def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     """Return gradients of the inputs.
 
-    Scores are [batch, kv_heads, keys, group, queries] here, and head_dim precedes the queries in
-    their gradient: then products read only heads transposed, never scores.
+    Scores are [batch, kv_heads, keys, group, queries] here: then no product transposes them.
     """
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
@@ -113,7 +109,6 @@ _attend.defvjp(_forward, _backward)
 
 
 def _tiles(length: int, rule: Rule) -> list[_Tile]:
-    """Return the tiles of a row, in order; their keys start and end at tile boundaries."""
     tiles = []
     for start in range(0, length, TILE):
         stop = min(start + TILE, length)
@@ -137,10 +132,9 @@ def _scores(q: Array, k: Array, tile: _Tile, rule: Rule) -> Array:
 def _allowed(
     tile: _Tile, segments: Segments | None, rule: Rule
 ) -> Bool[Array, "batch_or_1 1 1 queries keys"]:
-    """Return the mask of a tile.
+    """Return the mask of a tile, compared at trace time.
 
-    Positions are compared at trace time: XLA:CPU would compare them again for each score, without
-    vector instructions, three times as long as the exponential takes.
+    XLA:CPU would compare positions for each score: three times as long as the exponential takes.
     """
     position = lambda part: np.arange(part.start, part.stop)
     behind = position(tile.queries)[:, None] - position(tile.keys)
@@ -172,10 +166,7 @@ def _sum_over_tiles(parts: list[Array], tiles: list[_Tile], length: int) -> Arra
 
 
 def _by_head(x: Array, kv_heads: int = 0) -> Array:
-    """Move heads: [batch, length, heads, head_dim] -> [batch, kv_heads, group, length, head_dim].
-
-    Without `kv_heads` the result has no group: [batch, heads, length, head_dim].
-    """
+    """Return [batch, kv_heads, group, length, head_dim] of [batch, length, heads, head_dim]."""
     x = jnp.swapaxes(x, 1, 2)
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]) if kv_heads else x
 

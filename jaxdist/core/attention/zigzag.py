@@ -11,12 +11,12 @@ Two different chunks of packed rows share at most one document, because a docume
 keys are the last ones of their chunk, and its queries the first ones of theirs. It is one sequence
 of cuDNN's packed layout, without a mask.
 
-Outputs and gradients have the query's dtype. Queries that see no key get zeros and the log-sum-exp
-`UNSEEN`. Hops are merged, and gradients summed, in float32. Nothing here is differentiable.
+Queries that see no key get zeros and the log-sum-exp `UNSEEN`. Hops are merged, and gradients
+summed, in float32. Nothing here is differentiable.
 
-Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
-Deviation: the backward pass gives the kernel the output and the log-sum-exp over all keys, so that
-each hop returns the part of the gradients that flows through its keys.
+Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3. The
+kernel's backward gets the output and the log-sum-exp over all keys, so each hop returns the
+gradients that flow through its keys.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ class GlobalAttention(NamedTuple):
 def forward(
     queries: Queries, keys: Keys, is_causal: bool, is_earlier: Bool[Array, ""] | None
 ) -> Partial:
-    """Attend from these queries to these keys only, in float32.
-
-    `is_earlier` is whether the keys belong to an earlier group; None = to this group.
-    """
+    """Attend to these keys only, in float32; `is_earlier` is None for this group's keys."""
 
     def to_early_keys() -> tuple[Array, Array]:
         return across(queries, early(keys))
@@ -101,9 +98,9 @@ def backward(
 ) -> PartGrads:
     """Compute half of the gradients that flow through these keys, in one call of the kernel.
 
-    They are of the positions of the call: `scatter_to_positions` expands them, and then the sum of
-    the halves 0 and 1 is complete. Both halves are calls of the same size: one overlaps with
-    sending keys, the other with sending gradients. `is_earlier` as in `forward`.
+    The result has the positions of the call: `scatter_to_positions` expands them, and the sum of
+    halves 0 and 1 is complete. The halves are equal in size: one overlaps with sending keys, the
+    other with sending gradients.
     """
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)

@@ -7,22 +7,19 @@ nvfp4: forward, everything is rounded to E2M1, each 16 numbers share a scale in 
 has one more, a power of two, under which the scales fit. Both products of the backward pass are in
 mxfp8, computed from the unrounded inputs.
 
-A block lies along the dims that a product sums over. Those differ between forward and backward, so
-that an array is rounded once for each product that it is in, and weights travel as they are.
-Numbers are laid out with the summed dims last, in the order in which the first factor has them, and
-the last block is padded with zeros.
+Blocks run along the dims that a product sums over, the last dims in memory, so an array is rounded
+again for each product. The last block is padded with zeros.
 
-A GPU multiplies the rounded numbers (`jax.nn.scaled_matmul`, the product of
-`jax.nn.scaled_dot_general`). Elsewhere the values that they represent are multiplied in the compute
-dtype, in which they are exact: E2M1 times E4M3 has six significant bits.
+A GPU multiplies the rounded numbers (`jax.nn.scaled_matmul`). Elsewhere the values that they
+represent are multiplied in the compute dtype, in which they are exact: E2M1 times E4M3 has six
+significant bits.
 
 Sources: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", section 5: the blocks.
 Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", sections 2 and 3: E4M3 throughout,
 scales rounded up. NVIDIA 2025, "Pretraining Large Language Models with NVFP4", section 2 and
-appendix B: the two scales. Deviations from the last: its backward is in 4 bits too, and for that
-turns with random Hadamard matrices, rounds gradients stochastically and gives weights blocks of
-16 x 16; the scale of the array is a power of two, so that values round the same way however rows
-are cut.
+appendix B: the two scales. Deviations from the last: it also has a 4-bit backward, with random
+Hadamard matrices, stochastic rounding of gradients and blocks of 16 x 16 for weights; the scale of
+the array is a power of two here, so rounding does not depend on the split of rows.
 """
 
 from __future__ import annotations
@@ -57,10 +54,7 @@ Scales: TypeAlias = tuple[Float32[Array, ""], Float32[Array, ""]]
 
 
 class Blocks(NamedTuple):
-    """A rounded array: values in E4M3 or E2M1, the scale of each block in E8M0 or E4M3.
-
-    `scale` is that of the complete array; None in mxfp8.
-    """
+    """Values in E4M3 or E2M1, a scale for each block (E8M0 or E4M3), and nvfp4's for the array."""
 
     values: Float[Array, "batch rows summed"]
     scales: Shaped[Array, "batch rows blocks"]
@@ -87,8 +81,8 @@ def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
 def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""]) -> Blocks:
     """Round each 16 numbers to E2M1 under their own scale and `scale`, that of the array.
 
-    `scale` is a result of `scale_of_nvfp4`; if it is NaN, so are all blocks. `summed` is padded
-    with zeros. A block whose scale would be below E4M3's smallest number is zeros.
+    `scale` is a result of `scale_of_nvfp4`. `summed` is padded with zeros. A block whose scale
+    would be below E4M3's smallest number is zeros.
     """
     blocks = _cut(x, BLOCK["nvfp4"]) * (1 / scale)
     scales = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST_E2M1).astype(E4M3)
@@ -147,15 +141,10 @@ def make_dot(
 
 
 class _Scaled(NamedTuple):
-    """A product and the two products of its gradients.
+    """A product and the two products of its gradients; `dims` as `types.dot` takes them.
 
-    Attributes:
-        matmul_dtype: "mxfp8" or "nvfp4", of the product; gradients' are in mxfp8.
-        dims: as `types.dot` takes them.
-        dtype: of x, w and their gradients.
-        out_dtype: of the result.
-        axes: over which the scale of an array is equal.
-        is_narrow: multiply the rounded numbers; False = the values that they represent.
+    Gradients' products are in mxfp8. The scale of an array is equal over `axes`. `is_narrow`:
+    multiply the rounded numbers; False = the values that they represent.
     """
 
     matmul_dtype: str

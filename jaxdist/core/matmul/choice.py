@@ -12,13 +12,9 @@ from jaxdist.core.types import Array
 
 
 class Format(NamedTuple):
-    """A format that layers can multiply in.
+    """A format that layers can multiply in; the library is that of its product on a GPU.
 
-    Attributes:
-        rounding: number formats of the inputs, for the log.
-        library: library of the product on a GPU.
-        lowest_capability: the first NVIDIA compute capability whose tensor cores support it.
-        cards: the GPUs that have it.
+    `lowest_capability` is the first compute capability whose tensor cores support it.
     """
 
     rounding: str
@@ -43,14 +39,7 @@ FORMATS = {
 def problems(
     matmul_dtype: str, num_layers: int, platform: str, compute_capability: str
 ) -> list[str]:
-    """Return the reasons why layers of a model cannot multiply in a format on these devices.
-
-    Args:
-        matmul_dtype: as in `PrecisionConfig`; "auto" has no rules.
-        num_layers: stacked layers of the model; 0 = none.
-        platform: "cpu" or "gpu".
-        compute_capability: as `Context.compute_capability`.
-    """
+    """Return the reasons why layers of a model cannot multiply in a format on these devices."""
     if matmul_dtype not in FORMATS:
         return []
     lowest, problems = FORMATS[matmul_dtype].lowest_capability, []
@@ -85,16 +74,10 @@ def make_dot(
     *,
     is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
-    """Make a `Context.dot` in a format.
+    """Make a `Context.dot` in a format: product [*dims named after the arrow].
 
-    Args:
-        matmul_dtype: a key of `FORMATS`.
-        axes: mesh axes over which activations may be split; the scale of an array is equal there.
-        platform: "gpu" multiplies the rounded numbers, any other the values that they represent.
-        is_wide: multiply this layer in the compute dtype instead; None = never.
-
-    Returns:
-        (dims, x, w, out_dtype=None) -> product [*dims named after the arrow].
+    The scale of an array is equal over `axes`. Platform "gpu" multiplies the rounded numbers, any
+    other the values that they represent. `is_wide`: multiply this layer in the compute dtype.
     """
     if matmul_dtype == "fp8":
         return fp8.make_dot(axes, platform, is_wide=is_wide)

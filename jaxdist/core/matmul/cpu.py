@@ -1,8 +1,7 @@
-"""Float32 products on CPU with faster gradients of weights.
+"""Float32 products on CPU with faster gradients of weights (`scripts/bench/results/cpu.md`).
 
-XLA:CPU contracts the rows of two inputs at two thirds of the speed of a plain product if they are
-many and wide. So one input is transposed first. A barrier keeps the compiler from undoing that
-(`scripts/bench/results/cpu.md`).
+XLA:CPU contracts the rows of two large inputs at two thirds of the speed of a plain product. So one
+input is transposed first, behind a barrier that keeps the compiler from undoing it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from jaxdist.core.types import Array
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Multiply as `types.dot` does: [*dims named after the arrow].
 
-    The gradient of w is summed in another order. Dtypes other than float32, and other orders of
-    dims than "rows inner, inner outer -> rows outer", fall back to `types.dot`.
+    Dtypes other than float32, and other orders of dims than "rows inner, inner outer -> rows
+    outer", fall back to `types.dot`.
     """
     if _num_inner(dims) == 0 or x.dtype != jnp.float32 or (out_dtype or x.dtype) != x.dtype:
         return types.dot(dims, x, w, out_dtype=out_dtype)
@@ -36,10 +35,7 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
 def weight_gradient(
     x: Float[Array, "rows inner"], g: Float[Array, "rows outer"]
 ) -> Float[Array, "inner outer"]:
-    """Return the gradient of a weight from activations and the gradient of their product.
-
-    Float32 or wider. The narrower of the two is transposed, because that copies less.
-    """
+    """Return a product's weight gradient, float32 or wider; the narrower input is transposed."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     x, g = x.astype(wide), g.astype(wide)
     if x.shape[1] <= g.shape[1]:

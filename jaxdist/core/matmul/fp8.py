@@ -1,21 +1,18 @@
 """Products in fp8: formats and scales.
 
 Activations and weights are rounded to E4M3, gradients of a product's result to E5M2, each with one
-scale for the whole array, taken from its own largest magnitude. All three products of a weight,
-forward and backward, then multiply 8 bit numbers and add up wider ones.
+scale from its own largest magnitude. All three products of a weight multiply 8-bit numbers and add
+up wider ones.
 
 A GPU multiplies the 8-bit numbers and scales the result. Elsewhere the values that they represent
-are multiplied in the compute dtype, which gives the same result because scaling by a power of two
-is exact. On a GPU that would not work: XLA treats narrowing and widening a value as excess
-precision, and drops the rounding.
+are multiplied in the compute dtype, with the same result. On a GPU that would not work: XLA treats
+narrowing and widening as excess precision, and drops the rounding.
 
-Scales are powers of two. So a value rounds the same way under every scale, except the smallest
-(below 2^-14 of the largest in E4M3), and the split of rows into microbatches hardly matters.
+Scales are powers of two, so a value rounds the same way under every scale, except the smallest
+(below 2^-14 of the largest in E4M3): the split of rows hardly matters.
 
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats,
-and the format of each tensor. Deviations: a scale is computed from the current array rather than
-from earlier steps, it is a power of two, and nothing saturates: the largest magnitude fits by
-construction.
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats.
+Deviations: a scale is a power of two, computed from the current array, and nothing saturates.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ _SMALLEST_SCALE = -100  # 2^-100 and its inverse are far from overflow
 def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "*arrays"]:
     """Return the powers of two by which arrays are divided before they are rounded to `dtype`.
 
-    `largest` holds the largest magnitude of each array. `largest` / scale is in (max / 2, max] of
-    the format. The scale is 1 for zeros, and NaN if the array has a NaN or Inf.
+    `largest` / scale is in (max / 2, max] of the format. The scale is 1 for zeros, and NaN if the
+    array has a NaN or Inf.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = (bits >> 23) - 127 - _LARGEST_EXPONENT[dtype]
@@ -62,10 +59,9 @@ def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "
 def largest_of(
     x: Float[Array, "*dims"], axes: tuple[str, ...], dims: tuple[int, ...] | None = None
 ) -> Float32[Array, "*rest"]:
-    """Return the largest magnitude of an array that mesh `axes` split, over `dims` (None = all).
+    """Return the largest magnitude over `dims` (None = all) of an array that mesh `axes` split.
 
-    Inf if any part has a NaN, because collectives may drop a NaN from a maximum. Wire: 4 bytes
-    each.
+    Inf if any part has a NaN: collectives may drop a NaN from a maximum. Wire: 4 bytes.
     """
     largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
     largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
@@ -94,12 +90,7 @@ Rounded: TypeAlias = tuple[Shaped[Array, "..."], Float32[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight:
-    """A gathered weight that was rounded before it was gathered.
-
-    Attributes:
-        values: [*dims] in the compute dtype.
-        rounded: the same weight in 8 bits, `Rounded`.
-    """
+    """A gathered weight [*dims] in the compute dtype, and rounded before it was gathered."""
 
     values: Any
     rounded: Any
@@ -109,7 +100,6 @@ class RoundedWeight:
         return self.values.astype(dtype)
 
     def __jax_array__(self) -> Shaped[Array, "*dims"]:
-        """Return the values, for `jax.numpy`."""
         return self.values
 
     def __getitem__(self, index: Any) -> Any:
@@ -138,14 +128,9 @@ def make_dot(
 
 
 class _Product(NamedTuple):
-    """A product and the two products of its gradients.
+    """A product and the two products of its gradients; `dims` as `types.dot` takes them.
 
-    Attributes:
-        dims: as `types.dot` takes them.
-        dtype: of x, w and their gradients.
-        out_dtype: of the result.
-        axes: over which scales are equal.
-        in_8_bits: multiply 8-bit numbers; False = the values that they represent.
+    Scales are equal over `axes`. `in_8_bits` = False multiplies the values that they represent.
     """
 
     dims: str
@@ -235,11 +220,7 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _as_bytes(x: Rounded) -> Rounded:
-    """Reinterpret the 8 bits as integers.
-
-    `jax.checkpoint` passes floats that it keeps through reduce_precision, which treats E4M3 as a
-    format with infinities and turns its largest values into NaN.
-    """
+    """Reinterpret the 8 bits as integers: `jax.checkpoint` would turn E4M3's largest into NaN."""
     return lax.bitcast_convert_type(x[0], jnp.uint8), x[1]
 
 

@@ -20,17 +20,12 @@ from jaxdist.core.types import Array
 
 
 def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
-    """Round the shards of weights that multiply, before they are gathered.
+    """Round the float32 shards [layers, ...] of weights that multiply, before they are gathered.
 
-    Args:
-        layers: float32 shards, [layers, ...] each.
-        specs: tree of specs of one layer, with all mesh axes that split a leaf.
-        is_product: tree of bools like `layers`: the leaf is multiplied with `Context.dot`.
-        dtype: compute dtype. Weights are rounded to it first, as `fsdp.gather` does.
-
-    Returns:
-        A tree like `layers`: (E4M3 [layers, ...], scales float32 [layers]) or (). Every device has
-        the same scale. Not differentiable: gradients flow through `gather`.
+    `specs` of one layer have all mesh axes that split a leaf; `is_product` marks those that
+    `Context.dot` multiplies. Weights are rounded to the compute `dtype` first, as `fsdp.gather`
+    does. Returns (E4M3 [layers, ...], float32 scales [layers], equal on all devices) or (). Not
+    differentiable.
     """
 
     def leaf(spec: P, product: bool, w: Float[Array, "layers ..."]) -> Any:
@@ -79,9 +74,9 @@ _Weight: TypeAlias = Float[Array, "*weight"]
 def gather_rounded(
     how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
 ) -> tuple[_Weight, _Weight]:
-    """Return the weight, wide and in 8 bits; gradients flow from the first to `w`.
+    """Return the weight, wide and in 8 bits; `weights.GATHERS` names this function.
 
-    `weights.GATHERS` names this function, so that remat policies recognize it.
+    Gradients flow from the first result to `w`.
     """
     axes, dim, dtype, _ = how
     weight8 = collectives.all_gather(near, axes, dim) if axes else near

@@ -1,7 +1,6 @@
-"""The list of mesh axes, slow to fast interconnect. A new axis is a file here and an entry in it.
+"""The list of mesh axes. Code for all axes reads `AXES` when it is called.
 
-`tensor` is last, so that its devices are neighbors inside a node. Code for all axes reads `AXES`
-when it is called; a test may replace it with a longer list.
+`tensor` is last: its devices are neighbors inside a node.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def by_name() -> dict[str, Axis]:
 
 
 def joining_fsdp(zero: int) -> tuple[str, ...]:
-    """Return the axes that shard replicated weights together with fsdp, in order of the shards.
-
-    `zero` is the ZeRO stage of the array, 0 = not sharded by it.
-    """
+    """Return the axes that shard weights with fsdp at a ZeRO stage, in order of the shards."""
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
     return (CONTEXT.name, *(name for name in others if name != CONTEXT.name))
 

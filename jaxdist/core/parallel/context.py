@@ -1,9 +1,8 @@
 """The context axis: the sequence of every row split over devices, for rows too long for one.
 
-Embedding, norms, products and the loss run on a device's own positions. Only attention reads others
-(`attention/context_parallel.py`). A row is cut into 2n chunks for n devices, and device i has
-chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early ones, and
-each such pair sees the same number.
+Only attention reads positions of other devices (`attention/context_parallel.py`). A row is cut into
+2n chunks for n devices, and device i has chunks i and 2n−1−i (zig-zag): under a causal mask each
+such pair sees the same number of keys.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
@@ -32,10 +31,7 @@ def chunk_order(size: int) -> np.ndarray:
 
 
 def device_order(seq_len: int, size: int) -> np.ndarray:
-    """Return the positions of a row in their order on `size` devices, int64 [seq_len].
-
-    It is the order of a global array whose dim of positions is split over the context axis.
-    """
+    """Return the positions of a row in their order on `size` devices, int64 [seq_len]."""
     if size == 1:
         return np.arange(seq_len)
     return np.arange(seq_len).reshape(2 * size, -1)[chunk_order(size)].reshape(-1)
@@ -44,9 +40,7 @@ def device_order(seq_len: int, size: int) -> np.ndarray:
 def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
     """Place complete rows of the host, leaves [rows, seq, ...], on the devices for the step.
 
-    Args:
-        batch: positions in their own order; the same on every process.
-        sharding: `Step.batch_sharding`: of rows and, if devices share rows, of positions.
+    The batch has positions in their own order, and is the same on every process.
     """
     size = num_position_shards(sharding)
 
@@ -89,14 +83,9 @@ def imbalance(
 ) -> float:
     """Return the share of keys that the busiest device's queries see beyond the mean device's.
 
-    Args:
-        size: devices along the axis.
-        seq_len: positions of a row, under a causal mask.
-        window: newest keys that a query sees; 0 = all.
-        position_ids: int [num_rows, seq_len], index of each query in its document, for the mean of
-            such rows; None = a row is one document.
-        inner: neighbors that exchange heads for positions, and so share their work.
-        rows: of a microbatch, whose work adds up; at most those of `position_ids`.
+    Rows of `seq_len` positions have a causal mask; `window` is the newest keys that a query sees, 0
+    = all. `position_ids`, int [num_rows, seq_len], are each query's index in its document. `inner`
+    neighbors exchange heads and so share their work. The work of a microbatch's `rows` adds up.
     """
     seen = 1 + (np.arange(seq_len)[None] if position_ids is None else position_ids.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)
@@ -136,10 +125,7 @@ def dropout_problem(size: int, rate: float) -> str:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return keys and values of every layer, forward and backward; their gradients in float32.
-
-    The documents of the keys are sent with them.
-    """
+    """Return keys, values and documents of every layer, and gradients of keys in float32."""
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
@@ -178,7 +164,6 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """Return `position_ids` of a `Context`."""
     del sequence_parallel
     return {"position_ids": local_position_ids}
 

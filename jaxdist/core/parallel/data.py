@@ -1,9 +1,4 @@
-"""The data axis: replicas of the model, each of which takes other rows of the batch.
-
-Every replica computes the gradient of its own rows; they are summed once per step
-(`parallel/reduction.py`). With ZeRO the replicas share the optimizer's moments, the gradients or
-the parameters (`Layout`).
-"""
+"""The data axis: replicas of the model, each of which takes other rows of the batch."""
 
 from __future__ import annotations
 
@@ -28,21 +23,14 @@ DATA = Axis(
 
 
 def number_rows(batch: Batch, axes: tuple[str, ...]) -> Batch:
-    """Add `rows`, int32 [local rows]: each local row's index in the global batch.
-
-    `axes` in use split the rows, in mesh order.
-    """
+    """Add `rows`, int32 [local rows]: indices in the global batch, whose rows `axes` split."""
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     first = collectives.group_index(axes) * num_rows if axes else 0
     return {**batch, "rows": first + jnp.arange(num_rows, dtype=jnp.int32)}
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """Cut this device's [rows, ...] into [num_microbatches, rows / num_microbatches, ...].
-
-    Raises:
-        ValueError: the rows cannot be cut into equal microbatches.
-    """
+    """Cut this device's [rows, ...] into [num_microbatches, rows / num_microbatches, ...]."""
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % num_microbatches:
         raise ValueError(

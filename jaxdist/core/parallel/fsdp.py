@@ -39,20 +39,17 @@ FSDP = Axis(
 )
 
 GATHERED = "gathered_weight"
-"""Name of a whole weight in a traced program."""
+"""Name of a gathered weight in a traced program."""
 
 
 def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Params:
-    """Return whole weights in `dtypes`, from local shards of any subtree of the parameters.
+    """Return complete weights [..., n · d, ...] in `dtypes` from local shards [..., d, ...].
 
-    `specs` name the axes to gather over and no others (`Layout.gather_specs`; for one layer:
-    without the stacked dim), `dtypes` are those of `weights.gathered_dtypes`. Gradients are summed
-    over the shards' axes in `reduce_dtype`.
+    `specs` name the axes to gather over and no others (`Layout.gather_specs`), `dtypes` are those
+    of `weights.gathered_dtypes`. Gradients are summed over the shards' axes in `reduce_dtype`.
 
-    Wire, per leaf of B bytes whole over n shards: B·(n−1)/n forward, in its stored dtype or that
+    Wire, per complete leaf of B bytes over n shards: B·(n−1)/n forward, in its stored dtype or that
     of `dtypes`, the smaller; the same in `reduce_dtype` backward.
-
-    A leaf is [..., d, ...] on this device, and [..., n · d, ...] whole.
     """
     return jax.tree.map(
         lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype),
@@ -77,12 +74,10 @@ def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
-    """Float32 gradients of whole weights, summed over the shards' axes; a device keeps its shard.
+    """Sum float32 gradients [..., n · d, ...] over the shards' axes; keep this shard [..., d, ...].
 
-    What differentiating `gather` does, with the same `specs`, for gradients that were added up
-    before. They are summed in `reduce_dtype`. Leaves that no axis shards stay as they are.
-
-    A leaf is [..., n · d, ...] before, and [..., d, ...] on each of n devices after.
+    This is the backward pass of `gather` for accumulated gradients: sums are in `reduce_dtype`, and
+    leaves that no axis shards stay as they are.
     """
 
     def leaf(spec: P, grad: Array) -> Array:
@@ -99,15 +94,12 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
 
 
 def layer_specs(specs: Any) -> Any:
-    """Specs of one layer from those of the stacked leaves."""
+    """Return the specs of one layer from those of the stacked leaves."""
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
-    """The weight [..., n · d, ...] in `dtype`, of which each of n devices holds w [..., d, ...].
-
-    It is only cast if no axis shards it.
-    """
+    """Return the weight [..., n · d, ...] in `dtype` of [..., d, ...]; only cast if unsharded."""
     axes = axes_of(spec)
     if not axes and w.dtype == dtype:
         return w
@@ -120,10 +112,7 @@ def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
 def gather_weight(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> Array:
-    """Return the weight [..., n · d, ...] in `dtype`, of shards w [..., d, ...] over `axes`.
-
-    `weights.GATHERS` names this function, so that remat policies recognize it.
-    """
+    """Return the weight [..., n · d, ...] of shards [..., d, ...]; named in `weights.GATHERS`."""
     near = w if w.dtype.itemsize < dtype.itemsize else w.astype(dtype)
     return (collectives.all_gather(near, axes, dim=dim) if axes else near).astype(dtype)
 
@@ -138,10 +127,7 @@ def _gather_forward(
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
-    """The shard's gradient, float32 [..., d, ...], from the weight's, [..., n · d, ...].
-
-    Summed over `axes` in `reduce_dtype`.
-    """
+    """Sum in `reduce_dtype`: [..., n · d, ...] -> this shard's, float32 [..., d, ...]."""
     if not axes:
         return (grad.astype("float32"),)
     total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)

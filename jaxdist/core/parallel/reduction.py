@@ -1,12 +1,8 @@
 """Gradients over the mesh: each device's own sums, and their one reduction per step.
 
-Parameters enter the differentiated function marked as varying (`collectives.vary` over
-`Layout.summed_axes`), so that its gradients are each device's own sums; `reduce_gradients` then
-adds them over every axis a leaf is not sharded on, by reduce-scatter if ZeRO shards the result,
-else by all-reduce.
-
-Everything here runs inside `jax.shard_map`: arrays are local. Specs are trees of `PartitionSpec`
-like the parameters. `axes` are names of mesh axes in use, in mesh order (`Layout`).
+Parameters enter the differentiated function as varying (`collectives.vary` over
+`Layout.summed_axes`), so its gradients are each device's own sums. Everything here runs inside
+`jax.shard_map`: arrays are local. Specs are trees like the parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ def scatter_gradients(
 ) -> Params:
     """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
 
-    Such a leaf [..., n · d, ...] becomes [..., d, ...]. The others stay local sums: nothing is
-    moved for them. Gradients are float32.
+    Such a float32 leaf [..., n · d, ...] becomes [..., d, ...]. The others stay local sums.
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
@@ -45,10 +40,9 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum local float32 gradients [...], laid out as `from_specs`, over `axes`.
+    """Sum local float32 gradients [...] of `from_specs` over those `axes` that do not shard them.
 
-    The result has the layout `to_specs`, which may shard it over more axes. Axes that already shard
-    a leaf are left out.
+    The layout of the result, `to_specs`, may shard over more axes, by reduce-scatter.
     """
 
     def leaf(target: P, grad: Array) -> Array:
@@ -60,11 +54,7 @@ def reduce_gradients(
 
 
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
-    """Sum squares of reduced gradients over all parameters, float32 [], equal on every device.
-
-    `specs` are those of the gradients; the step itself writes the collectives of `axes`
-    (`Layout.manual_axes`).
-    """
+    """Sum squares of reduced gradients over all parameters, float32 [], equal on every device."""
     by_axes: dict[tuple[str, ...], Array] = {}
     for spec, grad in zip(
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),

@@ -1,9 +1,8 @@
 """The tensor axis: one layer split over several devices, and the hooks a model calls there.
 
-Column-parallel products follow `enter`, row-parallel products precede `leave`. With sequence
-parallelism the activations between blocks are split by sequence, so the all-reduce after a row-
-parallel product becomes a reduce-scatter and its other half, the all-gather, moves to the next
-`enter`: the same bytes on the wire, and norms, residuals and dropout on 1/tensor of the tokens.
+Column-parallel products follow `enter`, row-parallel products precede `leave`. Sequence parallelism
+splits the activations between blocks by sequence: the all-reduce of `leave` becomes a
+reduce-scatter there and an all-gather in the next `enter`.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", section 4.2.2.
@@ -67,10 +66,9 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Add up sums of several layers, float32 [layers] each: scalars equal on all tensor devices.
+    """Add up sums of several layers, float32 [layers] each.
 
-    A sum that varies over the axis is of this device's tokens or heads, and is added over the axis
-    too. One that does not vary is the same everywhere and counts once.
+    A sum that varies over the tensor axis is added over it too. Others count once.
     """
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
@@ -82,10 +80,7 @@ def add_layers(sums: Sums) -> Sums:
 
 
 def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Compute `types.dot` of x [batch, seq, ...] as [seq, batch, ...], with the same values.
-
-    With one row the order is the same in memory, and with other dims first nothing is swapped.
-    """
+    """Compute `types.dot` of x [batch, seq, ...] as [seq, batch, ...], with the same values."""
     inputs, _, out = dims.partition("->")
     left, right = inputs.split(",")
     if left.split()[:2] != ["batch", "seq"] or out.split()[:2] != ["batch", "seq"]:

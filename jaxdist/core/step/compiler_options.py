@@ -1,8 +1,7 @@
 """Compiler options of the train step on GPUs, and a check that the compiler accepts them.
 
 An option is listed here if the compiled program gains by it
-(`scripts/bench/results/gpu_program.md`), and is used if the installed compiler accepts it.
-`XLA_FLAGS` has priority. CPU programs have none.
+(`scripts/bench/results/gpu_program.md`). `XLA_FLAGS` has priority. CPU programs have none.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def choose_options(
 ) -> tuple[CompilerOption, ...]:
     """Return the options of a train step on this layout that its compiler accepts; none on CPUs.
 
-    An option that the compiler rejects is left out, with one line in the log. `make_state` returns
-    the shapes, dtypes and shardings of the train state.
+    Rejected options are logged. `make_state` returns shapes, dtypes and shardings of the state.
     """
     if not plan.avoids_zeroed_buffers:
         return ()
@@ -76,13 +74,9 @@ def choose_options(
 def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> CompilerOption | None:
     """Return the option for the memory of XLA's schedule; None if XLA has nothing to scale.
 
-    By default XLA schedules for 0.8 of the memory, whatever share the process takes. A step that
-    needs more is compiled with fewer collectives that overlap with compute, and recomputes parts.
-
-    Args:
-        memory_bytes: of one GPU.
-        fraction: share of it that the process takes.
-        arguments: bytes of the program's arguments on one GPU.
+    By default XLA schedules for 0.8 of the memory. A step that needs more is compiled with fewer
+    collectives that overlap with compute. The process takes `fraction` of `memory_bytes`; the
+    program's `arguments` are bytes on one GPU.
     """
     room = _OWN_SHARE * memory_bytes - arguments
     usable = (fraction - _SCRATCH) * memory_bytes - arguments

@@ -86,4 +86,4 @@ class EvalConfig:
 
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
-"""What models mark with `checkpoint_name` for `remat = "names:..."`."""
+"""Names that models pass to `checkpoint_name`, for `remat = "names:..."`."""

@@ -86,11 +86,7 @@ def make_value_and_grad(
 def _make_pipeline(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Make the sums and local gradients by a pipeline.
-
-    Returns:
-        As `_make_accumulation`, for this replica's batch [rows, ...].
-    """
+    """Make the same as `_make_accumulation` by a pipeline, for this replica's batch [rows, ...]."""
     num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
         make_forward(model, layout, plan),
@@ -113,9 +109,8 @@ def _make_accumulation(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
 
-    Returns:
-        (local params, rows, context, loss scale) -> (sums of this device, gradients of the scaled
-        objective, float32, still local sums, laid out as `Layout.gradient_specs`).
+    Returns (local params, rows, context, loss scale) -> (sums of this device, float32 local
+    gradients of the scaled objective, laid out as `Layout.gradient_specs`).
     """
     trained_axes = trained(forward.model.axes, forward.model.axes)
     param_specs = layout.param_specs(trained_axes)
@@ -164,11 +159,7 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
 def make_evaluate(
     model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[..., Sums]:
-    """Make the evaluation, a forward pipeline if the mesh has stages.
-
-    Returns:
-        (params, batch [rows, ...]) -> sums over the global batch, float32 [] each. No dropout.
-    """
+    """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout."""
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)
     if num_stages > 1:

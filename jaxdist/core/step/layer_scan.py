@@ -32,10 +32,8 @@ def make_run_layers(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Make `ForwardPass.run_layers`: a scan over stacked layers that gathers each layer's weights.
 
-    Returns:
-        (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
-        (x, Sums of these layers). `first` is the index in the model of the first layer; random bits
-        depend on it.
+    Returns (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
+    (x, Sums of these layers). `first` is the index in the model of the first layer.
     """
     if not model.num_layers:
         return scan_layers
@@ -57,8 +55,8 @@ def make_run_layers(
                 return layer(block, shards, x, index, aux, context)
 
             count = jax.tree.leaves(layers)[0].shape[0]
-            # Forward and backward are two loops, so the compiler cannot merge values that are
-            # recomputed on purpose. Unrolled they are one sequence, in which it would.
+            # Unrolled, forward and backward are one sequence, in which the compiler would merge
+            # values that are recomputed on purpose.
             if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
                 # Elsewhere it would only pin every kept value with a reduce-precision.
                 body = jax.checkpoint(
@@ -89,11 +87,8 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     """Make one layer, its weights gathered, or only cast if the stage gathered them before.
 
     With a `plan.matmul_dtype` and stages, every layer but the model's first and last multiplies in
-    it, and quantizes complete weights. Only the stage has the indices of its layers.
-
-    Returns:
-        (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
-        context) -> (x, Sums).
+    it. Returns (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
+    context) -> (x, Sums).
     """
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     has_stages = layout.size(PIPELINE) > 1
@@ -117,12 +112,9 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
 
 class _QuantizedLayer(NamedTuple):
-    """A layer whose products have low precision.
+    """A layer whose products have low precision: `make_layer` with (shards, rounded) for shards.
 
-    Attributes:
-        round_weights: shards [layers, ...] -> the result of `fp8_weights.round_weights`; () for a
-            format that quantizes gathered weights.
-        layer: as the result of `make_layer`, with (shards, rounded) instead of shards.
+    `round_weights` returns () for a format that quantizes gathered weights.
     """
 
     round_weights: Callable[[Params], Any]
@@ -192,11 +184,7 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """Check the result of a block: x [batch, seq_shard, d_model], and scalars that vary as rows do.
-
-    Raises:
-        TypeError: the block returned no such pair, or sums that are no float32 scalars.
-    """
+    """Return a block's x [batch, seq_shard, d_model], and its scalars varying as rows do."""
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
             f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "
@@ -216,15 +204,11 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
 
 
 def remat_policy(remat: str) -> Callable[..., bool]:
-    """Return the policy for values that `jax.checkpoint` saves; never gathered weights.
-
-    Raises:
-        ValueError: an unknown policy (`TrainConfig.problems` reports it first).
-    """
+    """Return the policy for values that `jax.checkpoint` saves; never gathered weights."""
     if remat == "none":
         return fsdp.keep_all_but_weights
     policies = jax.checkpoint_policies
-    # Another look for the largest value would cost a pass over the array, and a collective.
+    # A second search for the largest value would cost a pass over the array, and a collective.
     scales = policies.save_only_these_names(fp8.SCALE)
     return policies.save_from_both_policies(_named_policy(remat), scales)
 

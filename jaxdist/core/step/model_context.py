@@ -121,10 +121,7 @@ def describe_exchange(
 def _suggest_balanced_exchange(
     model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
 ) -> str:
-    """Suggest exchanges with better load balance, if the imbalance is large.
-
-    `imbalance_of` returns the imbalance of a number of neighbors that exchange heads.
-    """
+    """Suggest exchanges with better load balance; `imbalance_of` maps inner neighbors to it."""
     assert plan.exchange is not None
     if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
         return ""

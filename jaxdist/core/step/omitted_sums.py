@@ -43,11 +43,7 @@ def varying_axes(tree: Any) -> set[str]:
 
 @contextlib.contextmanager
 def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
-    """Replace jax's errors about values that vary over a mesh axis, while a step is traced.
-
-    Raises:
-        ConfigError: the axis, the line of the model and the fix.
-    """
+    """Replace jax's errors about values that vary over a mesh axis by `ConfigError`s."""
     try:
         yield
     except ConfigError:

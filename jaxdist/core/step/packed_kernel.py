@@ -1,8 +1,8 @@
 """Check of cuDNN's kernel before the first step, for packed documents and hops of a ring.
 
 Every process compares the kernel on one of its devices (`attention/kernel_check.py`). A rejection
-by one process applies to all, because all must run the same program. A kernel that was not compared
-is not used, except on described devices, for which a program is compiled and never run.
+by one process applies to all, because all must run the same program. Described devices only compile
+the program, so they need no check.
 """
 
 from __future__ import annotations

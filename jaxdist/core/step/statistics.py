@@ -1,8 +1,8 @@
 """Running averages of batch statistics: leaves of the parameters that no gradient updates.
 
-A model marks them in its axes with `Parameter(dims, update="statistic")`. Its forward pass returns
-the batch's statistics as `Sums[BATCH_STATISTICS]`. In the step they take the position of a gradient
-in the tree. The optimizer never sees them.
+A model marks them with `Parameter(dims, update="statistic")`. Its forward pass returns the batch's
+statistics as `Sums[BATCH_STATISTICS]`, which the step passes on instead of a gradient. The
+optimizer never sees them.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 2; the momentum is PyTorch's.
 """
@@ -21,23 +21,14 @@ MOMENTUM = 0.1
 
 
 def pop_batch_stats(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
-    """Split batch statistics from sums: their mean over microbatches, {} if there are none.
-
-    Sums are float32 []; batch statistics are a tree of float32 [...] like the averages.
-    """
+    """Split batch statistics [...] from sums [], as their mean over microbatches; {} if none."""
     rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
     batch_stats: Any = sums.get(BATCH_STATISTICS, {})
     return rest, jax.tree.map(lambda x: x / num_microbatches, batch_stats)
 
 
 def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
-    """Return gradients with the batch statistics at the positions of the running averages.
-
-    Both are float32, [...] like the parameters.
-
-    Raises:
-        TypeError: the model's head did not return them.
-    """
+    """Return gradients [...] with the batch statistics in place of those of running averages."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(batch_stats))
 
     def leaf(path: Any, dims: Any, grad: Array) -> Array:

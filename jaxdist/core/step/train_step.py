@@ -60,14 +60,7 @@ class Step:
 
 
 class Optimizer(NamedTuple):
-    """The optimizer of a step.
-
-    Attributes:
-        rule: update direction without the learning rate.
-        schedule: step, int32 [] -> learning rate, float32 [].
-        max_grad_norm: largest norm of the gradients; 0 = no limit.
-        ema_decay: of the average of the parameters; 0 = no average.
-    """
+    """The optimizer: `rule` returns the direction of the update without the learning rate."""
 
     rule: optax.GradientTransformation
     schedule: Callable[[Array], Array]
@@ -78,10 +71,7 @@ class Optimizer(NamedTuple):
 def make_step(
     model: Model, objective: Objective, optimizer: Optimizer, layout: Layout, plan: StepPlan
 ) -> Step:
-    """Build the step of one model on one layout; compiles nothing yet.
-
-    `objective` replaces that of the model.
-    """
+    """Build the step of one model, with this objective, on one layout; compiles nothing yet."""
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule = optimizer.rule
@@ -138,9 +128,7 @@ def _make_train(
 
     `fetched_to` are the device shardings of optimizer state in host memory, else None. With
     `avoid_donation_copies` averages are written first, then parameters, then the optimizer's state.
-
-    Returns:
-        (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
+    Returns (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics).
     """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
@@ -236,10 +224,7 @@ def make_update(
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}.
-
-    Leaves that the average lacks are None, and stay so.
-    """
+    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}, None of None."""
     if not average:
         return {}
     move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)

@@ -22,9 +22,8 @@ class Lifetimes:
     """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
-        activations: input of a virtual stage, from its arrival to its backward.
-        cotangents: gradient of its output, from its arrival to its backward. The last virtual
-            stage has none: it starts from the loss.
+        activations: input of a virtual stage, until its backward.
+        cotangents: gradient of its output, until its backward; the last virtual stage has none.
         pending: inputs of a weight gradient, from the backward to the weight action.
     """
 
@@ -65,10 +64,7 @@ class Lifetimes:
 
 
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
-    """Give each interval a slot so that overlapping intervals never share one; fewest slots.
-
-    A slot read in tick t is free for a value that arrives at the end of t and is alive from t + 1.
-    """
+    """Give intervals the fewest slots; a slot read in tick t is free for an arrival at its end."""
     slots: dict[Work, int] = {}
     busy: list[tuple[int, int]] = []
     free: list[int] = []
@@ -102,11 +98,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
-        microbatch: index of the microbatch (0 if idle).
-        virtual: index among the stage's virtual stages (0 if idle).
-        activation: slot of the virtual stage's input.
-        cotangent: slot of the gradient of its output.
-        pending: slot of the inputs of the weight gradient.
+        virtual: index among the stage's virtual stages.
+        activation, cotangent, pending: slots, as in `Lifetimes`.
         activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
             receive none name the spare slot, one past the last.
         cotangent_arrival: the same for gradients.
@@ -123,12 +116,10 @@ class Instruction(NamedTuple):
 
 
 def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
-    """Number the actions and give every buffered value its slot.
+    """Return instructions [num_ticks + 1, num_stages], and slots of the three kinds of `Lifetimes`.
 
-    Returns:
-        Instructions as arrays [num_ticks + 1, num_stages], and slots of (activations, cotangents,
-        pending), the spare slot not counted. In the last row all stages are idle: rounds of a loop
-        that lack an action name it.
+    The spare slot is not counted. All stages are idle in the last row: rounds of a loop that lack
+    an action name it.
     """
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.pending)

@@ -43,10 +43,7 @@ class PipelineConfig:
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
     ) -> Schedule:
-        """Return the checked schedule for this many stages and rows of a replica.
-
-        With `num_microbatches` = 0 stages and rows determine the number, and no example is cut.
-        """
+        """Return the checked schedule; 0 microbatches = determined by stages and rows."""
         count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
 
@@ -60,8 +57,8 @@ class PipelineConfig:
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
         """Return the fewest microbatches that reach four per stage, else one per example.
 
-        Four per stage leave a bubble below a fifth; more would only make products smaller. With
-        interleaving, multiples of the number of stages come first, because their groups are full.
+        Four per stage leave a bubble below a fifth; more would only make products smaller.
+        Interleaving prefers multiples of the number of stages, because their groups are full.
         """
         counts = divisors_of(rows // rows_per_example)
         if self.num_virtual_stages > 1:

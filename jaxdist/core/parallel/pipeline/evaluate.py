@@ -35,12 +35,8 @@ def make_pipeline_evaluate(
     """Make the evaluation by a forward pipeline, for use inside the manual step.
 
     `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
-    `gather` = "step", `ForwardPass.run_layers` must not gather.
-
-    Returns:
-        (local parameters, this replica's batch [rows, ...], context) -> this replica's sums,
-        float32 [] each: those of the head on the last stage, those of the layers on the stage that
-        runs them.
+    `gather` = "step", `ForwardPass.run_layers` must not gather. The result returns the replica's
+    sums, float32 [] each, on the stage that runs the head or the layers.
     """
     gathered = layout.gather_specs(forward.model.axes)["layers"]
 

@@ -1,18 +1,10 @@
 """Run a schedule on the devices: one program for all stages, each with its own action in a tick.
 
-It does not depend on models. A handler does one kind of action from the stage's instruction and its
-buffers, and returns the values to send, keep or add up.
-
-A tick, and the reasons for it:
-
-1. Every device runs the same program, so the instructions of all stages are constant arrays, of
-   which each device reads its own stage's column.
-2. A `lax.switch` on the instruction picks the handler. Devices of different stages take different
-   branches. A branch may contain collectives over the other axes, because their groups lie within
-   one stage and so take the same branch. Idle stages take an empty branch and compute nothing.
-3. Exchanges come after the switch, where all stages meet: a permute over the pipeline axis needs
-   every stage. A stage with nothing to send sends zeros, and its receiver stores them in the spare
-   slot that is never read.
+1. The instructions of all stages are constant arrays; each device reads its stage's column.
+2. A `lax.switch` on the instruction picks the handler. A branch may contain collectives over
+   other axes, because their groups are within one stage. Idle stages compute nothing.
+3. Exchanges come after the switch: a permute over the pipeline axis needs every stage. A stage
+   with nothing to send sends zeros, which its receiver stores in the spare slot.
 """
 
 from __future__ import annotations
@@ -37,11 +29,8 @@ from jaxdist.core.types import Array
 class State(NamedTuple):
     """The values that a stage carries from tick to tick; each buffer has a spare slot at its end.
 
-    Attributes:
-        activations: [slots + 1, microbatch, seq_shard, d_model], inputs of virtual stages.
-        cotangents: the same shape, gradients of their outputs.
-        pending: list of [slots + 1, ...], inputs of postponed weight gradients.
-        totals: `layers`, `outer` (float32 gradients so far) and `sums`.
+    `activations` and `cotangents` are [slots + 1, microbatch, seq_shard, d_model], `pending` a list
+    of [slots + 1, ...]. `totals` has `layers`, `outer` (float32 gradients) and `sums`.
     """
 
     activations: Array
@@ -73,13 +62,8 @@ def run(
 ) -> State:
     """Run this stage's part of a schedule tick by tick, in few loops (`plan_loops`).
 
-    `idle` has zeros for the outputs that a stage does not compute; `totals` then stay as they are.
-
-    Returns:
-        The last state.
-
-    `entered`, `up` and `down` are [microbatch, seq_shard, d_model] in the compute dtype; `kept` is
-    a list of [...].
+    `idle` has zeros for the outputs that a stage does not compute: `entered`, `up` and `down` are
+    [microbatch, seq_shard, d_model] in the compute dtype, `kept` a list of [...].
     """
     instructions = instructions_of(schedule)
     for loop in plan_loops(schedule):
@@ -103,11 +87,7 @@ def run(
 def _act(
     now: Instruction, state: State, handlers: dict[Kind, Handler], idle: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run this stage's action: one of the few kinds that the tick may contain, or none.
-
-    All branches of a switch return the same names, so each adds zeros for missing ones; shapes as
-    in `run`, [microbatch, seq_shard, d_model] each.
-    """
+    """Run this stage's action, if any: [microbatch, seq_shard, d_model] each, as in `run`."""
     names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
     branches = [lambda: nothing]
@@ -134,8 +114,7 @@ def _filled(
 def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
     """Send the outputs of a tick around the ring; store what this stage keeps and receives.
 
-    Outputs are [microbatch, seq_shard, d_model]. Arrivals are stored last: their slot may be the
-    one that this tick read.
+    Outputs are [microbatch, seq_shard, d_model]. An arrival may take the slot that this tick read.
     """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
     if "up" in outputs:
@@ -160,10 +139,7 @@ _BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
 
 
 def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """Return `buffer` [slots + 1, ...] with `x` in a slot, or in the spare slot at its end.
-
-    A write to the spare slot costs a copy of x; a condition around the write would copy the buffer.
-    """
+    """Write x to a slot of [slots + 1, ...] or the spare one; a condition would copy them all."""
     slot = jnp.where(really, slot, buffer.shape[0] - 1)
     return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
 

@@ -1,11 +1,10 @@
 """Forward and backward of a stack of layers, written out layer by layer.
 
-Differentiating a scan over layers returns the gradients of all of them at once. That is a second
-copy of all weights in float32, next to the totals that they are added to. Here the backward is a
-scan of its own, which adds each layer's gradient to the totals before it computes the next one's.
+Differentiating a scan over layers would return a second copy of all gradients in float32. Here the
+backward is a scan of its own, which adds each layer's gradient to the totals.
 
-Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; values carried from
-one pass to the next are a list of [layers, ...]; totals are float32 [virtual_stages, layers, ...].
+x, y and their gradients are [microbatch, seq_shard, d_model]; saved values a list of [layers, ...];
+totals are float32 [virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ class Layers(NamedTuple):
     """The layers of one virtual stage.
 
     Attributes:
-        weights: [layers, ...] of each leaf.
-        constants: inputs of each layer that have no gradient, [layers, ...] each: its index in the
-            model, int32, and its frozen weights.
+        constants: inputs without gradients, [layers, ...]: the index in the model, frozen weights.
         aux: inputs of every layer in addition to x.
-        virtual: int32 scalar, index of their gradients in totals [virtual_stages, layers, ...].
+        virtual: int32 [], index of their gradients in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
@@ -42,8 +39,7 @@ class Layers(NamedTuple):
 class LayerwiseBackward:
     """A layer whose backward is split (`split_backward.py`), run over a stack of such layers.
 
-    The split layer's constants are ((index, frozen weights), aux). `reduce` is applied to one
-    layer's gradients before they are added to the totals.
+    Its constants are ((index, frozen weights), aux). `reduce` is applied to one layer's gradients.
     """
 
     def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:
@@ -51,12 +47,7 @@ class LayerwiseBackward:
         self._reduce = reduce
 
     def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
-        """Run the layers on x [rows, seq_shard, d_model].
-
-        Returns:
-            y of the shape of x, the sums of all the layers (scalars), and the values that their
-            backward reads, [layers, ...] each.
-        """
+        """Return (y, sums, [layers, ...] to save) from x [rows, seq_shard, d_model]."""
 
         def one(x: Array, layer: tuple[Any, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
             fixed, weights = layer
@@ -69,16 +60,9 @@ class LayerwiseBackward:
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params
     ) -> tuple[Array, Params]:
-        """Run the complete backward.
+        """Return dx [rows, seq_shard, d_model] and the totals with the weights' gradients added.
 
-        Args:
-            layers: as in `forward`.
-            saved: [layers, ...] each, from `forward`.
-            dy: gradient of the output, [rows, seq_shard, d_model].
-            totals: gradients so far, [virtual_stages, layers, ...] of each leaf.
-
-        Returns:
-            The gradient of the input, shaped as dy, and the totals with those of the weights added.
+        `saved`, [layers, ...] each, is returned by `forward`.
         """
 
         def one(
@@ -96,12 +80,7 @@ class LayerwiseBackward:
     def input_gradient(
         self, layers: Layers, saved: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
-        """Run the backward to the input only.
-
-        Returns:
-            The gradient of the input, shaped as dy [rows, seq_shard, d_model], and the inputs of
-            the weights' gradients, [layers, ...] each.
-        """
+        """Return dx [rows, seq_shard, d_model] and the inputs of the weights' gradients."""
 
         def one(dy: Array, layer: tuple[Any, Params, list[Array]]) -> tuple[Array, list[Array]]:
             fixed, weights, own = layer
@@ -110,10 +89,7 @@ class LayerwiseBackward:
         return lax.scan(one, dy, (layers.constants, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """Add the postponed gradients of the weights to totals [virtual_stages, layers, ...].
-
-        `kept` is returned by `input_gradient`, [layers, ...] each.
-        """
+        """Add gradients kept by `input_gradient` to totals [virtual_stages, layers, ...]."""
 
         def one(
             totals: Params, layer: tuple[Array, Any, Params, list[Array]]

@@ -1,7 +1,7 @@
 """Plan the loops that run a schedule: ticks of one form become rounds of one loop, compiled once.
 
-A program with one body per tick would take minutes to compile. One loop whose every tick may have
-any action would exchange activations and gradients in each of them. The plan is between these.
+A body per tick would take minutes to compile. A single body would exchange activations and
+gradients in every tick. The plan is between these.
 """
 
 from __future__ import annotations
@@ -72,11 +72,9 @@ class _Stretch(NamedTuple):
 
     @property
     def num_ticks(self) -> int:
-        """Return the ticks that the stretch covers."""
         return len(self.kinds) * self.repeats
 
     def as_loop(self) -> Loop:
-        """Return it as a loop; one round of equal ticks as rounds of one tick."""
         kinds = self.kinds
         if self.repeats == 1 and len(set(kinds)) == 1:
             kinds = kinds[:1]
@@ -87,7 +85,6 @@ class _Stretch(NamedTuple):
 
 
 def _longest_stretch(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
-    """Return the longest run of rounds of `period` ticks from `start`."""
     pattern = shapes[start : start + period]
     repeats = 1
     while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
@@ -96,7 +93,6 @@ def _longest_stretch(shapes: list[set[Kind]], start: int, period: int) -> _Stret
 
 
 def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
-    """Return the kinds of the last loop if it alternates forwards and backwards, else none."""
     kinds = loops[-1].kinds
     return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
 

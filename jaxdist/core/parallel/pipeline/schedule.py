@@ -1,8 +1,7 @@
 """The type of a pipeline schedule: the action of each stage in each tick, and its rules.
 
-Pure Python: nothing here touches a device. `schedules.py` creates the schedules, `simulation.py`
-computes and draws their cost, `buffers.py` and `loop_plan.py` turn them into the input of
-`executor.py`.
+This file is pure Python. `schedules.py` creates the schedules, `simulation.py` computes their cost,
+`buffers.py` and `loop_plan.py` turn them into the input of `executor.py`.
 
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
 runs on stage `k % num_stages`, as number `k // num_stages` of the stage's own virtual stages, so
@@ -13,8 +12,8 @@ schedule is a list of *ticks*; in a tick each stage does one action or nothing:
     backward  gradient of its input, sent to the previous one; and of its weights, unless
     weight    the schedule splits the backward: then the weights' gradient is an action of its own
 
-A value sent in a tick can be used from the next tick on. Every tick ends in an exchange between
-neighbors, so stages advance together and a tick lasts as long as its longest action.
+A value sent in a tick can be used from the next tick on. All stages advance together, so a tick
+lasts as long as its longest action.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Action(NamedTuple):
 
 
 Tick: TypeAlias = tuple[Action | None, ...]
-"""What each stage does; None is idle."""
+"""Actions of the stages; None is idle."""
 
 
 class ScheduleError(ValueError):
@@ -109,11 +108,7 @@ def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
 
 
 def check(schedule: Schedule) -> None:
-    """Reject a schedule that loses, repeats or reorders work.
-
-    Raises:
-        ScheduleError: with one line per violation (the first twenty).
-    """
+    """Raise `ScheduleError` if a schedule loses, repeats or reorders work."""
     problems = list(_problems(schedule))
     if problems:
         listed = problems[:20] + ["..."] * (len(problems) > 20)

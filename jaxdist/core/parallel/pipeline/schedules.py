@@ -10,12 +10,11 @@ and its name in `ScheduleName`.
                    interleaved with several virtual stages on each stage
     zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
 
-The default is not the textbook schedule: in one compiled program all stages advance tick by tick,
-and a tick lasts as long as its longest action. The textbook order puts forwards of some stages in
-one tick with backwards of others, so those forwards wait for the backwards. Separate ticks cost
-stash, 2(p - s) - 1 inputs, and save time. For Llama 2 13B on pp=4,dp=4,tp=4 with 16 microbatches
-the bubble is 15.8 % instead of 39.6 %. XLA:GPU assigns 9.8 GiB instead of 11.8 GiB, because for the
-textbook order it keeps the gradients twice (scripts/bench/results/pipeline_gpu_compile.md).
+The default is not the textbook schedule, which puts forwards of some stages in one tick with
+backwards of others: all stages advance tick by tick, so those forwards wait for the backwards.
+Separate ticks cost stash, 2(p - s) - 1 inputs, and save time. For Llama 2 13B on pp=4,dp=4,tp=4
+with 16 microbatches the bubble is 15.8 % instead of 39.6 %, and XLA:GPU assigns 9.8 GiB instead of
+11.8 GiB (scripts/bench/results/pipeline_gpu_compile.md).
 
 References:
     Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks".
@@ -70,17 +69,15 @@ def one_forward_one_backward_lockstep(
     """Schedule 1F1B in which ticks of forwards and of backwards alternate; interleaved with v > 1.
 
     Bubble (p-1)/(v·m+p-1) for p stages, m microbatches and v virtual stages on each if p divides m
-    or v = 1, at any ratio of backward to forward. Stage s stashes min(2(p-s)-1, m) microbatches at
-    v = 1. With v > 1, microbatches advance in groups of p; a last group that is not full leaves
-    idle ticks.
+    or v = 1. Stage s stashes min(2(p-s)-1, m) microbatches at v = 1. With v > 1, microbatches
+    advance in groups of p; a last group that is not full leaves idle ticks.
     """
     p, v = num_stages, num_virtual_stages
     cells = []
     for (stage, virtual, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
         cells.append((2 * tick, stage, Action("forward", microbatch, virtual)))
         group, position = divmod(microbatch, p)
-        # The last virtual stage turns around in the same pair of ticks; gradients then walk back as
-        # activations came.
+        # The last virtual stage turns around in the same pair of ticks.
         turn = v * p - 1 + group * v * p + position
         backward = turn + (p - 1 - stage) + (v - 1 - virtual) * p
         cells.append((2 * backward + 1, stage, Action("backward", microbatch, virtual)))
@@ -92,11 +89,8 @@ def one_forward_one_backward(
 ) -> Schedule:
     """Schedule the textbook 1F1B, PipeDream-Flush: stage s stashes min(p-s, m) microbatches.
 
-    Forwards of some stages share a tick with backwards of others, and each such tick lasts as long
-    as a backward: choose it if the stash of `1f1b_lockstep` does not fit.
-
-    Raises:
-        ScheduleError: more than one virtual stage on each stage.
+    Forwards of some stages share a tick with backwards of others, which last longer: choose it if
+    the stash of `1f1b_lockstep` does not fit.
     """
     if num_virtual_stages != 1:
         raise ScheduleError(
@@ -131,9 +125,8 @@ def one_forward_one_backward(
 def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Schedule `1f1b_lockstep` with weight gradients in otherwise idle ticks (ZB-H1).
 
-    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, a third of that of `1f1b_lockstep`,
-    with the same peak stash. Complete ticks of weight gradients are added only while the remaining
-    idle ticks are fewer than the remaining weight gradients.
+    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, with the same peak stash. Complete
+    ticks of weight gradients are added only while idle ticks are fewer than weight gradients.
     """
     base = one_forward_one_backward_lockstep(num_stages, num_microbatches, num_virtual_stages)
     stages = range(num_stages)
@@ -179,11 +172,7 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int, int], Schedule]] = {
 def make_schedule(
     name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """Return the checked schedule of that name.
-
-    Raises:
-        ScheduleError: sizes below 1, or a combination that the schedule does not have.
-    """
+    """Return the checked schedule of that name; `ScheduleError` if its sizes are illegal."""
     sizes = dict(
         num_stages=num_stages,
         num_microbatches=num_microbatches,

@@ -12,10 +12,7 @@ from jaxdist.runtime.formatting.numbers import percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of each action on one virtual stage, in units of one forward.
-
-    The default is without recomputation; a backward that repeats its forward takes one more.
-    """
+    """Time of each action on one virtual stage, in forwards; without recomputation."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -38,16 +35,13 @@ RECOMPUTE = Costs(input_gradient=2.0)
 class Report:
     """The cost of a schedule, by simulation.
 
+    Slots are the buffers of the fullest stage, arrivals included; permutes those of `plan_loops`.
+
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.
         bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
         peak_stash: per stage, most microbatch activations alive between forward and backward.
-        activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
-        cotangent_slots: the same for gradients of stage outputs.
-        pending_slots: the same for postponed weight gradients.
         messages: activations and gradients sent to a neighbor, all stages together.
-        forward_permutes: ring permutes of activations in the compiled program (see `plan_loops`).
-        backward_permutes: ring permutes of gradients in the compiled program.
     """
 
     num_ticks: int
@@ -63,13 +57,7 @@ class Report:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
-    """Check a schedule, then count its time, messages and buffers.
-
-    Costs default to F = 1, B = 2 (B = W = 1 if the backward is split).
-
-    Raises:
-        ScheduleError: the schedule breaks a rule.
-    """
+    """Check a schedule, then count its time, messages and buffers; `costs` default to B = 2 F."""
     check(schedule)
     costs = costs or Costs()
     split = schedule.splits_backward

@@ -7,22 +7,17 @@ gradient. `jax.vjp` returns one function for both, so its traced program is cut 
     first half  saved, dy ──► dx, kept        the equations that dx needs
     second half kept ──► gradients of weights  the rest, mostly one matrix product per weight
 
-`kept` are the values of the first half that the second half reads: inputs of products and
-gradients of their outputs. They stay in a buffer until the weight action, so their size determines
-the memory of the schedule. Three rules keep them small, and none computes a matrix product twice:
+`kept` are inputs of products and gradients of their outputs. They stay in a buffer until the weight
+action, so their size determines the memory of the schedule. Three rules keep them small, and none
+computes a matrix product twice:
 
-1. Values that follow from weights and constants alone are recomputed: casts, gathered weights,
-   random bits.
+1. Values that follow from weights and constants alone are recomputed.
 2. Gradients of biases and norm scales are sums over rows, and are kept as sums, not as terms.
 3. With `recompute_enlarged`, a value that is only a larger copy of another (gathered over the
-   tensor axis, in a wider dtype, broadcast) is kept as the smaller one and enlarged when it is
-   read. The second half then gathers again, as recomputation of a complete layer would too.
-
-A layer may add a term to the loss. Its cotangent is the constant 1, which either half makes for
-itself, so a router's balance loss reaches both gradients.
+   tensor axis, in a wider dtype, broadcast) is kept as the smaller one.
 
 Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
-cut is found in the traced program, so that any layer can be cut, not only hand-written products.
+cut is made in the traced program, so any layer can be cut.
 """
 
 from __future__ import annotations
@@ -40,16 +35,15 @@ from jaxdist.core.types import Array, Params, Sums
 Layer = Callable[[Params, Array, Any], tuple[Array, Array | None, Sums]]
 """(weights, x, constants) -> (y, loss, sums); y and loss are differentiable in weights and x.
 
-`loss` is the layer's own term of the loss, a float32 scalar, or None. Its cotangent is 1, known to
-both halves of the backward, so nothing has to be carried to either.
-"""
+`loss` is the layer's own term of the loss, float32 [], or None. Its cotangent is the constant 1,
+known to both halves of the backward."""
 
 
 class SplitLayer(NamedTuple):
     """A layer in two or three steps; lists of arrays carry values from one to the next.
 
-    x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]. Gradients of weights have
-    the shapes of the weights. `saved` and `kept` follow from the cut, of any shapes and dtypes.
+    x, y, dx and dy are [microbatch, seq_shard, d_model]. Gradients of weights have the shapes of
+    the weights. `saved` and `kept` follow from the cut.
 
     Attributes:
         forward: (weights, x, constants) -> (y, sums, saved).
@@ -69,9 +63,8 @@ def split_layer(
 ) -> SplitLayer:
     """Split a layer's backward, for arguments of these shapes and dtypes.
 
-    X is [microbatch, seq_shard, d_model]. `constants` are other inputs of the layer, not
-    differentiated. `recompute_enlarged` keeps values at their smallest and enlarges them each time
-    they are read.
+    x is [microbatch, seq_shard, d_model]. `constants` are inputs that are not differentiated.
+    `recompute_enlarged` is the third rule of the module.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
@@ -89,8 +82,7 @@ def split_layer(
         traces.append((pull_tree, sum_tree, seed_axes))
         return y, sum_leaves, leaves
 
-    # 1. Trace the layer with the values that `jax.vjp` saves for its backward, the leaves of
-    # `pull`. The trace contains the dependence of each on the weights.
+    # 1. Trace the layer with the values that `jax.vjp` saves, the leaves of `pull`.
     traced = jax.make_jaxpr(differentiate)(weights, constants, x)
     pull_tree, sum_tree, seed_axes = traces[0]
     num_sums = sum_tree.num_leaves
@@ -102,8 +94,7 @@ def split_layer(
     )
     fixed = _follows_from(program, program.invars[:num_fixed])
     made = {*program.invars, *_outputs(program.eqns)}
-    # 2. Save the residuals that do not follow from weights and constants; `rebuild` makes all of
-    # them from those.
+    # 2. Save the residuals that do not follow from weights and constants.
     own, again = _stored(program.eqns, leaf_vars, made, fixed, recompute_enlarged)
     run = _function(traced, program.invars, [y_var, *sum_vars, *own])
     rebuild = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
@@ -139,19 +130,14 @@ def _cut(
     dy: Any,
     recompute_enlarged: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two halves of a backward: (input_gradient, weight_gradient), as in `SplitLayer`.
-
-    The arguments are of the shapes and dtypes it is called with: dy [microbatch, seq_shard,
-    d_model], `weights` and `saved` any [...].
-    """
+    """Return both gradient functions of `SplitLayer`; dy is [microbatch, seq_shard, d_model]."""
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
     # 1. The first half computes only values that the input's gradient needs.
     first = _outputs(_needed(program.eqns, [dx_var]))
-    # 2. It also computes the weight gradients that are mere sums, of biases and norm scales: kept
-    # as such they are small; their terms are activations.
+    # 2. It also computes the weight gradients that are mere sums, of biases and norm scales.
     leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
     sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
     made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
@@ -185,8 +171,8 @@ def _stored(
 ) -> tuple[list[Any], list[Any]]:
     """Return (variables to keep, equations that lead from them to the required ones).
 
-    Kept variables are required or read by the second part, exist after the first part (`made`), do
-    not follow from weights and constants (`fixed`), and are no enlargement of something smaller.
+    Kept variables exist after the first part (`made`), do not follow from weights and constants
+    (`fixed`), and are no enlargement of something smaller.
     """
     enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
@@ -205,7 +191,6 @@ def _enlarges(equation: Any, fixed: set[Any]) -> bool:
 
 
 def _multiplies(equations: Iterable[Any]) -> bool:
-    """Return True if one of them is a product of matrices, or calls one."""
     return any(
         equation.primitive.name in ("dot_general", "conv_general_dilated")
         or any(_multiplies(part.eqns) for part in core.jaxprs_in_params(equation.params))

@@ -1,7 +1,4 @@
-"""One stage of a pipeline: its layers, its microbatches, and the model applied to both.
-
-Everything here runs inside the manual step: arrays are this device's parts.
-"""
+"""One stage of a pipeline: its layers, its microbatches, and the model applied to both."""
 
 from __future__ import annotations
 
@@ -30,12 +27,10 @@ class Stage:
     """The inputs of this device's actions. An instruction names a microbatch and a virtual stage.
 
     Attributes:
-        forward: the forward pass of the model.
-        context: execution context of the model; its key is the step's.
         layers: this stage's parameters, [virtual_stages, layers of a virtual stage, ...].
         outer: the parameters outside the layers, complete, in the compute dtype.
         microbatches: [num_microbatches, rows of one, ...].
-        index: int32 scalar, this stage's index on the ring.
+        index: int32 [], this stage's index on the ring.
     """
 
     forward: ForwardPass

@@ -1,18 +1,15 @@
 """Training by a pipeline: stages of layers on their own devices, microbatches flow between them.
 
-`make_pipeline_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as
-one program that all stages share (`executor.py`). The embedding runs on the first stage only and
-the loss head on the last. A stage keeps the input of a virtual stage until its backward, which
-repeats the forward from it and then goes back layer by layer (by the remat policy of the run).
+Any schedule of `schedules.py` runs inside the manual step, as one program of all stages
+(`executor.py`). A stage keeps the input of a virtual stage until its backward, which repeats the
+forward from it and then goes back layer by layer.
 
 Traffic per device and step, B being the bytes of one microbatch's activations:
     ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
-    fsdp            every action gathers the weights it uses layer by layer, and backward scatters
-                    their gradients ("action"); or once per step, with a complete stage in memory
-                    ("step")
-    interleaving    parameters are stored as contiguous layers, so those of each virtual stage
-                    are sent to the stage that runs it and their gradients back, once per step:
-                    4 bytes per parameter of a stage, each way
+    fsdp            weights are gathered and gradients scattered in every action ("action"), or
+                    once per step ("step")
+    interleaving    parameters are sent to the stage that runs them and gradients back, once per
+                    step: 4 bytes per parameter of a stage, each way
 """
 
 from __future__ import annotations
@@ -66,19 +63,15 @@ def make_pipeline_value_and_grad(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the sums and local gradients by a pipeline, for use inside the manual step.
 
-    `make_schedule` maps rows of a replica to the schedule to run. `layer` is, for the backward,
-    (block, shards, x, index in the model, aux, context) -> (x, Sums). `policy` selects the values
-    that `jax.checkpoint` saves of a layer between the forward that its backward repeats and that
-    backward; None = everything that does not follow from its weights. With `gather` = "step",
-    `ForwardPass.run_layers` must not gather. Gradients of gathered weights are summed in
-    `reduce_dtype`.
+    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums), for the backward.
+    `policy` selects the values that `jax.checkpoint` saves between the forward that backward
+    repeats and that backward; None = all that does not follow from weights. With `gather` = "step",
+    `ForwardPass.run_layers` must not gather.
 
-    Returns:
-        (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
-        (sums, gradients). The sums are this replica's: those of the head on the last stage, those
-        of the layers on the stage that runs them. The gradients are float32, of the scaled
-        objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
-        `Layout.summed_axes`.
+    Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
+    (sums, gradients). The sums of head and layers are on the stages that run them. The gradients
+    are float32, of the scaled objective, laid out as `Layout.gradient_specs`, and still to be
+    summed over `Layout.summed_axes`.
     """
     trained_axes = trained(forward.model.axes, forward.model.axes)
     specs = layout.param_specs(trained_axes)
@@ -138,10 +131,7 @@ class _Training:
         reduce_layer: Callable[[Params], Params],
         scale: Array,
     ) -> None:
-        """Trace the shapes; `scale`, float32 [], multiplies the objective.
-
-        `layer`, `policy` are those of `make_pipeline_value_and_grad`.
-        """
+        """Trace the shapes; `scale`, float32 [], multiplies the objective."""
         self.stage, self.scale = stage, scale
         self.schedule = stage.schedule
         # Any instruction serves to learn shapes: all microbatches and virtual stages are alike.
@@ -164,10 +154,7 @@ class _Training:
         return run(self.schedule, handlers, idle, state).totals
 
     def _forward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Run a virtual stage on a microbatch; its input stays in the buffer for the backward.
-
-        Input and output are [rows, seq_shard, d_model], compute dtype.
-        """
+        """Run a virtual stage on [rows, seq_shard, d_model]; its input stays in the buffer."""
         stage = self.stage
         x = lax.cond(
             stage.is_first(now),
@@ -179,15 +166,11 @@ class _Training:
         return {"entered": x, "up": y}
 
     def _backward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Repeat the forward from its input, then go back; start from the loss on the last.
-
-        The gradient of its input, sent down, is [rows, seq_shard, d_model], compute dtype.
-        """
+        """Repeat the forward, then go back from dy or the loss: dx [rows, seq_shard, d_model]."""
         stage = self.stage
         layers = stage.layers_of(now)
         y, sums, saved = self.layers.forward(layers, take(state.activations, now.activation))
-        # Sums are counted here, once for each microbatch and virtual stage, and not in the forward
-        # action, which the last virtual stage skips.
+        # Sums are counted once here, because the last virtual stage has no forward action.
         totals = {**state.totals, "sums": add_sums(state.totals["sums"], sums)}
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(now),
@@ -236,9 +219,7 @@ class _Training:
     ) -> LayerwiseBackward:
         """Return the stage's layers, to run on x [rows, seq_shard, d_model] one by one.
 
-        Without a policy everything that a layer's backward reads is saved by its forward, except
-        values that follow from its weights. Schedules that split the backward ignore the policy:
-        both halves would recompute the same values.
+        Schedules that split the backward ignore the policy: both halves would recompute the same.
         """
         stage, splits = self.stage, self.schedule.splits_backward
 
@@ -257,8 +238,7 @@ class _Training:
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         example = stage.layers_of(self.example)
         one, fixed = jax.tree.map(lambda x: x[0], (example.weights, example.constants))
-        # Inputs of a postponed weight gradient are kept for long, so at their smallest. Inputs of a
-        # complete backward are read at once.
+        # Inputs of a postponed weight gradient are kept for long, so at their smallest.
         split = split_layer(
             apply, one, self.zero_x, (fixed, example.aux), recompute_enlarged=splits
         )
@@ -291,10 +271,10 @@ class _Training:
 
 
 def _float32(tree: Any) -> Any:
-    """The same tree of arrays [...] in float32."""
+    """Cast a tree of arrays [...] to float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _add(total: Any, part: Any) -> Any:
-    """Totals [...] with parts of the same shapes added, in the dtypes of the totals."""
+    """Add parts to totals [...], in the dtypes of the totals."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)

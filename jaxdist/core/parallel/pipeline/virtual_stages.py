@@ -1,9 +1,8 @@
 """Move parameters of virtual stages between the stages that store them and that run them.
 
-Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, for every
-schedule, so that checkpoints do not depend on it. With several virtual stages on each stage
-(interleaving) a stage runs layers that are not contiguous: they are sent to it once per step, and
-their gradients are sent back.
+Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, so checkpoints do
+not depend on the schedule. With several virtual stages on each stage they are sent to the stage
+that runs them, and their gradients are sent back, once per step.
 """
 
 from __future__ import annotations
