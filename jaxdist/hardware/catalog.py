@@ -1,4 +1,4 @@
-"""GPUs of the catalog `catalog.toml` and of a user's TOML file, by name or by `--gpus`."""
+"""GPUs of the catalog `known.toml` and of a user's TOML file, by name or by `--gpus`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 def read_tables(
     tables: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Gpu], list[str]]:
-    """Return the GPUs of a TOML file, one table each, and every problem in it.
-
-    `aliases` are other names of the `catalog` ones. `peak_tflops` is a table by dtype. A table
-    without `like` may omit `gpus_per_fabric`, `power_w` and `max_clock`.
-    """
+    """Return the GPUs of a TOML file, one table each, and every problem in it."""
     gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
@@ -155,8 +151,8 @@ GPUS: dict[str, Gpu] = _read_catalog()
 def gpu_of(device_kind: str) -> Gpu | None:
     """Return the GPU of a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3", or None.
 
-    For described devices, which a program is only compiled for, the kind is the name in `GPUS`. The
-    complete name must match, so that an L40S is no L4 and a MIG slice ("... MIG 1g.10gb") no GPU.
+    The complete name must match: an L40S is no L4, a MIG slice no GPU. The kind of described
+    devices is the name in `GPUS`.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
@@ -170,11 +166,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """Return the GPU of a name as users write it.
-
-    Raises:
-        ConfigError: no GPU has this name.
-    """
+    """Return the GPU of a name as users write it."""
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
     if key in catalog:
@@ -190,11 +182,8 @@ def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
     """Return the catalog's GPUs and those of a user's TOML file, one table each.
 
-    With `like` a table starts from a known GPU and holds only the differences. Without it, it holds
-    every key of `catalog.toml` except `device_kind`.
-
-    Raises:
-        ConfigError: the file cannot be read, or with every problem in it.
+    With `like` a table starts from a known GPU and holds only the differences. Otherwise it holds
+    every key of `known.toml` except `device_kind`. Raises `ConfigError` with every problem in it.
     """
     try:
         tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())
@@ -213,9 +202,6 @@ def parse_gpus(text: str, catalog: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
     """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or several after commas.
 
     `h100` alone is one GPU. More GPUs than a node has must fill complete nodes.
-
-    Raises:
-        ConfigError: with every problem of the text.
     """
     clusters, problems = [], []
     for part in text.split(","):

@@ -17,21 +17,16 @@ class Gpu:
     """One kind of GPU, as JAX counts devices.
 
     Attributes:
-        name: its name in `--gpus`.
         device_kind: pattern of the complete `jax.Device.device_kind` after the vendor's name.
-        compute_capability: e.g. "9.0".
-        num_sms: streaming multiprocessors.
         memory_bytes: total that CUDA reports, a little below the data sheet's figure.
         peak_flops: dtype ("bfloat16", "float16", "float32", "float8", "float4") -> dense FLOP/s.
         memory_bandwidth: of the device memory, bytes/s.
         link_bandwidth: to GPUs of the same fast fabric, bytes/s per GPU and direction.
         network_bandwidth: to other GPUs, bytes/s per GPU and direction.
-        gpus_per_node: GPUs of one machine, unless `--gpus` names another number.
         gpus_per_fabric: GPUs joined by fast links; 0 = those of one machine.
         power_w: power limit, watts; 0 = unknown.
         max_clock: highest clock, as a share of the boost clock that peaks are given for.
-        price_per_hour: of one GPU, on demand, USD.
-        spot_price_per_hour: of one preemptible GPU, USD.
+        price_per_hour, spot_price_per_hour: of one GPU, USD; spot GPUs are preemptible.
     """
 
     name: str

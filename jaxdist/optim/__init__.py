@@ -1,8 +1,7 @@
 """Optimizers and learning-rate schedules: settings and update directions.
 
-An optimizer here is everything but the learning rate. It turns gradients into a direction, weight
-decay included, and the train step applies it: `params -= lr(step) * direction`. Gradient clipping
-is part of the step (its norm spans devices); only its setting is here.
+An optimizer turns gradients into a direction, weight decay included, and the train step applies it:
+`params -= lr(step) * direction`. Gradient clipping is part of the step.
 
     adamw, sgd, lion   element-wise: no communication if state and gradients are sharded alike
     adafactor, muon    matrix-wise: communication for sums over rows and columns

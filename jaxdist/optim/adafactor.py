@@ -21,15 +21,12 @@ UPDATE_CLIP = 1.0
 
 
 class FactoredState(NamedTuple):
-    """Adafactor's second moments.
+    """Adafactor's second moments after int32 [] steps; a leaf without one has a scalar 0.
 
     Attributes:
-        step: int32 [], steps taken.
         rows: for matrices, the mean over the column side: dims [*stacked, *row side].
         columns: for matrices, the mean over the row side: dims [*stacked, *column side].
         full: for vectors, the second moment itself.
-
-    Moments that a leaf does not have are a scalar 0.
     """
 
     step: Array
@@ -39,12 +36,11 @@ class FactoredState(NamedTuple):
 
 
 def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Factored second moments with update clipping, one matrix per layer.
+    """Make factored second moments with update clipping, one matrix per layer.
 
     Shazeer and Stern, "Adafactor", 2018, algorithms 4 and 5, without momentum and without the
-    learning rate relative to the parameter's scale: lr(step) alone sets the size of an update.
-    optax factors the two longest dims of a leaf, which for stacked layers and for [d_model, heads,
-    head_dim] are not the sides of its matrices.
+    learning rate relative to the parameter's scale. optax factors the two longest dims of a leaf,
+    which are not always the sides of its matrices.
     """
     sides = dict(jax.tree_util.tree_leaves_with_path(sides_of(axes)))
 

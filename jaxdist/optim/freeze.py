@@ -12,11 +12,7 @@ from jaxdist.optim.config import OptimConfig
 
 
 def with_frozen(config: OptimConfig, axes: Params) -> Params:
-    """Return `Model.axes` in which the leaves that `config.freeze` names are frozen.
-
-    Raises:
-        ValueError: `frozen_problems` is not empty.
-    """
+    """Return `Model.axes` in which the leaves that `config.freeze` names are frozen."""
     if problems := frozen_problems(config, axes):
         raise ValueError(" ".join(problems))
 
@@ -27,7 +23,7 @@ def with_frozen(config: OptimConfig, axes: Params) -> Params:
 
 
 def is_frozen(config: OptimConfig, name: str) -> bool:
-    """Return whether `config.freeze` names this parameter, e.g. "layers/mlp/up"."""
+    """Return True if `config.freeze` names this parameter, e.g. "layers/mlp/up"."""
     return any(_below(name, _plain(part)) for part in config.freeze)
 
 

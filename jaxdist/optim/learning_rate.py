@@ -24,12 +24,9 @@ def make_lr_schedule(
 ) -> LrSchedule:
     """Make the function that maps steps to learning rates.
 
-    Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1), so that step w is the
-    first at the peak. After the decay the rate stays at `min_lr_ratio * peak`. `total_steps` count
-    from 0 and not from a resumed step.
-
-    Returns:
-        int32 step (scalar or array, 0-based) -> float32 learning rate. Pure; traceable.
+    Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1). After the decay the
+    rate stays at `min_lr_ratio * peak`. `total_steps` count from 0. The function maps int32 steps,
+    scalar or array, to float32 rates.
 
     References:
         cosine: Loshchilov and Hutter, "SGDR", 2017, without restarts.

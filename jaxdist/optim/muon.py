@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum of matrices, with the work split over the devices that shard it.
 
 Orthogonalizing needs a complete matrix, and a device holds a slice of each. An all-to-all exchanges
-slices of every matrix for every n-th complete matrix, each device orthogonalizes its own, and a
-second all-to-all returns the slices: no device ever holds more than its share of the stack.
+slices of every matrix for every n-th complete matrix, and a second one returns the slices: no
+device ever holds more than its share of the stack.
 """
 
 from __future__ import annotations
@@ -30,17 +30,12 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 
 _ADAM_RMS = 0.2
-"""Usual RMS of an AdamW update. Muon's update is scaled to it, so that both use the same learning
-rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2."""
+"""Usual RMS of an AdamW update, to which Muon's is scaled (Liu et al., "Muon is Scalable for LLM
+Training", 2025, section 2.2)."""
 
 
 class MuonState(NamedTuple):
-    """Muon's momentum.
-
-    Attributes:
-        step: int32 [], steps taken.
-        momentum: like the parameters, in `optim.moment_dtype`.
-    """
+    """Muon's momentum, in `optim.moment_dtype`, after int32 [] steps."""
 
     step: Array
     momentum: Params
@@ -52,12 +47,10 @@ def scale_by_muon(
     """Make orthogonal updates with the RMS of AdamW's, for trees of matrices only.
 
     Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. Deviations: the
-    momentum is debiased as in NAdam before it is orthogonalized, as optax does; the update is then
-    scaled to AdamW's RMS (Liu et al., 2025).
+    momentum is debiased as in NAdam, as optax does; the update is scaled to AdamW's RMS.
 
-    `sides` is a tree of `Sides`, `shardings` a tree of the `NamedSharding` of gradients and
-    momentum; None = one device holds everything. A leaf is float32 [*stacked, *rows, *columns] in
-    any order of dims.
+    `shardings` of gradients and momentum may be None: one device. A leaf is float32 [*stacked,
+    *rows, *columns] in any order of dims.
 
     Wire, per leaf of B bytes over n shards: 2·B/n·(n−1)/n per device, in float32, and the padding
     of its matrices to a multiple of n.
@@ -106,10 +99,7 @@ def _direction(
 
 
 def _orthogonal(x: Float32[Array, "rows columns"], eps: float) -> Float32[Array, "rows columns"]:
-    """Move the singular values of a matrix to about 1.
-
-    Newton-Schulz steps run on the orientation with fewer rows, because its products are smaller.
-    """
+    """Move a matrix's singular values to about 1, on the orientation with fewer rows."""
     if x.shape[0] > x.shape[1]:
         return _orthogonal(x.T, eps).T
     a, b, c = _COEFFICIENTS
@@ -125,8 +115,8 @@ def _split_over_devices(
 ) -> Float32[Array, "*slice"]:
     """Orthogonalize every matrix of a stack on one of the devices that shard it.
 
-    `x` is this device's slice of the stack, and so is the result. `axes` are the mesh axes that
-    split each dim of a matrix, rows before columns. Runs inside `jax.shard_map`.
+    `x` and the result are this device's slices. `axes` are the mesh axes that split each dim of a
+    matrix, rows before columns. Runs inside `jax.shard_map`.
     """
     stack = _stack(x, sides)  # [count, *dims], dims local
     count, *dims = stack.shape

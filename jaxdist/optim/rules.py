@@ -20,15 +20,12 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the update direction, weight decay included, without the learning rate.
 
-    `axes` is the model's tree of `Dims`: it determines which leaves are matrices, which dims are
-    their two sides, and which leaves stack one matrix per layer. `shardings` is a tree of the
-    `NamedSharding` of moments, with which Muon splits its work over devices; None = one device.
+    `axes` is the model's tree of `Dims`. `shardings` are those of moments, with which Muon splits
+    its work over devices; None = one device.
 
-    Returns:
-        `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
-        parameters. Gradients are float32. The state holds trees like `params`, for
-        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule and at frozen
-        leaves, whose gradient is None.
+    Subtract `lr * updates` from the parameters. Gradients are float32. The state holds trees like
+    `params`, for `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule and
+    at frozen leaves, whose gradient is None.
     """
     moving = jax.tree.map(lambda dims: dims.update != "none", axes)
     if all(jax.tree.leaves(moving)):
@@ -66,8 +63,7 @@ def decay_mask(axes: Params) -> Params:
 def hidden_matrices(axes: Params) -> Params:
     """Return a tree of booleans like `axes`: the leaves that Muon updates.
 
-    With stacked layers these are the matrices of the stack. Without (a CNN) they are every matrix
-    or kernel without a dim of the vocabulary or the classes.
+    They are the matrices of the stack; without one, those without a dim of vocabulary or classes.
     """
     has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
 

@@ -44,7 +44,7 @@ from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percen
 from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
-"""Products in fewer bits are suggested if a step takes less than this share of its time."""
+"""Narrow products are suggested if a step takes less than this share of its time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,6 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
 
 
 def _step_s(plan: Plan, matmul_dtype: Any) -> float:
-    """Return the seconds of a step with products in a format; infinite if it is not supported."""
     job = plan.choice.job
     if narrow_problems(matmul_dtype, job.model.num_layers, job.cluster.gpu):
         return math.inf
@@ -223,7 +222,6 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
 
 
 def _compared(other: Candidate, choice: Candidate) -> str:
-    """Return the speed of another choice relative to this one."""
     other_s, chosen_s = other.time.seconds, choice.time.seconds
     if abs(other_s / chosen_s - 1) < 0.02:
         return "as fast, within the accuracy of the estimate"
@@ -445,7 +443,6 @@ def _restart(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
 
 
 def _save_flag(plan: Plan, cost: CheckpointCost) -> str:
-    """Return the flag for such an interval, or for one save if the run is shorter."""
     steps = plan.on_demand.tokens / plan.choice.job.tokens_per_step
     interval = min(cost.interval_s / plan.choice.time.seconds, steps)
     return f"--checkpoint.save-interval-steps {max(1, round(interval))}"

@@ -109,7 +109,6 @@ _DAYS = {"w": 7.0, "d": 1.0, "h": 1 / 24}
 
 
 def _days(text: str) -> float | None:
-    """Return the days of a text such as 14d: 0 if it is empty, None if it is not a time."""
     if not text:
         return 0.0
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([wdh]?)", text.strip().lower())
@@ -121,11 +120,7 @@ def read_plan(
 ) -> tuple[PlanConfig, str]:
     """Return the settings, and the mesh that flags name ("" = find one).
 
-    The mesh of a config file belongs to its machine and is ignored, and data need not exist.
-    `values` are the keywords of a Python call.
-
-    Raises:
-        ConfigError: every problem of the settings.
+    The mesh of a config file is ignored, and data need not exist. `values` are a Python call's.
     """
     config, origins = read_with_origins(
         PlanConfig,
@@ -159,11 +154,7 @@ def read_plan(
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:
-    """Return the clusters to plan for, with the prices of the settings.
-
-    Raises:
-        ConfigError: GPUs that are unknown, or a file that cannot be read.
-    """
+    """Return the clusters to plan for, with the prices of the settings."""
     try:
         clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:

@@ -38,11 +38,7 @@ _MOST_COMPILATIONS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerCheck:
-    """Result of compiling a choice.
-
-    Attributes:
-        refuted: faster choices that were estimated to fit, but do not once compiled.
-    """
+    """Result of compiling a choice, and the faster ones that do not fit once compiled."""
 
     outcome: CompiledStep | NotCompiled
     rejected_by_compiler: tuple[tuple[Candidate, CompiledStep], ...] = ()
@@ -58,15 +54,9 @@ class Plan:
     """A run on a cluster.
 
     Attributes:
-        base: the user's settings.
         choice: the planned settings: the user's mesh, or the best one.
-        mesh_is_fixed: the user named the mesh.
-        flows: traffic of one device in one step.
         check: result of the compiler; None if it was disabled.
-        restart: from the end of a process to the next trained step.
         checkpoints: with hardware failures only; `spot_checkpoints`: with preemptions too.
-        on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
-        limits: days and money that the run may take.
     """
 
     base: RunConfig
@@ -108,11 +98,7 @@ def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on one cluster, on a mesh; "" = on the best.
-
-    Raises:
-        ConfigError: the mesh is not legal there, or the GPUs do not support the dtype.
-    """
+    """Plan a run on one cluster, on a mesh; "" = on the best."""
     run, model = config.run, config.run.build_model()
     problems = narrow_problems(run.precision.matmul_dtype, model.num_layers, cluster.gpu)
     if problems:
@@ -191,10 +177,7 @@ def _priced(
 def price_run(
     config: PlanConfig, choice: Candidate, *, spot: bool = False
 ) -> tuple[CheckpointCost, RunCost]:
-    """Return checkpoints, time and money of a complete run, lost time included.
-
-    At the price on demand with hardware failures, or at that of `spot` with preemptions too.
-    """
+    """Return the cost of a complete run, on demand with failures, or on `spot` with preemptions."""
     job, cluster = choice.job, choice.job.cluster
     failures = config.failures_per_day
     if failures < 0:
@@ -226,8 +209,7 @@ def survivable_losses(
     """Return the node losses that local saves survive, with racks unknown.
 
     Nodes take the mesh's devices in order. Two nodes hold the same shards if their devices have the
-    same indices along every axis that shards parameters or moments. An array that such an axis does
-    not divide is replicated, so a run may survive more.
+    same indices along every axis that shards state. A run may survive more.
     """
     sharding = {axis.name for axis in axes.AXES if axis.weights != "replicated"}
     sharding |= set(axes.joining_fsdp(zero))

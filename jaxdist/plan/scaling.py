@@ -56,7 +56,7 @@ def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate |
 
 
 def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
-    """More and more GPUs of a kind, each time twice as many, from the fewest that hold the run."""
+    """Yield sizes of a kind, each twice the last, from the fewest GPUs that hold the run."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
@@ -72,12 +72,9 @@ USUAL_DAYS = 90.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of several kinds of GPU.
+    """Sizes of several kinds of GPU: all that fit the run, and the best of each kind.
 
-    Attributes:
-        best: of each kind the first by doubling that meets deadline and budget, cheapest first. If
-            none does and there is no limit, the fastest of each kind.
-        tried: all that fit the run.
+    The best is the first by doubling within the limits; else, without limits, the fastest.
     """
 
     best: tuple[Size, ...]
@@ -87,10 +84,7 @@ class Sizes:
 def right_sizes(
     config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> Sizes:
-    """Return the fewest GPUs of each kind, by doubling, that fit the run and end it in time.
-
-    In time is within the deadline, or `USUAL_DAYS` without one.
-    """
+    """Return the fewest GPUs of each kind, by doubling, that end in time or in `USUAL_DAYS`."""
     limits = config.limits
     within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
     best: list[Size] = []

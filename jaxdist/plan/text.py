@@ -88,7 +88,6 @@ def _verdict(plan: Plan) -> str:
 
 
 def _limits(plan: Plan) -> Iterable[str]:
-    """Yield the verdicts on deadline and budget, if there are any."""
     limits, cost = plan.limits, plan.on_demand
     if limits.days:
         does = "TOO LATE" if limits.late(cost) else "IN TIME"
@@ -165,7 +164,6 @@ def _money(plan: Plan) -> Iterable[str]:
 
 
 def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return lines of label, amount and remark, with the same columns in every section."""
     return [f"{label:<30}{amount:>12}  {remark}".rstrip() for label, amount, remark in rows]
 
 
@@ -249,10 +247,7 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
-    """Draw every schedule for these sizes, and a table that compares them.
-
-    Costs are those of the step: a backward first repeats its forward.
-    """
+    """Draw every schedule for these sizes, and a table that compares them, with recomputation."""
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
     if num_virtual_stages > 1:
         tables.append(

@@ -133,7 +133,6 @@ def gather(equation: Any, states: Sequence[int]) -> int:
 
 
 def _window_indices(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
-    """Return operand dim -> index among the dims of a window, without `left_out`."""
     kept = [dim for dim in range(ndim) if dim not in left_out]
     return {dim: index for index, dim in enumerate(kept)}
 

@@ -31,7 +31,6 @@ class OmittedSum(Exception):
     """A partial value, operand number `operand`, was used as if it were the sum."""
 
     def __init__(self, operand: int, text: str) -> None:
-        """Store the index of the operand; `text` describes its use."""
         super().__init__(text)
         self.operand = operand
 

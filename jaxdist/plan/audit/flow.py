@@ -29,12 +29,7 @@ HOLDERS = operations(
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """A program inside others.
-
-    Attributes:
-        program: the jaxpr.
-        around: (outer program, its equation that holds the next one), outermost first.
-    """
+    """A program inside others: (program, equation that holds the next one), outermost first."""
 
     program: Any
     around: tuple[tuple[Any, Any], ...] = ()
@@ -69,7 +64,7 @@ def inputs_reached(
 
 
 def is_mean(program: Any, equation: Any) -> bool:
-    """Return whether a sum is only divided by a constant afterwards, which makes it a mean."""
+    """Return True if a sum is only divided by a constant afterwards: it is a mean."""
     outs = set(equation.outvars)
     users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
     divided = [

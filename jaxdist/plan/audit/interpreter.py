@@ -1,8 +1,7 @@
 """Interpreter of a traced step: finds, per mesh axis, sums that are missing or taken twice.
 
-The program is the trace inside `shard_map`, with explicit collectives. Each value has a state per
-axis (`states.py`), which rules propagate through operations. An operation without a rule makes no
-claim and raises no alarm.
+The program is the trace inside `shard_map`. Each value has a state per axis (`states.py`), which
+rules propagate through operations. An operation without a rule raises no alarm.
 """
 
 from __future__ import annotations
@@ -55,16 +54,9 @@ States = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """An error over one axis.
+    """An error over one axis; `path` leads to the program of the equation.
 
-    Attributes:
-        kind: "summed twice", "omitted sum", "parts added", "missing gather", "different order" or
-            "dtype".
-        axis: the mesh axis.
-        equation: the operation.
-        operand: the variable that is wrong.
-        text: what happens to it.
-        path: the program that holds the equation, and those around it.
+    `kind` is that of `step.Violation`; `operand` is the wrong variable, `text` describes its use.
     """
 
     kind: str
@@ -84,12 +76,9 @@ class Interpreter:
         sum_dtypes: Iterable[Any] = (),
         token_states: dict[str, int] | None = None,
     ) -> None:
-        """Create an interpreter without alarms.
+        """Check the mesh axes in `sizes`; sums may also have `sum_dtypes`, narrower than float32.
 
-        Args:
-            sizes: mesh axis -> size, those to check.
-            sum_dtypes: dtypes narrower than float32 that sums may have.
-            token_states: states of `collectives.per_token`, for the axes that split a batch.
+        `token_states` are those of `collectives.per_token`, for the axes that split a batch.
         """
         self.axes, self.sizes = tuple(sizes), sizes
         self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
@@ -100,14 +89,7 @@ class Interpreter:
         self._memo: dict[Any, tuple[Any, list[States]]] = {}
 
     def run(self, program: Any, inputs: Sequence[States], path: Path, live: bool) -> list[States]:
-        """Return the states of a program's outputs.
-
-        Args:
-            program: a jaxpr, open.
-            inputs: states of its arguments.
-            path: the programs around it.
-            live: raise alarms; False while a loop searches its fixed point.
-        """
+        """Return the states of a program's outputs; raise alarms only if `live`."""
         key = (id(program), tuple(inputs), live, self._first_round)
         if key in self._memo:
             return self._memo[key][1]
@@ -131,10 +113,7 @@ class Interpreter:
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
-        """Return states refined by jax's own types: a value that does not vary is equal.
-
-        An empty array has the state of zeros, since its sum is 0.
-        """
+        """Return states refined by jax's types: an unvarying value is equal, an empty one zero."""
         if 0 in getattr(aval, "shape", ()):
             return (ZERO,) * len(self.axes)
         varies = getattr(getattr(aval, "mat", None), "varying", None)
@@ -169,7 +148,7 @@ class Interpreter:
     def _over_axis(
         self, index: int, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[int]:
-        """States of an equation's results over one axis."""
+        """Return the states of an equation's results over one axis."""
         axis, states = self.axes[index], [state[index] for state in in_states]
         name, number = equation.primitive.name, len(equation.outvars)
         if name == "axis_index":
@@ -276,8 +255,7 @@ class Interpreter:
     def _as_first_round(self) -> Iterator[None]:
         """Raise only alarms of omitted sums and gathers, for a loop's first round.
 
-        Values that are equal then, such as the zeros that a total starts from, need not stay equal.
-        Values that are split or partial then are so, although later rounds may lose track of it.
+        Equal values, such as a total's initial zeros, need not stay equal. Split ones stay split.
         """
         before, self._first_round = self._first_round, True
         yield
@@ -396,11 +374,7 @@ def _weight(equation: Any, path: Path) -> Any:
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan.
-
-    Scanned and stacked values have one more dim outside than inside; releases of jax name the
-    counts differently.
-    """
+    """Return the numbers of constants and of carried values of a scan, in all releases of jax."""
     body = equation.params["jaxpr"].jaxpr
     pairs = zip(equation.invars, body.invars, strict=True)
     scanned = sum(x.aval.ndim != inside.aval.ndim for x, inside in pairs)

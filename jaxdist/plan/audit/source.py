@@ -27,7 +27,7 @@ class SourceLine:
 
     @property
     def text(self) -> str:
-        """The line without surrounding blanks."""
+        """Return the line without surrounding blanks."""
         return linecache.getline(self.file, self.number).strip()
 
 
@@ -58,5 +58,5 @@ def model_line(equation: Any) -> SourceLine | None:
 
 
 def is_own(line: SourceLine) -> bool:
-    """Return whether a line belongs to the package."""
+    """Return True if a line belongs to the package."""
     return line.file.startswith(OWN)

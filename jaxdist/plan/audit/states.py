@@ -1,6 +1,6 @@
 """States of one value over one mesh axis, and how they combine.
 
-A state is an int, one for each mesh axis in use:
+A state is an int for each mesh axis in use:
 
     ZERO       zeros; joins with every other state
     CONSTANT   derived from constants of the program only
@@ -36,7 +36,7 @@ def split(*dims: int) -> int:
 
 
 def is_split(state: int) -> bool:
-    """Return whether the state names the dims that the axis splits."""
+    """Return True if the state names the dims that the axis splits."""
     return state > 0
 
 

@@ -35,12 +35,8 @@ class Violation:
     Attributes:
         kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
             gather", "different order" or "dtype".
-        axis: the mesh axis.
         value: the parameter whose gradient it is, or the value's type.
         line: `file:line` of the model, or of the package; "" if unknown.
-        code: that line.
-        text: what happens to the value.
-        fix: how to correct it.
     """
 
     kind: str
@@ -59,15 +55,7 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Result of the audit of one step.
-
-    Attributes:
-        axes: mesh axis -> size, those that were checked.
-        violations: empty if the step is correct.
-        transfers: every collective of the step, grouped by purpose.
-        num_parameters: parameters whose gradients were followed.
-        seconds: duration without tracing.
-    """
+    """Result of the audit of one step, over the axes in `axes`; `seconds` are without tracing."""
 
     axes: dict[str, int]
     violations: list[Violation]
@@ -77,7 +65,7 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """True if there is no violation."""
+        """Return True if there is no violation."""
         return not self.violations
 
     def line(self) -> str:
@@ -128,14 +116,9 @@ def audit_program(
     sum_dtypes: Iterable[Any] = (),
     gradient_dtype: Any = jnp.float32,
 ) -> Audit:
-    """Audit a traced step.
+    """Audit the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
 
-    Args:
-        program: the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
-        model: the model that it trains.
-        layout: of the step.
-        sum_dtypes: dtypes narrower than float32 in which sums may be taken.
-        gradient_dtype: dtype in which gradients are summed.
+    Sums may also have `sum_dtypes`, narrower than float32; those of gradients `gradient_dtype`.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
@@ -206,7 +189,6 @@ class _Names:
         self.first_param = next(fits, len(in_specs))
 
     def output(self, index: int) -> str:
-        """Return the name of a result."""
         if 0 <= index - self.first_gradient < len(self.gradients):
             return f"the gradient of {self.gradients[index - self.first_gradient]}"
         if index == self.first_gradient + len(self.gradients):
@@ -214,12 +196,10 @@ class _Names:
         return "a sum that the model returns (loss, weight, ...)"
 
     def gradient(self, indices: Iterable[int]) -> str | None:
-        """Return the name of the gradient among results, if it is one."""
         gradients = {p for p in indices if 0 <= p - self.first_gradient < len(self.gradients)}
         return self.output(gradients.pop()) if len(gradients) == 1 else None
 
     def parameter(self, indices: Iterable[int]) -> str | None:
-        """Return the name of the parameter among arguments, if it is one."""
         parameters = [p - self.first_param for p in indices]
         parameters = [p for p in parameters if 0 <= p < self.num_leaves]
         return f"parameter {self.params[parameters[0]]}" if len(parameters) == 1 else None

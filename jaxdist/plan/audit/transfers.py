@@ -40,8 +40,6 @@ class Transfer:
     Attributes:
         purpose: the rule of the package, or the line of the model, that requests them.
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-        axes: mesh axes of its groups, those in use.
-        dtype: of the arrays.
         num_sites: number of equations in the program.
         times: how often a step runs them on one device.
         at_most: some are in branches that a device may skip.
@@ -130,10 +128,7 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
 
 
 def _needed(program: Any) -> list[Any]:
-    """Return the equations that the results depend on; the compiler drops the others.
-
-    The gradient of an embedding leaves an unused forward behind.
-    """
+    """Return the equations that the results depend on; the compiler drops the others."""
     needed, used = [], set(filter(_is_variable, program.outvars))
     for equation in reversed(program.eqns):
         # Naming an axis is an effect too; all other effects are callbacks, which run.

@@ -1,1 +1,1 @@
-"""The train step compiled by the real XLA:GPU compiler, and what its program holds."""
+"""The train step compiled by the real XLA:GPU compiler, and the contents of its program."""

@@ -1,8 +1,7 @@
 """Compile the train step with the real XLA:GPU compiler, without a GPU.
 
-`compile_step` starts a process that builds the run on the devices of a topology description,
-compiles, and returns `CompiledStep`. Every failure is returned as `NotCompiled`, never raised: the
-caller falls back on its estimate and prints the reason.
+`compile_step` starts a process that builds the run on a topology description, compiles, and returns
+`CompiledStep`, or every failure as `NotCompiled`.
 
 Limits: kernels are not tuned (memory within a few percent, times worthless), and the memory of the
 CUDA context, of NCCL and of CUDA graphs is not included.
@@ -44,11 +43,8 @@ class CompiledMemory:
 
     Attributes:
         argument_bytes: the state and the batch, without arguments in host memory.
-        output_bytes: the new state and the metrics.
         alias_bytes: outputs that reuse donated arguments.
-        temporary_bytes: arrays that exist only during the step.
-        workspace_bytes: scratch of the cuDNN attention kernels, which the compiler does not
-            include.
+        workspace_bytes: scratch of cuDNN attention, which the compiler does not include.
         host_bytes: arguments in host memory (offloaded moments).
     """
 
@@ -72,11 +68,7 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """One of the largest pieces of temporary memory.
-
-    `shapes` share it over time, e.g. "f32[10,5120,2,3456]", the largest first; `op_name` is the
-    source of the first of them.
-    """
+    """One of the largest pieces of temporary memory; `shapes` share it over time, largest first."""
 
     bytes: int
     shapes: tuple[str, ...]
@@ -96,15 +88,10 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        buffers: the largest pieces of `temporary_bytes`, largest first.
-        collectives: all of them, in program order.
         branch_shares: kind of pipeline action -> fraction of the ticks containing it in which one
             stage runs it; {} without a pipeline. Idle ticks communicate nothing.
         program: HLO text after all compiler passes.
         attention: "cudnn" or "xla", "" without attention.
-        compile_s: seconds of lowering and compilation.
-        versions: jax, jaxlib and plugin.
-        target: description of the GPU for the compiler.
     """
 
     memory: CompiledMemory
@@ -142,10 +129,7 @@ class CompiledStep:
 class NotCompiled:
     """The reason why there is no compiled step, and a fix.
 
-    Attributes:
-        kind: missing = the extra is not installed; refused = the settings or the mesh are illegal;
-            failed = the compiler failed; timeout.
-        details: the end of the compiler's own output, for a log.
+    `kind` is missing (the extra is not installed), refused (illegal settings), failed or timeout.
     """
 
     kind: Literal["missing", "refused", "failed", "timeout"]
@@ -178,13 +162,10 @@ def missing_compiler() -> NotCompiled | None:
 def compile_step(
     config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
 ) -> CompiledStep | NotCompiled:
-    """Compile a run's train step for GPUs of another machine.
+    """Compile a run's train step for GPUs of another machine; nothing is raised.
 
     The run's own mesh and simulated devices are ignored. Takes seconds to a minute of one core and
     about a gigabyte; several can run concurrently.
-
-    Returns:
-        The compiled step, or the reason for its absence; nothing is raised.
     """
     if cluster.num_gpus != mesh.num_devices:
         return NotCompiled(

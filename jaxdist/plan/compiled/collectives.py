@@ -1,8 +1,7 @@
 """Collectives of a compiled program: mesh axes, count, overlap.
 
-The program after the compiler's rewriting is what goes over the wire; the traced program is only a
-request. GPU programs (asynchronous pairs, wrapped computations) and CPU programs are supported.
-Unknown text raises `UnknownHLO`: an ignored collective would falsify every table of traffic.
+The program after the compiler's rewriting is what runs. GPU programs (asynchronous pairs, wrapped
+computations) and CPU programs are supported. Unknown text raises `UnknownHLO`.
 """
 
 from __future__ import annotations
@@ -45,20 +44,15 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: one of `KINDS`.
         axes: mesh axes its groups span, slow to fast.
-        dtypes: of its arrays.
         bytes: of the complete arrays of one group: before a reduce-scatter, after an all-gather.
         wire_bytes: sent by one device each time, by the ring algorithm.
         count: how often a step runs it; inside a branch, if that branch is always taken.
         in_branch: it is inside a conditional, so `count` is an upper bound.
-        group_size: devices of a group.
         nodes: nodes that its widest group spans; 1 = stays inside a node.
         overlapped: started and awaited separately, so that other work may run in between.
         between: instructions that compute, scheduled between start and end.
-        products: those of them that multiply matrices: a kernel of cuDNN, cuBLAS or Triton, or a
-            loop or branch that holds one.
-        op_name: source in the model's code.
+        products: those of them that multiply matrices: cuDNN, cuBLAS, Triton, or a loop of these.
     """
 
     kind: str
@@ -93,16 +87,10 @@ class _Site:
 def read_collectives(
     text: str, mesh: Mapping[str, int], *, gpus_per_node: int = 0
 ) -> list[Collective]:
-    """Return every collective of a program above `SCALAR_BYTES`.
+    """Return every collective of `compiled.as_text()` above `SCALAR_BYTES`; may raise `UnknownHLO`.
 
-    Args:
-        text: `compiled.as_text()`.
-        mesh: axis name -> size, slow to fast, of the mesh that the program runs on; device i of the
-            program is the i-th of the mesh.
-        gpus_per_node: devices on the fastest links; 0 = all.
-
-    Raises:
-        UnknownHLO: part of the text is unknown.
+    `mesh` maps axis names, slow to fast, to sizes; device i of the program is the i-th of the mesh.
+    `gpus_per_node` have the fastest links; 0 = all.
     """
     num_devices = math.prod(mesh.values())
     module, collectives = parse(text), []
@@ -151,11 +139,8 @@ def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
 
 
 def _walk(module: Module) -> list[_Site]:
-    """Return every collective that a run of the program reaches."""
-
     @functools.cache
     def inside(name: str) -> list[_Site]:
-        """Return the collectives of one run of a computation."""
         return list(_computation(module, name, inside))
 
     return inside(module.entry)
@@ -192,11 +177,7 @@ def _computation(
 
 
 def trips_of(instruction: HloInstruction) -> int:
-    """Return how often a loop runs.
-
-    Raises:
-        UnknownHLO: the compiler did not state it.
-    """
+    """Return how often a loop runs."""
     match = _TRIPS.search(instruction.attributes)
     if match is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
@@ -251,11 +232,7 @@ def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
 
 
 def end_of(instructions: list[HloInstruction], index: int) -> int:
-    """Return the index of the instruction that awaits the one started at index `index`.
-
-    Raises:
-        UnknownHLO: there is none.
-    """
+    """Return the index of the instruction that awaits the one started at index `index`."""
     started = instructions[index]
     prefix = started.opcode.removesuffix("-start")
     name = started.name
@@ -275,11 +252,7 @@ def end_of(instructions: list[HloInstruction], index: int) -> int:
 def groups_and_axes(
     instruction: HloInstruction, kind: str, mesh: Mapping[str, int]
 ) -> tuple[Sequence[Sequence[int]], tuple[str, ...]]:
-    """Return the groups of devices (of a permute, its pairs) and the mesh axes they span.
-
-    Raises:
-        UnknownHLO: groups that match no mesh axes, or an unknown notation.
-    """
+    """Return the groups of devices (of a permute, its pairs) and the mesh axes they span."""
     if kind == "collective-permute":
         pairs = pairs_of(instruction)
         return pairs, _permuted_axes(pairs, mesh)

@@ -1,9 +1,8 @@
 """Description of a GPU for the compiler, from its data sheet and its architecture's limits.
 
-XLA:GPU compiles for another machine if it gets the driver's facts as a `GpuTargetConfigProto`.
-Facts of a product (multiprocessors, memory, bandwidth) come from `jaxdist.hardware`, those of an
-architecture from here. Clock and cache size affect only the compiler's own time estimates: halving
-either changes no byte of memory or traffic in the configurations tried.
+XLA:GPU compiles for another machine from a `GpuTargetConfigProto`. Facts of a product come from
+`jaxdist.hardware`, those of an architecture from here. Clock and cache size affect only the
+compiler's own time estimates: halving either changes no byte in the configurations tried.
 """
 
 from __future__ import annotations
@@ -28,13 +27,8 @@ class _Architecture(NamedTuple):
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" and
     "Shared Memory" of each; cores from the architecture's white paper.
 
-    Attributes:
-        float32_cores: of one multiprocessor.
-        max_threads: resident on one multiprocessor.
-        shared_kib: shared memory of one multiprocessor, KiB.
-        shared_kib_per_block: limit of one block, KiB.
-        l2_mib: second-level cache, MiB.
-        clock_ghz: boost clock.
+    Numbers are per multiprocessor; `shared_kib_per_block` is the limit of a block, the clock the
+    boost clock.
     """
 
     float32_cores: int
@@ -57,11 +51,7 @@ _ARCHITECTURES = {
 
 
 def target_text(gpu: Gpu) -> str:
-    """Return the `GpuTargetConfigProto` of a GPU, in text format.
-
-    Raises:
-        ConfigError: the architecture is unknown.
-    """
+    """Return the `GpuTargetConfigProto` of a GPU, in text format."""
     architecture = _ARCHITECTURES.get(gpu.compute_capability)
     if architecture is None:
         raise ConfigError(

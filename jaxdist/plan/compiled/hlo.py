@@ -1,7 +1,4 @@
-"""Parser of the text of a compiled program (HLO): computations, instructions, shapes, groups.
-
-Only the grammar: `collectives` derives the traffic. Text outside the grammar raises `UnknownHLO`.
-"""
+"""Parser of the text of a compiled program (HLO): computations, instructions, shapes, groups."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One instruction: text between its parentheses (`operands`) and after them (`attributes`).
-
-    `type` is its result's type as text, `name` has no percent sign.
-    """
+    """One instruction: text between its parentheses (`operands`) and after them (`attributes`)."""
 
     name: str
     type: str
@@ -104,11 +98,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a program's text.
-
-    Raises:
-        UnknownHLO: it is no program, or a line of a computation is no instruction.
-    """
+    """Parse a program's text; `UnknownHLO` if a line of it is no instruction."""
     computations: dict[str, list[HloInstruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -143,7 +133,6 @@ def _instruction(line: str) -> HloInstruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -153,11 +142,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """Return the arrays of a type, with tuples flattened and tokens omitted.
-
-    Raises:
-        UnknownHLO: an unknown array type.
-    """
+    """Return the arrays of a type, with tuples flattened and tokens omitted."""
     shapes = []
     bare = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)
     for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", bare):
@@ -202,11 +187,7 @@ def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
 
 
 def pairs_of(instruction: HloInstruction) -> list[tuple[int, int]]:
-    """Return (source, target) of each pair of a permute.
-
-    Raises:
-        UnknownHLO: there are none.
-    """
+    """Return (source, target) of each pair of a permute."""
     match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", instruction.attributes)
     if match is None:
         raise UnknownHLO(f"no source_target_pairs: {instruction}")

@@ -41,8 +41,7 @@ def keys_seen(job: Job) -> float:
 def imbalance(job: Job) -> float:
     """Return by how much the busiest device's keys exceed those of the mean device (0.1 = 10 %).
 
-    The planner reads no data: packed rows have documents of random lengths, on average
-    `_DOCUMENTS_PER_ROW` in each.
+    Packed rows are assumed to have `_DOCUMENTS_PER_ROW` documents of random lengths.
     """
     plan = job.exchange
     if plan is None or job.decoder is None:
@@ -104,13 +103,8 @@ def cudnn_scratch(rows: int, width: int, *, shares_keys: bool, gpu: Gpu) -> int:
     """Return the bytes that cuDNN's attention backward requests at run time.
 
     Measured by compiling cuDNN's own engines: exact on every shape tried on Hopper, one measurement
-    on Ampere. Blackwell is assumed to be like Hopper, Ada like Ampere.
-
-    Args:
-        rows: batch × query heads × positions.
-        width: of a head.
-        shares_keys: several query heads read one key head.
-        gpu: the GPU.
+    on Ampere. Blackwell is assumed to be like Hopper, Ada like Ampere. `rows` are batch × query
+    heads × positions. `shares_keys`: several query heads read one key head.
     """
     if float(gpu.compute_capability) < 9.0:
         return WIDE * rows * (3 * width + 1) + 128

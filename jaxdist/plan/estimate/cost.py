@@ -29,7 +29,6 @@ class CheckpointCost:
     """Checkpoints of a job, over all devices.
 
     Attributes:
-        copy_s: seconds for which training waits (the copy to the hosts).
         write_s: seconds that storage takes in the background.
         interval_s: between checkpoints, by Daly, never shorter than a write.
         lost: share of the time lost to checkpoints, repeated work and restarts.
@@ -114,11 +113,11 @@ class Limits:
     money: float = 0.0
 
     def late(self, cost: RunCost) -> bool:
-        """Return whether a run takes longer than allowed."""
+        """Return True if a run takes longer than allowed."""
         return 0 < self.days < cost.days
 
     def dear(self, cost: RunCost) -> bool:
-        """Return whether a run costs more than allowed."""
+        """Return True if a run costs more than allowed."""
         return 0 < self.money < cost.money
 
 

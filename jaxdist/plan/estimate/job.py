@@ -1,7 +1,4 @@
-"""The run that is estimated: its settings on one mesh of GPUs, with derived sizes.
-
-The placement of arrays is that of the `Layout` that training uses, on a mesh without devices.
-"""
+"""The run that is estimated: its settings on one mesh of GPUs, with derived sizes."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, decoder_of, t
 from jaxdist.plan.estimate.software import OURS, Software
 
 Role = Literal["param", "moment", "gradient", "gathered"]
-"""Layout of an array with a weight's shape: that of the parameter, its moments, its microbatch
-gradient, or the gathered weight (only `tensor` and stages still split it)."""
+"""Layout of an array with a weight's shape; a gathered weight is split by stages and `tensor`."""
 
 WIDE = 4
 """Bytes of a float32: parameters, accumulated gradients, losses."""
@@ -52,7 +48,6 @@ class Engine:
 
     Attributes:
         products_dtype: dtype of matrix products if it is not the compute dtype ("float8").
-        software: efficiency of its kernels.
         stage_recomputes: the backward of a pipeline stage first repeats its forward.
         virtual_stages_travel: virtual stages move to their devices in every step.
         stacks_layers: saved values of layers are copied into stacks, as a scan does.
@@ -74,7 +69,6 @@ class Stages:
     Attributes:
         report: costs, with recomputation counted in the backward.
         longest: number of ticks by the kind of their longest action.
-        num_loops: loops of the compiled program.
         mixes: in some tick some stages run forward and others backward.
     """
 
@@ -115,9 +109,7 @@ _LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
 class Job:
     """One run on one mesh of one cluster; the settings' own `mesh.shape` is ignored.
 
-    Attributes:
-        packed: rows hold several documents; None = as the settings suggest.
-        check: result of the check of cuDNN's kernel; None = expected to pass.
+    `packed` None: as the settings suggest. `check` None: cuDNN's kernel is expected to pass.
     """
 
     config: RunConfig
@@ -277,11 +269,7 @@ class Job:
 
     @property
     def num_narrow_layers(self) -> int:
-        """Layers of one device that multiply in `precision.matmul_dtype`.
-
-        All but the model's first and last. With stages it is the count of a stage with one of those
-        two.
-        """
+        """Layers of one device in `precision.matmul_dtype`; of the stage with the first, if any."""
         if not self.plan.matmul_dtype:
             return 0
         return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
@@ -304,11 +292,7 @@ class Job:
 
     @property
     def unrolls(self) -> bool:
-        """The layers are unrolled in our program, not a loop.
-
-        With products in fewer bits they count as a loop: that unrolled program has not been
-        measured.
-        """
+        """True if our program unrolls the layers; False in fewer bits, which is unmeasured."""
         if not self.engine.stacks_layers or self.plan.matmul_dtype:
             return False
         return self.plan.layers_per_body > 1
@@ -329,7 +313,7 @@ class Job:
         return {window: number for window, number in counts if number}
 
     def keeps(self, name: str) -> bool:
-        """Return whether remat saves the values that a decoder marks with a name."""
+        """Return True if remat saves the values that a decoder marks with a name."""
         if self.remat in ("none", "dots"):
             return True
         marks = self.decoder.marks if self.decoder is not None else ()
@@ -337,11 +321,7 @@ class Job:
 
     @functools.cached_property
     def attention(self) -> str:
-        """Attention kernel: "cudnn", "blockwise", "xla", or "" without attention.
-
-        Raises:
-            ConfigError: the settings name cuDNN, and the exchange of this mesh does not support it.
-        """
+        """Attention kernel: "cudnn", "blockwise", "xla", or "" without attention."""
         if self.decoder is None:
             return ""
         call, head_dim = self.decoder.call, self.decoder.head_dim
@@ -381,7 +361,7 @@ class Job:
         return tuple(w for w in self.weights if not w.is_stacked)
 
     def is_gathered(self, weight: Weight) -> bool:
-        """Return whether a weight is sharded over data or fsdp and gathered before use."""
+        """Return True if a weight is sharded over data or fsdp and gathered before use."""
         return self.size(weight, "param") < self.size(weight, "gathered")
 
     def gathered_dim(self, weight: Weight) -> int:

@@ -1,8 +1,7 @@
 """Memory of one device: the state, and the phase of the step that needs most.
 
-All devices run one program, so all allocate the same, whatever their stage uses. The temporary
-memory of a step is that of its largest phase. A phase lists the arrays alive in it. The lists were
-read from the GPU compiler's buffer assignments; `scripts/bench/results/plan_memory.md` compares.
+The temporary memory of a step is that of its largest phase. A phase lists the arrays alive in it,
+as read from the GPU compiler's buffer assignments (`scripts/bench/results/plan_memory.md`).
 
 Not counted, here and by the compiler: the CUDA context, NCCL's buffers, CUDA graphs and
 fragmentation. `usable_bytes` reserves a share of the GPU for them.
@@ -35,10 +34,9 @@ class MemoryEstimate:
     """Bytes of one device.
 
     Attributes:
-        state: persistent arrays, by class: parameters and their average, moments, batch.
+        state: persistent arrays, by class.
         phases: phase of the step -> arrays alive in addition to the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
-        host_bytes: moments in host memory.
         is_rough: activations are an upper bound from the model's trace.
     """
 
@@ -191,7 +189,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Gradients of earlier microbatches, and this one's of an untied embedding table."""
+    """Return gradients of earlier microbatches, and this one's of an untied embedding table."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.weights, "gradient")
@@ -201,14 +199,14 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Float32 copies, made once, of shards whose gathered dim is not the first."""
+    """Return float32 copies of shards whose gathered dim is not the first."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": WIDE * job.total(turned, "param")}
 
 
 def _head(job: Job) -> Parts:
-    """The loss, chunk by chunk, and the gradient of its kernel."""
+    """Return the loss, chunk by chunk, and the gradient of its kernel."""
     parts = dict(costs_of(job).head_parts())
     if table := _transposed_table(job):
         parts["gathered weights"] += table
@@ -216,7 +214,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """One layer's gathered weights, unscattered gradients and activations."""
+    """Return one layer's gathered weights, unscattered gradients and activations."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -230,17 +228,14 @@ def _layer(job: Job) -> Parts:
 
 
 def _transposed_table(job: Job) -> float:
-    """A tied table transposed for the head: before it is cast, unless it is gathered."""
+    """Return a tied table transposed for the head: before it is cast, unless it is gathered."""
     costs = costs_of(job)
     tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
     return WIDE * job.total(tables, "gathered") * costs.is_tied()
 
 
 def _updates(job: Job) -> dict[str, Parts]:
-    """The optimizer: in place element by element, but with new parameters under ZeRO-1 and 2.
-
-    Before that, Muon holds complete matrices, each on one device.
-    """
+    """Return new parameters under ZeRO-1 and 2; before that, Muon's complete matrices."""
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
@@ -291,7 +286,7 @@ def _scattering(job: Job) -> Parts:
 
 
 def _stage(job: Job) -> dict[str, float]:
-    """Arrays that a stage carries from tick to tick."""
+    """Return the arrays that a stage carries from tick to tick."""
     assert job.stages is not None
     schedule, report = job.stages.schedule, job.stages.report
     once = job.config.pipeline.gather == "step"
@@ -311,7 +306,7 @@ def _stage(job: Job) -> dict[str, float]:
         parts["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
         # A switch between forward and backward cannot add in place to the largest gradient. Weights
-        # with equal dims count as one, as if the model had fused them (gate and up).
+        # with equal dims count as one.
         by_dims = Counter[Dims]()
         for weight in job.layers:
             by_dims[weight.dims] += job.size(weight, "gradient")

@@ -1,7 +1,4 @@
-"""Memory check of a run on its GPUs: log the estimate, refuse a run, compare after compiling.
-
-Only GPUs are checked: the memory of simulated devices is the host's.
-"""
+"""Memory check of a run on its GPUs: log the estimate, refuse a run, compare after compiling."""
 
 from __future__ import annotations
 
@@ -33,12 +30,7 @@ _MAX_RETRIES = 2  # a compilation takes minutes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Estimated need of one GPU, and the bytes that its allocator may use.
-
-    Attributes:
-        job: the run, with remat "auto" resolved.
-        remat: the choice of the policy; None if the settings name one.
-    """
+    """Estimated need of one GPU, and the bytes that its allocator may use; remat is resolved."""
 
     job: Job
     memory: MemoryEstimate
@@ -54,10 +46,7 @@ class Budget:
         model: Model | None,
         host_of: Mapping[int, str] | None = None,
     ) -> Budget | None:
-        """Return the budget of a run on its devices; None unless they are GPUs.
-
-        `host_of` names the host of each process; a process without an entry has its own.
-        """
+        """Return the budget of a run on its devices; None unless they are GPUs."""
         cluster_and_limit = _cluster_of(devices, host_of or {})
         if cluster_and_limit is None:
             return None
@@ -71,10 +60,7 @@ class Budget:
         return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
 
     def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
-        """Return the budget for the rows of the data and the result of the kernel check.
-
-        Block-wise attention has other costs, so remat "auto" is chosen again.
-        """
+        """Return the budget for the rows of the data and the result of the kernel check."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
             dataclasses.replace(job, packed=packed, check=check), self.limit_bytes
@@ -89,20 +75,13 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Refuse a run that cannot fit, with the smallest fix.
-
-        Raises:
-            ConfigError: the estimate exceeds the limit by more than its own error.
-        """
+        """Refuse a run whose estimate exceeds the limit by more than its own error, with a fix."""
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
-        """Return a warning if the compiled step needs another amount, else "".
-
-        `stats` is its `memory_analysis()`.
-        """
+        """Return a warning if the step's `memory_analysis()` differs from the estimate, else ""."""
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
@@ -120,14 +99,10 @@ class Budget:
     ) -> None:
         """Compile the step; if it needs too much memory, save less for the backward pass.
 
-        With remat "auto" the next policy is compiled, at most twice.
-
-        Args:
-            compile_with: compiles the step of a budget and returns its `memory_analysis()`.
-            agree: gathers a value of every process, so that all choose the same policy.
-
-        Raises:
-            ConfigError: the compiled step needs more than the allocator may use.
+        With remat "auto" the next policy is compiled, at most twice. `compile_with` returns the
+        `memory_analysis()` of a budget's step. `agree` gathers a value of every process, so all
+        choose the same policy. Raises `ConfigError` if the step needs more than the allocator may
+        use.
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):
@@ -151,7 +126,6 @@ class Budget:
             budget = dataclasses.replace(budget, job=remat.job, memory=memory, remat=remat)
 
     def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
-        """Raise with the change that brings the estimate within `target` bytes."""
         raise ConfigError(
             f"memory: {what} {in_bytes(needed)} of each GPU, but {in_bytes(self.limit_bytes)} "
             f"may be used. {self._fix(target)} Use --override=memory to try anyway."

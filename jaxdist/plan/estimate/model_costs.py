@@ -1,9 +1,8 @@
 """Costs of a model on one device: work of its layers and head, and bytes of their activations.
 
-`costs_of` is the one place that distinguishes models. `ModelCosts` holds for any model: its figures
-are the FLOPs and residuals of the trace, an upper bound. `DecoderCosts` refines them for the
-structure that `model_trace.decoder_of` recognizes: each figure names the arrays that it counts,
-which were read from the GPU compiler's buffer assignments.
+`ModelCosts` holds for any model: FLOPs and residuals of the trace, an upper bound. `DecoderCosts`
+refines them for the structure that `model_trace.decoder_of` recognizes: each figure names the
+arrays that it counts, as read from the GPU compiler's buffer assignments.
 """
 
 from __future__ import annotations
@@ -24,20 +23,13 @@ Shape = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device.
-
-    Attributes:
-        products: FLOPs of matrix products.
-        attention: FLOPs of attention, without the masked half.
-        memory_bytes: read and written by everything else.
-    """
+    """Work of one device: FLOPs, those of attention without the masked half, and bytes moved."""
 
     products: float = 0.0
     attention: float = 0.0
     memory_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        """Return the work of both."""
         return Work(
             self.products + other.products,
             self.attention + other.attention,
@@ -45,7 +37,6 @@ class Work:
         )
 
     def __mul__(self, times: float) -> Work:
-        """Return the work of several repetitions."""
         return Work(self.products * times, self.attention * times, self.memory_bytes * times)
 
 
@@ -65,8 +56,7 @@ class ModelCosts:
     def flops_per_token(self, convention: str) -> float:
         """Return the FLOPs of one token or image, forward and backward.
 
-        `convention` is "causal" or "full" if the attention of a decoder counts by the keys that a
-        query sees; attention of other models counts in full.
+        The `convention`, "causal" or "full", matters only for a decoder's attention.
         """
         cost = self.job.everything_kept
         total = self.job.model.num_layers * cost.layer.flops + cost.rest.flops
@@ -113,7 +103,7 @@ class ModelCosts:
         return 0.0
 
     def reorders_heads(self) -> bool:
-        """Return whether queries, keys and values are saved before heads and positions swap."""
+        """Return True if queries, keys and values are saved before heads and positions swap."""
         return False
 
     def transposed_per_layer(self) -> int:
@@ -125,10 +115,7 @@ class ModelCosts:
         return self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
 
     def deferred_per_layer(self) -> float:
-        """Return the bytes that a layer's deferred weight gradients read (zero bubble).
-
-        All saved values, and as many bytes of gradients.
-        """
+        """Return the bytes that a layer's deferred weight gradients read (zero bubble)."""
         return 2 * self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
 
     def head_parts(self) -> Mapping[str, float]:
@@ -140,13 +127,13 @@ class ModelCosts:
         return ()
 
     def is_tied(self) -> bool:
-        """Return whether the head's kernel is the embedding table."""
+        """Return True if the head's kernel is the embedding table."""
         return False
 
 
 _RECOMPUTED_UNROLLED = 0.75
-"""Share of forward's memory-bound bytes that recomputation moves in unrolled layers: the compiled
-1.7B takes 12 ms more with dots than with none, which recomputes nothing."""
+"""Share of forward's memory-bound bytes that recomputation moves in unrolled layers: 12 ms in the
+compiled 1.7B with dots."""
 
 
 class DecoderCosts(ModelCosts):
@@ -193,10 +180,7 @@ class DecoderCosts(ModelCosts):
         )
 
     def recomputed(self, forward: Work) -> Work:
-        """Return the work that one layer's backward repeats: products that are not saved.
-
-        A product that only feeds the residual stream is never repeated: the compiler drops it.
-        """
+        """Return the work that one layer's backward repeats; the compiler drops unread products."""
         job = self.job
         if job.remat == "none":
             return Work()
@@ -206,8 +190,7 @@ class DecoderCosts(ModelCosts):
             "mlp_hidden": self.d_model * self.up,
         }
         again = sum(size for name, size in per_token.items() if not job.keeps(name))
-        # In a loop, recomputation is fused into the kernels of backward that read it: it passes
-        # through memory no more often than saved values pass through stacks.
+        # In a loop, recomputation is fused into the kernels of backward that read it.
         share = 0.0 if job.engine.fuses_recomputation else 1.0
         return Work(
             products=2.0 * job.tokens * again,
@@ -281,7 +264,7 @@ class DecoderCosts(ModelCosts):
         return job.compute_bytes * elements + lse + scores
 
     def _kept_without_recomputation(self) -> int:
-        """Everything that backward reads: float32 norms, inputs of products, the nonlinearity."""
+        """Return all that backward reads: float32 norms, inputs of products, the nonlinearity."""
         job = self.job
         queries = (2 + self._attention_outputs()) * self.queries
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
@@ -289,11 +272,11 @@ class DecoderCosts(ModelCosts):
         return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
 
     def _kept_scores(self) -> int:
-        """Probabilities, in float32 and in the compute dtype, if no fused kernel avoids them."""
+        """Return float32 and compute-dtype probabilities, if no fused kernel avoids them."""
         return attention.score_bytes(self.job) * (WIDE + self.job.compute_bytes) // WIDE
 
     def _attention_outputs(self) -> int:
-        """Copies saved of attention's output: before and after exchanged heads return."""
+        """Return the copies saved of attention's output: before and after heads are exchanged."""
         exchange = self.job.exchange
         return 1 if exchange is None or exchange.inner == 1 else 2
 
@@ -304,9 +287,8 @@ class DecoderCosts(ModelCosts):
     def saved_by_fp8(self) -> float:
         """Return by how many bytes one layer's saved values shrink with products in fp8.
 
-        Without recomputation the inputs of products are saved rounded, for the weights' gradients:
-        the outputs of both norms and the MLP's hidden values. Attention's output is saved unrounded
-        in addition. Recomputed values are not saved at all.
+        Without recomputation the inputs of products are saved rounded: the outputs of both norms
+        and the MLP's hidden values. Attention's output is saved unrounded in addition.
         """
         if self.job.remat != "none":
             return 0.0
@@ -314,17 +296,14 @@ class DecoderCosts(ModelCosts):
         return self.job.tokens * ((self.job.compute_bytes - 1) * rounded - self.queries)
 
     def reorders_heads(self) -> bool:
-        """Return whether queries, keys and values are saved before heads and positions swap."""
+        """Return True if queries, keys and values are saved before heads and positions swap."""
         exchange, remat = self.job.exchange, self.job.remat
         if exchange is None or exchange.inner == 1 or remat == "none":
             return False
         return self.job.keeps("qkv")
 
     def transposed_per_layer(self) -> int:
-        """Return the bytes of saved values that are copied into another order before backward.
-
-        The compiler transposes the complete stack of saved queries, keys and values at once.
-        """
+        """Return the bytes of saved queries, keys and values, transposed as one stack."""
         elements = self.job.tokens * (self.queries + 2 * self.keys)
         return self.job.compute_bytes * elements * self.reorders_heads()
 
@@ -338,13 +317,12 @@ class DecoderCosts(ModelCosts):
         return job.compute_bytes * job.tokens * (mlp + stream) + scores + self._context_extra()
 
     def _context_extra(self) -> int:
-        """Bytes that context-parallel attention needs beyond a layer on complete rows.
+        """Return the bytes that context-parallel attention needs beyond a layer on complete rows.
 
-        Read from the buffer assignments of long rows. Block-wise attention holds, in float32,
-        partial results before and after they are combined, outputs and gradients of queries, and
-        gradients of the local keys and values: of the complete row after an all-gather. cuDNN's
-        chunks need no more than the MLP, except with stages, round a ring: float32 sums of
-        gradients. Heads that are exchanged for positions are copied before and after.
+        Read from buffer assignments. Block-wise attention holds float32 partial results, outputs
+        and gradients of queries, and gradients of the local keys and values: of the complete row
+        after an all-gather. cuDNN's chunks need more than the MLP only with stages, round a ring:
+        float32 sums of gradients. Exchanged heads are copied before and after.
         """
         job, exchange = self.job, self.job.exchange
         if exchange is None:
@@ -361,8 +339,8 @@ class DecoderCosts(ModelCosts):
     def deferred_per_layer(self) -> float:
         """Return the bytes that a layer's deferred weight gradients read (zero bubble).
 
-        Inputs and gradients of the products with split weights; of the residual stream this
-        device's shards: the outputs of both norms, and the gradients of both branches.
+        Inputs and gradients of the products with split weights; this device's shards of both norms'
+        outputs and of both branches' gradients.
         """
         split = self.up + self.hidden + 2 * self.queries + 2 * self.keys
         stream = 4 * self.job.stream_tokens * self.d_model
@@ -385,5 +363,5 @@ class DecoderCosts(ModelCosts):
         return tuple(w for w in self.job.outer if w.dims[:1] == (self.shape.vocab_dim,))
 
     def is_tied(self) -> bool:
-        """Return whether the head's kernel is the embedding table."""
+        """Return True if the head's kernel is the embedding table."""
         return sum(self.shape.vocab_dim in w.dims for w in self.job.outer) == 1

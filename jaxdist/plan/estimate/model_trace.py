@@ -1,9 +1,8 @@
 """Costs and structure of a model, read from the trace of its own functions.
 
-The block, the head and the loss are traced with shapes only; nothing is computed and no device
-starts. FLOPs are those of matrix products and convolutions. Saved bytes are the residuals of
-`jax.vjp` that grow with the number of rows, so weights and constants do not count. A compiler fuses
-some of them away: they are an upper bound. `decoder_of` recognizes a decoder, for which
+The block, the head and the loss are traced with shapes only. FLOPs are those of matrix products and
+convolutions. Saved bytes are the residuals of `jax.vjp` that grow with the number of rows: an upper
+bound, because a compiler fuses some away. `decoder_of` recognizes a decoder, for which
 `model_costs` has closer formulas.
 """
 
@@ -39,12 +38,9 @@ from jaxdist.core.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of one row on one device that holds the complete model.
+    """Cost of one row on a device that holds the complete model: FLOPs of forward, saved bytes.
 
-    Attributes:
-        flops: of matrix products and convolutions, forward.
-        kept_bytes: saved from forward to backward.
-        reduced: elements that the model sums over `tensor`, forward and backward.
+    `reduced` are the elements that the model sums over `tensor`, forward and backward.
     """
 
     flops: float = 0.0
@@ -54,13 +50,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Cost of one row, by part of the model.
-
-    Attributes:
-        layer: one block; zero without stacked layers.
-        rest: everything else: embedding, head and loss.
-        stream: elements of the block's input; 0 without stacked layers.
-    """
+    """Cost of one row, of one block and of the rest; `stream` are elements of the block's input."""
 
     layer: Cost
     rest: Cost
@@ -86,10 +76,7 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
 class _Block(NamedTuple):
     """Trace of one block on one row, without the products of attention.
 
-    Attributes:
-        calls: one for each call of `Context.attend`, with the shapes of its queries and keys.
-        jaxpr: the program; each call of `attend` is a `name` equation called `_ATTEND`.
-        x: the block's input.
+    `calls` has the shapes of queries and keys. Each call is a `name` equation called `_ATTEND`.
     """
 
     calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]]
@@ -138,13 +125,9 @@ class DecoderShape:
     Attributes:
         up: outputs of the MLP's first product, the gate's included.
         hidden: inputs of the MLP's last product.
-        vocab: columns of the head's kernel, padding included.
-        vocab_dim: logical dim of the vocabulary.
         num_norms: norms of the residual stream in one block.
         num_layer_norms: those of them that subtract a mean.
         norms_mlp_output: a norm follows the MLP's last product.
-        marks: names that the block gives to values by `checkpoint_name`.
-        call: the block's call of attention.
     """
 
     d_model: int
@@ -167,8 +150,7 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     """Recognize a decoder by its trace; None for a model of another structure.
 
     The block attends once, and its products have as many outputs and FLOPs as query, key, value,
-    output and MLP of one width: how they are split into arrays, and what their dims are called,
-    does not matter. The head is a `TokenHead`.
+    output and MLP of one width, however they are split into arrays. The head is a `TokenHead`.
     """
     block = _trace_block(model, seq_len)
     if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
@@ -216,7 +198,6 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
 
 
 def _head(model: Model, seq_len: int) -> Any:
-    """Shapes of the output of a model's head for one row."""
     x, _ = _stream(model, seq_len, "float32", rows=1)
     run = lambda params, x, batch: model.head(params, x, batch, _context("float32", []))[0]
     return jax.eval_shape(run, _params(model, "float32"), x, _batch(model, seq_len, 1))
@@ -230,7 +211,6 @@ def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _difference(cost_of: Callable[[int], Cost]) -> Cost:
-    """Return the cost of the second row: that of two rows minus that of one."""
     one, two = cost_of(1), cost_of(2)
     fields = [field.name for field in dataclasses.fields(Cost)]
     return Cost(**{name: getattr(two, name) - getattr(one, name) for name in fields})
@@ -271,11 +251,7 @@ def _cost(
     differentiated: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> Cost:
-    """Trace forward for the FLOPs and sums, and the VJP for its residuals.
-
-    `function` appends to `reduced` while it is traced; leaves of `differentiated` are floating
-    point.
-    """
+    """Trace forward for the FLOPs and sums, which it appends to `reduced`, and the VJP."""
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)
 
@@ -288,7 +264,6 @@ def _cost(
 
 
 def _params(model: Model, dtype: str) -> Params:
-    """Return shapes of the complete parameters in the compute dtype, as the step passes them."""
     shapes = jax.eval_shape(model.init, _key())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
 
@@ -304,7 +279,6 @@ def _key() -> Any:
 
 
 def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes of a batch, as the step passes it to the model."""
     fields = {**row_of(model, seq_len), "rows": jax.ShapeDtypeStruct((), jnp.int32)}
     return {
         name: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype) for name, leaf in fields.items()
@@ -362,7 +336,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _flops_of(equation: Any) -> float:
-    """FLOPs of one matrix product or convolution; 0 for any other equation."""
+    """Return the FLOPs of one matrix product or convolution; 0 for any other equation."""
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -375,7 +349,6 @@ def _flops_of(equation: Any) -> float:
 
 
 def _inner(params: Any) -> Iterator[Any]:
-    """Yield the programs inside an equation: of a loop, a branch, a function."""
     for value in params.values():
         for one in value if isinstance(value, list | tuple) else [value]:
             if hasattr(one, "eqns"):

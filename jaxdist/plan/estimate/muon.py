@@ -13,14 +13,10 @@ from jaxdist.plan.estimate.job import WIDE, Job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """Matrices of one stack that a device orthogonalizes.
+    """Matrices of one stack that a device orthogonalizes, padding included.
 
-    Attributes:
-        matrices: number of matrices, padding included.
-        rows: of each.
-        columns: of each.
-        axes: mesh axes that shard the matrices, over which they are exchanged; () = none.
-        is_padded: the number of matrices in the stack is no multiple of the devices.
+    `axes` are the mesh axes that shard the matrices. `is_padded`: their number is no multiple of
+    the devices.
     """
 
     matrices: int

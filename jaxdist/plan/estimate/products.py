@@ -1,9 +1,8 @@
 """Rates of matrix products: tiles and waves, the inner dimension, and the power limit.
 
 The result of a product [m, k] × [k, n] is cut into tiles, one per multiprocessor at a time; the
-last wave of tiles is seldom full. Each tile writes its result to memory once, whatever the inner
-dimension, while its matrix units wait. Busy matrix units draw power, and a GPU lowers its clock
-until the power limit holds. Voltage falls with the clock, so power falls with its third power.
+last wave of tiles is seldom full. Each tile writes its result once, while its matrix units wait. A
+GPU lowers its clock until the power limit holds; power falls with the clock's third power.
 
 References:
     NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization.
@@ -34,17 +33,15 @@ _EXPOSED_WRITES = 0.85
 _PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
 """Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
 
-From the best products measured (Bekman; gpu_benchmark) and the data sheets' limits: A100 268 of 312
-TFLOP/s at 400 W, A6000 131 of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of
-989 at 700 W; H100 PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 then follow within 12 %.
-Blackwell by its data sheet (0.6 times Hopper's watts per FLOP/s, assumed to throttle a little more)
-and T4 by earlier estimates: no measurement of either was available.
-"""
+From the best products measured (Bekman; gpu_benchmark): A100 268 of 312 TFLOP/s at 400 W, A6000 131
+of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of 989 at 700 W; H100 PCIe (500
+of 757 at 350 W), L4, RTX 3090 and 4090 then follow within 12 %. T4 and Blackwell (0.6 times
+Hopper's watts per FLOP/s) are unmeasured."""
 
 _RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85, "float4": 0.5}
 """Energy of an operation in other formats, in 16-bit operations. TF32 runs at half the rate with
-the same power. 8 bits assume that an H100 reaches 0.66 of its 1,979 TFLOP/s at best. 4 bits are an
-assumption too: no measurement was available."""
+the same power. 8 bits assume that an H100 reaches 0.66 of its 1,979 TFLOP/s at best. 4 bits are
+unmeasured."""
 
 _STATIC = 0.12
 """Share of its power limit that a GPU draws whatever its clock: leakage, memory, links."""
@@ -53,8 +50,7 @@ _UNKNOWN_CLOCK = 0.85
 """Share of the boost clock if the power limit is unknown."""
 
 _CASTS = 0.90
-"""Share of the rate of 8- and 4-bit products that remains after scaling and rounding operands.
-Assumed to be the same for block scales."""
+"""Share of the rate of 8- and 4-bit products that remains after scaling and rounding operands."""
 
 NARROW_PEAKS = {
     "fp8": ("float8", "float8"),
@@ -67,11 +63,7 @@ NARROW_PEAKS = {
 def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
     """Return the clock that a GPU sustains, as a share of its boost clock; it may exceed 1.
 
-    Args:
-        gpu: the GPU, with its power limit.
-        peak: FLOP/s at the boost clock in the dtype.
-        dtype: of the operands.
-        busy: share of the cycles in which matrix units work.
+    `peak` is FLOP/s at the boost clock, `busy` the share of cycles in which matrix units work.
     """
     if not gpu.power_w:
         return _UNKNOWN_CLOCK
@@ -97,10 +89,9 @@ def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
 
 
 def half_inner(gpu: Gpu) -> float:
-    """Return the inner dimension at which writing a result takes as long as computing it.
+    """Return the inner dimension at which writing a 16-bit result takes as long as computing it.
 
-    2 bytes at the rate of the memory for 2 k operations at the peak: k = peak / bandwidth. That of
-    16 bits serves every format; the rates of 8 and 4 bits are assumptions anyway.
+    2 bytes at the rate of the memory for 2 k operations at the peak: k = peak / bandwidth.
     """
     peaks = gpu.peak_flops
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]

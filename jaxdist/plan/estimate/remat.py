@@ -1,7 +1,6 @@
 """`train.remat = auto` on GPUs: the fastest policy that fits, by the estimate.
 
-Training and planning use the same rule. Saving everything is seldom fastest: saved values are
-copied into the layers' stacks and back (`time.layer_backward`).
+Saving everything is seldom fastest: saved values are copied to stacks (`time.layer_backward`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematChoice:
-    """The policy that replaces "auto".
+    """The policy that replaces "auto", and the estimated cost of each policy.
 
-    Attributes:
-        job: the run with the policy.
-        seconds: policy -> estimated seconds of a step.
-        bytes: policy -> estimated bytes of one device.
-        limit_bytes: usable bytes of a device, in whole GiB, so that hosts agree.
-        rejected: policies whose compiled step did not fit.
+    `limit_bytes` are in GiB steps: hosts then agree. Compiled steps of `rejected` ones did not fit.
     """
 
     job: Job
@@ -66,10 +60,9 @@ class RematChoice:
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
 
     def smaller(self, limit_bytes: float) -> RematChoice | None:
-        """Return the choice after the compiled step with this one's policy did not fit.
+        """Return the choice after a compiled step did not fit: the fastest within `limit_bytes`.
 
-        It is the fastest that needs less and is within `limit_bytes` by the estimate, else the one
-        that needs least; None if no policy needs less.
+        If none is within it, the one that needs least; None if no policy needs less.
         """
         now = self.job.remat
         less = [name for name in self.bytes if self.bytes[name] < self.bytes[now]]
@@ -80,7 +73,6 @@ class RematChoice:
         return dataclasses.replace(self, job=job, rejected=(*self.rejected, now))
 
     def _best(self, fitting: list[str], others: Iterable[str]) -> str:
-        """Return the fastest policy that fits, else the one of the others that needs least."""
         if fitting:
             return min(fitting, key=self.seconds.__getitem__)
         return min(others, key=self.bytes.__getitem__)
@@ -94,11 +86,7 @@ def policies_of(job: Job) -> list[str]:
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
-    """Choose the fastest policy that fits, else the one that needs least memory.
-
-    Returns:
-        None unless the settings have `train.remat = auto`.
-    """
+    """Choose the policy of `train.remat = auto`; None if the settings name one."""
     if job.config.train.remat != "auto":
         return None
     jobs = {policy: job.changed("train", remat=policy) for policy in policies_of(job)}

@@ -1,14 +1,13 @@
 """Seconds from the end of a process to the next trained step, part by part, with a range.
 
-The parts are those of the event `restart` (`jaxdist.runtime.start_times`), after the launcher's
-notice. Parts that do not grow with the job were measured with a tiny model on two idle cores
-(`scripts/bench/results/restart.md`). The others are bytes over bandwidth, or published. No restart
-has been timed on GPUs, so each part has a range.
+The parts are those of the event `restart` (`jaxdist.runtime.start_times`). Parts that do not grow
+with the job were measured with a tiny model on two idle cores (`scripts/bench/results/restart.md`).
+No restart has been timed on GPUs, so each part has a range.
 
 References:
     Jiang et al. 2024, "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs",
     section 3.5: processes of 2,048 GPUs start their communication in less than 5 s, of more than
-    10,000 in less than 30 s, once every barrier is cheap. Taken as linear in the GPUs.
+    10,000 in less than 30 s. Taken as linear in the GPUs.
 """
 
 from __future__ import annotations
@@ -53,13 +52,7 @@ _COMPILE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """A restart after one process has ended, with its host alive.
-
-    Attributes:
-        parts: name -> seconds, in order.
-        tier: source of the state: "local disks" or "run directory".
-        lost_host_s: further seconds until a dead host counts as lost.
-    """
+    """A restart after one process has ended, with its host alive; a dead host takes longer."""
 
     parts: dict[str, Seconds]
     tier: str
@@ -82,14 +75,9 @@ def restart_of(
     step_s: float,
     compile_s: float | None = None,
 ) -> Restart:
-    """Estimate the restart of a job.
+    """Estimate the restart of a job; `storage_bytes_per_s` is that of all nodes together.
 
-    Args:
-        job: on its cluster.
-        checkpoint_bytes: of the complete job.
-        storage_bytes_per_s: at which all nodes together read the run directory.
-        step_s: seconds of a step.
-        compile_s: seconds of compiling the step; None = it was not compiled.
+    `compile_s` None: the step was not compiled.
     """
     settings, cluster = job.config, job.cluster
     local = bool(settings.checkpoint.local_dir)
@@ -114,8 +102,7 @@ def restart_of(
 def restore_seconds(num_bytes: float, num_gpus: int, bytes_per_s: float) -> Seconds:
     """Return the seconds of reading, verifying and copying to the devices.
 
-    Likely: reading and verifying overlap. Best: processes verify twice as fast. Worst: storage
-    reads at half its rate and nothing overlaps.
+    Best: processes verify twice as fast. Worst: half the rate, and nothing overlaps.
     """
     read = num_bytes / bytes_per_s
     verify = num_bytes / num_gpus / _VERIFIED_BYTES_PER_S

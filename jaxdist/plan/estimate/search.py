@@ -1,9 +1,8 @@
 """The best mesh and settings for a run on a cluster, and why every other mesh loses.
 
-Every mesh of the cluster's GPUs is checked by the rules of training. On each legal one the search
-varies the settings that trade memory for time: remat, ZeRO's stage, the number of microbatches, the
-pipeline's gathers and virtual stages, and the context-parallel exchange. The global batch, the
-model and the optimizer stay as they are.
+Every mesh of the GPUs is checked by the rules of training. On each legal one the search varies
+remat, ZeRO's stage, microbatches, the pipeline's gathers and virtual stages, and the
+context-parallel exchange. The global batch, the model and the optimizer stay as they are.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """True if one device can hold it."""
+        """Return True if one device can hold it."""
         return self.memory.total_bytes <= self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
@@ -96,13 +95,9 @@ CONTEXT_FROM = 16_384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search.
+    """Result of a search: the best of each legal mesh, fitting ones by speed, others by memory.
 
-    Attributes:
-        choices: the best of each legal mesh, best first: those that fit by speed, then the others
-            by memory.
-        refused: mesh that training would refuse -> the first rule that it breaks.
-        num_tried: settings whose cost was estimated.
+    `refused` maps a mesh to the first rule of training that it breaks.
     """
 
     choices: tuple[Candidate, ...]
@@ -123,10 +118,7 @@ def search(
     *,
     stages: bool = True,
 ) -> SearchResult:
-    """Find the best settings on every mesh of the cluster.
-
-    The run's own mesh is ignored. `stages=False` skips pipelines, and is several times faster.
-    """
+    """Find the best settings on every mesh of the cluster; `stages=False` skips pipelines."""
     start = time.perf_counter()
     model = model or config.build_model()
     refused: dict[MeshSpec, str] = {}
@@ -251,10 +243,7 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def exchanges(job: Job) -> list[str]:
-    """Return the values of `mesh.context_attention` that heads, nodes and kernel allow.
-
-    Only the current one if rows are not shared.
-    """
+    """Return the values of `mesh.context_attention` that heads, nodes and kernel allow."""
     names = []
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):
@@ -304,7 +293,6 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
 
 
 def _by_microbatches(job: Job) -> list[Job]:
-    """Return the job with increasing microbatch counts, fastest first."""
     examples = job.rows // rows_per_example(job.model.objective)
     counts = [n for n in range(1, examples + 1) if examples % n == 0]
     if job.spec[PIPELINE] > 1:

@@ -1,7 +1,7 @@
 """Efficiency of the kernels of our compiled step.
 
-Every number is a share of a hardware limit, with its source. Those of other trainers are in
-`scripts/bench/published_engine.py`; published runs validate the planner with them.
+Every number is a share of a hardware limit, with its source. Other trainers' numbers are in
+`scripts/bench/published_engine.py`.
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.
@@ -21,16 +21,12 @@ class Software:
     """Efficiency of kernels, and how much of the collectives they hide.
 
     Attributes:
-        products: share of a multiprocessor's rate that products of full tiles reach, before the
-            power limit.
         attention: compute capability -> share of the 16-bit peak that attention reaches on long
-            rows, forward and backward together, without masked pairs.
+            rows, without masked pairs.
         stream_passes: reads and writes of the residual stream in one layer's forward.
         query_passes: the same for queries and keys, by rotation and layout.
         hidden_passes: the same for the MLP, counted in half of gate, up and hidden together.
         backward_passes: bytes of memory-bound kernels in backward, in forwards.
-        memory: share of the memory bandwidth that those kernels reach.
-        links: share of the links' rate that collectives reach.
         hidden: share of overlapping collectives that costs nothing; the rest takes multiprocessors
             and memory bandwidth from compute.
         hidden_in_tensor: the same share for activations over `tensor`.
@@ -76,15 +72,12 @@ OURS = Software(
 
 
 ATTENTION_HALF = 250
-"""Visible keys of a query at which attention reaches half of its rate on long rows: kernels of
-FlashAttention 2 and cuDNN reach 0.6 to 0.7 of it at 512 keys, 0.9 at 2,048 (Shah et al.)."""
+"""Visible keys of a query at which attention reaches half of its rate on long rows: 0.6 to 0.7 of
+it at 512 keys, 0.9 at 2,048 (Shah et al.)."""
 
 
 def attention_share(software: Software, capability: str, keys: float, head_dim: int) -> float:
-    """Return the share of the peak that attention reaches, by keys that a query sees.
-
-    Heads narrower than 128 leave the matrix units less work per softmax: 64 reaches 0.84.
-    """
+    """Return the share of the peak that attention reaches; heads of 64 reach 0.84 of wider ones."""
     long = software.attention.get(capability, software.attention["9.0"])
     narrow = min(1.0, (head_dim / 128) ** 0.25)
     return long * narrow * keys / (keys + ATTENTION_HALF)

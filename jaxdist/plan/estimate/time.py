@@ -25,8 +25,8 @@ from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
 LIKELY = (0.85, 1.15)
-"""Four of five published runs took between these shares of their estimate: the rows of
-`scripts/bench/results/plan_anchors.md` without its two large tables. None ran our software."""
+"""Four of five published runs took between these shares of their estimate
+(`scripts/bench/results/plan_anchors.md` without its large tables). None ran our software."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,7 @@ class StepTime:
     """Seconds of one step on the busiest device.
 
     Attributes:
-        parts: cause -> seconds, without zeros: matrix products, attention, memory-bound kernels,
-            launch gaps, the optimizer's update, the pipeline's bubble; and exposed collectives by
-            purpose.
+        parts: cause -> seconds, without zeros; exposed collectives by purpose.
         communication: seconds of all collectives, hidden or not.
         model_flops: useful FLOPs of the step, causal convention.
         peak_flops: of one device; of float32 if it has no units for the run's dtype.
@@ -104,8 +102,8 @@ def estimate_time(job: Job) -> StepTime:
 class _Rates:
     """FLOP/s and bytes/s that one device reaches.
 
-    `forward` and `backward` are those of layers that multiply in `precision.matmul_dtype`, else
-    equal to `products`. Recomputation counts as backward.
+    `forward` and `backward` are those of layers in `precision.matmul_dtype`; recomputation is
+    backward.
     """
 
     software: Software
@@ -162,14 +160,14 @@ def _attention_share(job: Job) -> float:
 
 
 def _orthogonalization_s(job: Job) -> float:
-    """Seconds of Muon's products, which are always in float32."""
+    """Return the seconds of Muon's products, which are always in float32."""
     work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
     return work / products.rate(job, peak, "float32") if work else 0.0
 
 
 def _moved_moments(job: Job) -> float:
-    """Bytes between one GPU and its host: moments are fetched for the update, then stored."""
+    """Return the bytes of moments fetched from the host for the update, and stored again."""
     return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
 
 
@@ -186,10 +184,7 @@ _ATTENTION_BACKWARD = 2.5
 
 
 def model_flops_per_token(job: Job, convention: str = "causal") -> float:
-    """Return the useful FLOPs of one token or image, forward and backward, as in the MFU.
-
-    They are the model's own if it has any, else those of its trace.
-    """
+    """Return the useful FLOPs of one token or image, forward and backward, as in the MFU."""
     if job.model.flops_per_token:
         return float(job.model.flops_per_token.get(convention, 0.0))
     return costs_of(job).flops_per_token(convention)
@@ -208,14 +203,12 @@ def layer_backward(job: Job) -> Work:
 
 
 _STACK_PASSES = 3
-"""Passes over a layer's saved values in addition to its kernels. A copy into the layers' stack
-reads and writes them; a copy out of it does so for about half, the inputs of products and
-attention; other kernels read a slice of the stack. Compiled programs of GPT-2, 1.7B and 8B with
-two remat policies differ by 2.5 to 4.1 passes over the values that only one of them saves."""
+"""Passes over a layer's saved values in addition to its kernels: two to copy them into the stack,
+about one to copy half of them out of it. Compiled programs have 2.5 to 4.1."""
 
 
 def _stacked(job: Job, costs: ModelCosts) -> Work:
-    """Saved values of one layer, written into the stack of all layers and read back."""
+    """Return saved values of one layer, written into the stack of all layers and read back."""
     if job.unrolls or not job.engine.stacks_layers:
         return Work()
     return Work(memory_bytes=float(_STACK_PASSES * costs.kept_per_layer()))
@@ -294,12 +287,8 @@ def _exposed(
 ) -> dict[str, float]:
     """Return `waiting for PURPOSE` -> seconds of collectives that nothing hides.
 
-    Args:
-        flows: all collectives.
-        busy: seconds of compute.
-        beside_ring: seconds of compute that overlap with a ring of keys and values.
-        beside_rows: share of activations over `tensor` that overlaps with products of other rows.
-        software: efficiencies.
+    `busy` and `beside_ring` are seconds of compute; the latter overlap with a ring of keys and
+    values. `beside_rows` is the share of activations over `tensor` that overlaps with other rows.
     """
     rings = [f for f in flows if f.axes == (CONTEXT.name,) and f.kind == "collective-permute"]
     others = [f for f in flows if f not in rings and f.purpose in _OVERLAPPED]
@@ -320,13 +309,13 @@ def _exposed(
 
 
 def _beside_rows(job: Job) -> float:
-    """Share of the activations over `tensor` that costs nothing."""
+    """Return the share of the activations over `tensor` that costs nothing."""
     software = job.engine.software
     return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
 
 
 def _beside_ring(job: Job, attention_s: float) -> float:
-    """Seconds of attention that overlap with a ring: all hops but the local one."""
+    """Return the seconds of attention that overlap with a ring: all hops but the local one."""
     if job.exchange is None:
         return 0.0
     return attention_s * (1 - job.exchange.inner / job.spec[CONTEXT])

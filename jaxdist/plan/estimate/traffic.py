@@ -1,8 +1,7 @@
 """Collectives of one step: mesh axes, bytes and links.
 
-The rules are those of the step (`core/parallel`): which arrays are gathered and reduced, in which
-dtype, how often. A test compares them with the collectives of compiled programs. Bytes are of
-complete arrays (before a reduce-scatter, after an all-gather); `wire_bytes` are sent by one device.
+The rules are those of the step (`core/parallel`). A test compares them with compiled programs.
+Bytes are of complete arrays (before a reduce-scatter, after an all-gather).
 """
 
 from __future__ import annotations
@@ -28,14 +27,10 @@ class Flow:
     """Collectives of one kind, over the same axes, for the same purpose.
 
     Attributes:
-        axes: mesh axes that its groups span.
-        purpose: weights, gradients, new parameters, matrices, activations, loss, stages, virtual
-            stages.
         bytes: of complete arrays of one group in one step, all repetitions together.
         times: repetitions in one step.
         wire_bytes: sent by one device in one step (ring algorithm).
         seconds: on these links alone, at their full rates, startup included.
-        crosses_nodes: its groups leave the fast fabric.
     """
 
     kind: Kind
@@ -88,12 +83,11 @@ def _weights(job: Job) -> Iterator[Moved]:
 
 
 def _passes(job: Job) -> int:
-    """Return how often one microbatch gathers a layer: forward, backward, a pipeline's forward."""
     return 2 + (job.schedule is not None and job.engine.stage_recomputes)
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Gradients of matrices over replicas, and over stages for weights outside the layers."""
+    """Yield gradients of matrices over replicas, and over stages for weights outside layers."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -110,14 +104,14 @@ def _replicas(job: Job) -> Iterator[Moved]:
 
 
 def _vectors(job: Job) -> Iterator[Moved]:
-    """Norm scales and biases: replicated on every device, one all-reduce a step."""
+    """Yield norm scales and biases: replicated on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _matrices(job: Job) -> Iterator[Moved]:
-    """Muon's matrices: exchanged to one device each, and back."""
+    """Yield Muon's matrices: exchanged to one device each, and back."""
     for share in orthogonalized(job):
         yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
@@ -125,8 +119,7 @@ def _matrices(job: Job) -> Iterator[Moved]:
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
     """Yield weights that fsdp and ZeRO shard (or do not), with further axes that sum them.
 
-    An axis that splits weights sums the gradients of those that it does not split: stages those
-    outside the layers, tensor the norms if each of its devices sees other tokens.
+    An axis sums the gradients that it does not split: stages those outside the layers.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.weights:
@@ -142,7 +135,7 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
-    """Return whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
+    """Return True if fsdp and ZeRO shard a weight: matrices with a dim for it."""
     return job.gathered_dim(weight) >= 0 and len(weight.dims) - weight.is_stacked > 1
 
 
@@ -150,7 +143,7 @@ def _is_sharded_kind(job: Job, weight: Weight) -> bool:
 
 
 def _activations(job: Job) -> Iterator[Moved]:
-    """Activations that the axes move, without stages."""
+    """Yield the activations that the axes move, without stages."""
     if job.decoder is None:
         yield from _traced_sums(job)
         return
@@ -170,7 +163,7 @@ def _activations(job: Job) -> Iterator[Moved]:
 
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
-    """Arguments of `ActivationSizes` for attention between devices that share rows."""
+    """Return arguments of `ActivationSizes` for attention between devices that share rows."""
     plan, tensor = job.exchange, job.spec[TENSOR]
     if plan is None:
         return {}
@@ -190,7 +183,7 @@ def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
-    """Sums over `tensor` that a model requests; those that XLA places are unknown."""
+    """Yield sums over `tensor` that a model requests; those that XLA inserts are unknown."""
     if job.spec[TENSOR] == 1:
         return
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
@@ -201,7 +194,7 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
 
 
 def _stages(job: Job) -> Iterator[Moved]:
-    """The ring between stages: activations, their gradients, and weights of virtual stages."""
+    """Yield the ring between stages: activations, gradients, weights of virtual stages."""
     if job.stages is None:
         return
     schedule, report = job.stages.schedule, job.stages.report
@@ -254,16 +247,12 @@ def wire_bytes(kind: str, total: float, size: int) -> float:
 _START_S = 8.4e-6
 _RING_HOP_S, _RING_NODE_HOP_S = 3.4e-6, 9.6e-6
 _TREE_HOP_S, _TREE_NODE_HOP_S = 1.2e-6, 8.5e-6
-"""Launch, and one hop inside a node and between nodes, for a ring of long messages and for a tree:
-the constants that NCCL uses to choose an algorithm (src/graph/tuning.cc)."""
+"""Launch, and one hop inside and between nodes, for a ring and a tree, as in NCCL's
+src/graph/tuning.cc."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
-    """Latency of a collective, one hop after the other.
-
-    NCCL gathers and scatters in rings, whose hops grow with the group (NVIDIA/nccl#1473); it
-    reduces in a tree if that is shorter.
-    """
+    """Return the latency of a collective: rings (NVIDIA/nccl#1473), or trees to reduce."""
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
         if kind != "all-reduce":
@@ -274,7 +263,7 @@ def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
 
 
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
-    """Return the devices of one group that fast links join; axes lie slow to fast."""
+    """Return the devices of one group that fast links join; axes are ordered slow to fast."""
     stride, members = 1, 1
     for axis, size in reversed(job.spec.sizes.items()):
         if axis in axes:
