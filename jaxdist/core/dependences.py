@@ -27,7 +27,7 @@ def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _element(x: jax.Array) -> jax.Array:
-    """True, as bool [], computed from the first element of x, which must not be empty."""
+    """Return True, bool [], computed from the first element of x, which must not be empty."""
     first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
     # No rule of the compiler joins the three; one on integers' bits it sees through.
     return (first < 0) | (first >= 0) | (first != first)

@@ -72,7 +72,7 @@ def make_token_loss(
 ) -> Callable[..., Sums]:
     """Build `Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
 
-    The other arguments, with float32 [d_model, vocab], are those of `Vocabulary`.
+    `chunk` and `weight_gradient`, float32 [d_model, vocab], are those of `Vocabulary`.
     """
 
     def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
@@ -121,7 +121,7 @@ def _linear_cross_entropy(
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Return the same, and gradients of the loss for x [tokens, d_model], kernel [d_model, vocab].
+    """Return loss and hits, and the gradients of the loss for x [tokens, d_model] and the kernel.
 
     The backward pass only scales them, so the logits are neither saved nor recomputed.
     """

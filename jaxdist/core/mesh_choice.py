@@ -29,7 +29,6 @@ def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
 
 
 def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
-    """Report dims that their mesh axis does not divide."""
     rules, by_name = {**axes.rules(), **workload.rules}, axes.by_name()
     for dim, size in workload.dims.items():
         name = rules.get(dim)
@@ -81,7 +80,6 @@ def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
 
 
 def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
-    """Report a global batch whose rows the devices cannot share equally."""
     batch = workload.global_batch_size
     rows = spec.num_replicas * workload.num_microbatches * workload.rows_per_example
     if batch is None or batch % rows == 0:

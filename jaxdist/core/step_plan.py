@@ -102,7 +102,6 @@ class StepPlan:
         gathers_layers: a layer gathers its weights when it runs.
         layers_per_body: layers in the body of the loop over them.
         num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
-        pipeline: schedule of the stages.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
         gradient_barrier: no gradient of an MLP's inputs is used before all are computed.
         avoids_donation_copies: averages, parameters, moments are written one after the other.

@@ -39,7 +39,7 @@ def make_token_logps(
 ) -> Callable[..., TokenLogps]:
     """Build `Context.token_logps` for a vocabulary that `axis` splits.
 
-    The other arguments, with float32 [d_model, vocab], are those of `losses.Vocabulary`.
+    `chunk` and `weight_gradient`, float32 [d_model, vocab], are those of `losses.Vocabulary`.
     """
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:

@@ -316,11 +316,7 @@ Its attribute `rows_per_example` is the number of adjacent rows that form an exa
 
 
 def rows_per_example(objective: Objective | None) -> int:
-    """Return how many adjacent rows form one example of the objective; by default 1.
-
-    Raises:
-        ConfigError: its `rows_per_example` is not a positive integer.
-    """
+    """Return how many adjacent rows form one example of the objective; by default 1."""
     size = getattr(objective, "rows_per_example", 1)
     if not isinstance(size, int) or size < 1:
         raise ConfigError(

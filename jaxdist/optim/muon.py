@@ -84,7 +84,6 @@ def scale_by_muon(
 def _direction(
     x: Float32[Array, "*leaf"], sides: Sides, sharding: NamedSharding | None = None, *, eps: float
 ) -> Float32[Array, "*leaf"]:
-    """Orthogonalize each matrix of the momentum."""
     size = lambda dims: math.prod(x.shape[i] for i in dims)
     scale = _ADAM_RMS * math.sqrt(max(size(sides.rows), size(sides.columns)))
     orthogonal = functools.partial(_orthogonal, eps=eps)

@@ -82,7 +82,7 @@ def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
 
 
 def _sgd(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Momentum as PyTorch counts it: m = momentum * m + g; the update is m."""
+    """SGD with momentum as in PyTorch: m = momentum * m + g; the update is m."""
     return optax.trace(decay=config.momentum, accumulator_dtype=config.moment_dtype)
 
 

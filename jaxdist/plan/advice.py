@@ -327,7 +327,6 @@ def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
 
 
 def _scaling(plan: Plan, config: PlanConfig) -> str:
-    """Return the effect of more of the same GPUs, by doubling, in days and money."""
     best, gpu, number = plan.search.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
     cluster, model = plan.cluster.resized(number), plan.choice.job.model
     double = size_of(config, cluster, model)

@@ -120,7 +120,7 @@ def read_plan(
 ) -> tuple[PlanConfig, str]:
     """Return the settings, and the mesh that flags name ("" = find one).
 
-    The mesh of a config file is ignored, and data need not exist. `values` are a Python call's.
+    The mesh of a config file is ignored, and data need not exist. `values` are keywords in Python.
     """
     config, origins = read_with_origins(
         PlanConfig,

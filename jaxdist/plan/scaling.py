@@ -56,7 +56,7 @@ def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate |
 
 
 def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
-    """Yield sizes of a kind, each twice the last, from the fewest GPUs that hold the run."""
+    """Yield sizes of a kind, doubling the GPUs, from the fewest that hold the run."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
@@ -74,7 +74,8 @@ USUAL_DAYS = 90.0
 class Sizes:
     """Sizes of several kinds of GPU: all that fit the run, and the best of each kind.
 
-    The best is the first by doubling within the limits; else, without limits, the fastest.
+    `best` has the first of each kind, by doubling, within the limits, else the fastest if there are
+    no limits.
     """
 
     best: tuple[Size, ...]

@@ -276,7 +276,7 @@ class _Cut(NamedTuple):
     Attributes:
         queries: spans of the blocks of queries, leaves [num_blocks, batch or 1, block].
         keys: spans of the blocks of keys.
-        seen: a query of the block may see a key of the other.
+        seen: True if any query of a block may see any key of another.
     """
 
     queries: Span

@@ -243,7 +243,6 @@ def _first_elements(
 
 
 def _settings(query: Q, rule: Rule, sequences: Any) -> dict[str, Any]:
-    """Return the attributes of either operation."""
     kinds = operations.MaskType
     mask = kinds.CAUSAL if rule.causal else kinds.NO_MASK
     if sequences is not None:

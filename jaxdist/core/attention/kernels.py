@@ -282,7 +282,7 @@ def _attend_dense(
 ) -> Q:
     """Attend with materialized scores and probabilities, float32 [batch, heads, queries, keys].
 
-    The random bits of dropout depend on the row and the head among all heads (`first_head`).
+    `first_head` is the global index of the first local head: random bits follow from row and head.
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
@@ -301,7 +301,6 @@ def _attend_dense(
 def _dropped(
     probs: Float[Array, "batch heads queries keys"], dropout: AttentionDropout, first_head: Any
 ) -> Float[Array, "batch heads queries keys"]:
-    """Drop some probabilities and scale the others."""
     heads, *shape = probs.shape[1:]
 
     def draw(row: Array, head: Array) -> Array:

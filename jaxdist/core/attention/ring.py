@@ -149,7 +149,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
 
     def pull_back(chunk: _Chunk, hop: Any, half: int | None) -> PartGrads:
-        """Return gradients of query, keys and values before `scatter`: one half, or all (None)."""
+        """Return gradients of query, keys and values before `scatter`: half or all (None)."""
         key, value = chunk.keys_values
         if ring.fused:
             assert half is not None

@@ -72,7 +72,8 @@ def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     """Return gradients of the inputs.
 
-    Scores are [batch, kv_heads, keys, group, queries] here: then no product transposes them.
+    Scores are [batch, kv_heads, keys, group, queries] here: products then need no transposed
+    scores.
     """
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]

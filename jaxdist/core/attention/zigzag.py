@@ -70,7 +70,7 @@ class GlobalAttention(NamedTuple):
 def forward(
     queries: Queries, keys: Keys, is_causal: bool, is_earlier: Bool[Array, ""] | None
 ) -> Partial:
-    """Attend to these keys only, in float32; `is_earlier` is None for this group's keys."""
+    """Attend to these keys only, in float32; `is_earlier` is None for the group's own keys."""
 
     def to_early_keys() -> tuple[Array, Array]:
         return across(queries, early(keys))
@@ -98,9 +98,9 @@ def backward(
 ) -> PartGrads:
     """Compute half of the gradients that flow through these keys, in one call of the kernel.
 
-    The result has the positions of the call: `scatter_to_positions` expands them, and the sum of
-    halves 0 and 1 is complete. The halves are equal in size: one overlaps with sending keys, the
-    other with sending gradients.
+    The result covers the positions of the call. `scatter_to_positions` expands it, and the sum of
+    both halves is complete. The halves are equal in size: one overlaps with sending keys, the other
+    with sending gradients.
     """
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)

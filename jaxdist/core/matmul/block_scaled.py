@@ -143,8 +143,8 @@ def make_dot(
 class _Scaled(NamedTuple):
     """A product and the two products of its gradients; `dims` as `types.dot` takes them.
 
-    Gradients' products are in mxfp8. The scale of an array is equal over `axes`. `is_narrow`:
-    multiply the rounded numbers; False = the values that they represent.
+    Products of gradients are in mxfp8. The scale of an array is equal over `axes`. `is_narrow`
+    multiplies the rounded numbers; otherwise the values that they represent are multiplied.
     """
 
     matmul_dtype: str

@@ -12,7 +12,7 @@ from jaxdist.core.types import Array
 
 
 class Format(NamedTuple):
-    """A format that layers can multiply in; the library is that of its product on a GPU.
+    """A format that layers can multiply in; `library` computes its products on a GPU.
 
     `lowest_capability` is the first compute capability whose tensor cores support it.
     """
@@ -76,8 +76,9 @@ def make_dot(
 ) -> Callable[..., Array]:
     """Make a `Context.dot` in a format: product [*dims named after the arrow].
 
-    The scale of an array is equal over `axes`. Platform "gpu" multiplies the rounded numbers, any
-    other the values that they represent. `is_wide`: multiply this layer in the compute dtype.
+    The scale of an array is equal over `axes`. On "gpu" the rounded numbers are multiplied,
+    elsewhere the values that they represent. If `is_wide`, this layer multiplies in the compute
+    dtype.
     """
     if matmul_dtype == "fp8":
         return fp8.make_dot(axes, platform, is_wide=is_wide)

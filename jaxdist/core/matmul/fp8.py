@@ -130,7 +130,8 @@ def make_dot(
 class _Product(NamedTuple):
     """A product and the two products of its gradients; `dims` as `types.dot` takes them.
 
-    Scales are equal over `axes`. `in_8_bits` = False multiplies the values that they represent.
+    Scales are equal over `axes`. Without `in_8_bits` the values that 8 bits represent are
+    multiplied.
     """
 
     dims: str

@@ -39,16 +39,13 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
 
 
 def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Any:
-    """Gather the weights of one layer like `fsdp.gather`, rounded ones in 8 bits.
+    """Gather the weights of one layer like `fsdp.gather`; rounded ones become `RoundedWeight`s.
 
     `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients ignore
     the rounding and belong to `shards`.
 
     Wire, per rounded leaf of n elements over k shards: n·(k−1)/k bytes forward, n·(k−1)/k
     elements of `reduce_dtype` backward.
-
-    Returns:
-        The weights in `dtypes`; a `RoundedWeight` for each that was rounded.
     """
 
     def leaf(spec: P, w: Any, near: Any, dtype: Any) -> Any:

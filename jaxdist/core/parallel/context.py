@@ -83,9 +83,9 @@ def imbalance(
 ) -> float:
     """Return the share of keys that the busiest device's queries see beyond the mean device's.
 
-    Rows of `seq_len` positions have a causal mask; `window` is the newest keys that a query sees, 0
-    = all. `position_ids`, int [num_rows, seq_len], are each query's index in its document. `inner`
-    neighbors exchange heads and so share their work. The work of a microbatch's `rows` adds up.
+    Rows of `seq_len` positions have a causal mask; a query sees the newest `window` keys, 0 = all.
+    `position_ids`, int [num_rows, seq_len], are each query's index in its document. `inner`
+    neighbors exchange heads and share their work. The work of a microbatch's `rows` adds up.
     """
     seen = 1 + (np.arange(seq_len)[None] if position_ids is None else position_ids.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)

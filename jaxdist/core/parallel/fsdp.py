@@ -120,7 +120,7 @@ def gather_weight(
 def _gather_forward(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> tuple[Array, None]:
-    """`gather_weight` [..., n · d, ...]; its backward needs nothing of the forward."""
+    """Return `gather_weight` [..., n · d, ...] and no residuals."""
     return gather_weight(w, axes, dim, dtype, reduce_dtype), None
 
 

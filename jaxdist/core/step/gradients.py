@@ -47,13 +47,12 @@ def make_value_and_grad(
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """Make the differentiated part of a step, as a function of global arrays.
 
-    Frozen parameters have no gradient, only None. The gradient of a running average
-    is the batch's own value (`step/statistics.py`).
+    The gradient of frozen parameters is None, that of a running average is the batch's own value
+    (`step/statistics.py`).
 
-    Returns:
-        (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
-        gradients of `trained_loss` / weight, float32, sharded like the moments with ZeRO-2, else
-        like the parameters; their global norm, float32 []).
+    Returns (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 []
+    each; gradients of `trained_loss` / weight, float32, sharded like the moments with ZeRO-2, else
+    like the parameters; their global norm, float32 []).
     """
     param_specs, trained_axes = layout.param_specs(model.axes), trained(model.axes, model.axes)
     micro_specs = layout.gradient_specs(trained_axes)
@@ -86,7 +85,7 @@ def make_value_and_grad(
 def _make_pipeline(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Make the same as `_make_accumulation` by a pipeline, for this replica's batch [rows, ...]."""
+    """Make `_make_accumulation`'s function by a pipeline, for this replica's batch [rows, ...]."""
     num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
         make_forward(model, layout, plan),

@@ -112,7 +112,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
 
 class _QuantizedLayer(NamedTuple):
-    """A layer whose products have low precision: `make_layer` with (shards, rounded) for shards.
+    """A low-precision layer; it takes (shards, rounded) instead of the shards of `make_layer`.
 
     `round_weights` returns () for a format that quantizes gathered weights.
     """
@@ -184,7 +184,7 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """Return a block's x [batch, seq_shard, d_model], and its scalars varying as rows do."""
+    """Return a block's x [batch, seq_shard, d_model] and scalars; scalars then vary as rows do."""
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
             f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "

@@ -121,7 +121,7 @@ def describe_exchange(
 def _suggest_balanced_exchange(
     model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
 ) -> str:
-    """Suggest exchanges with better load balance; `imbalance_of` maps inner neighbors to it."""
+    """Suggest exchanges with better load balance; `imbalance_of` maps `inner` to the imbalance."""
     assert plan.exchange is not None
     if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
         return ""
@@ -141,7 +141,6 @@ def _suggest_balanced_exchange(
 
 
 def _make_sum(layout: Layout) -> Callable[[Any, str], Any]:
-    """Make `Context.sum`."""
     axes = {
         "batch": layout.batch_axes,
         "seq": tuple(axis.name for axis in layout.used if axis.splits_positions),
@@ -166,7 +165,6 @@ def make_forward(model: Model, layout: Layout, plan: StepPlan) -> ForwardPass:
 
 
 def _make_gather(layout: Layout, model: Model, plan: StepPlan) -> Any:
-    """Make `ForwardPass.gather`."""
     outer_axes = {name: tree for name, tree in model.axes.items() if name != "layers"}
     specs = layout.gather_specs(outer_axes)
     dtypes = gathered_dtypes(outer_axes, plan.compute_dtype)

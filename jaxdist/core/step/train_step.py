@@ -192,8 +192,8 @@ def make_update(
 
     Frozen parameters do not change. The optimizer gets None instead of them.
 
-    Partitioned automatically: moments, gradients and the slice of the parameters they update share
-    one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
+    Moments, gradients and the slice of the parameters that they update share one layout, so XLA
+    moves only the new parameters, under ZeRO.
     """
     axes = trained(model.axes, model.axes)
     param_specs, moment_specs = layout.param_specs(axes), layout.moment_specs(axes)

@@ -334,7 +334,6 @@ class Interpreter:
     def _check_branches(
         self, equation: Any, which: States, branches: Sequence[Any], path: Path, live: bool
     ) -> None:
-        """Check that devices in different branches run the same collectives."""
         if not live:
             return
         for axis, choice in zip(self.axes, which, strict=True):

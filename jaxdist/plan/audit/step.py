@@ -118,7 +118,7 @@ def audit_program(
 ) -> Audit:
     """Audit the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
 
-    Sums may also have `sum_dtypes`, narrower than float32; those of gradients `gradient_dtype`.
+    `sum_dtypes` are further dtypes for sums, `gradient_dtype` is that of sums of gradients.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}

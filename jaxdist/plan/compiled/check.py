@@ -283,7 +283,6 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
 
 
 def _log_remarks(log: str) -> Iterator[Remark]:
-    """Yield remarks on the compiler's warnings."""
     rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
     if rematerialized:
         yield Remark(

@@ -27,8 +27,7 @@ class _Architecture(NamedTuple):
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" and
     "Shared Memory" of each; cores from the architecture's white paper.
 
-    Numbers are per multiprocessor; `shared_kib_per_block` is the limit of a block, the clock the
-    boost clock.
+    Cores, threads and `shared_kib` are those of one multiprocessor, `clock_ghz` is the boost clock.
     """
 
     float32_cores: int

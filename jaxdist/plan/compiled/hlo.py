@@ -162,13 +162,10 @@ def shapes_of(text: str) -> list[Shape]:
 def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
     """Return the replica groups of a collective, from any notation that XLA prints.
 
-        {{0,1},{2,3}}                      listed; {} is all devices
-        [2,2]<=[4]   [2,2]<=[2,2]T(1,0)    numbers reshaped, dims permuted
-        mesh['a'=2,'b'=2] {'a'}            over named axes; parts of one: {'a':(1)2}; with
-                                           device_ids=([2,2]T(1,0)) the devices' own order
-
-    Raises:
-        UnknownHLO: an unknown notation, or groups that do not hold every device once.
+    {{0,1},{2,3}}                      listed; {} is all devices
+    [2,2]<=[4]   [2,2]<=[2,2]T(1,0)    numbers reshaped, dims permuted
+    mesh['a'=2,'b'=2] {'a'}            over named axes; parts of one: {'a':(1)2}; with
+                                       device_ids=([2,2]T(1,0)) the devices' own order
     """
     text = instruction.attributes
     start = text.find("replica_groups=")

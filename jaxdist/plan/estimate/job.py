@@ -109,7 +109,8 @@ _LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
 class Job:
     """One run on one mesh of one cluster; the settings' own `mesh.shape` is ignored.
 
-    `packed` None: as the settings suggest. `check` None: cuDNN's kernel is expected to pass.
+    If `packed` is None, the settings decide. If `check` is None, cuDNN's kernel is expected to
+    pass.
     """
 
     config: RunConfig
@@ -269,7 +270,7 @@ class Job:
 
     @property
     def num_narrow_layers(self) -> int:
-        """Layers of one device in `precision.matmul_dtype`; of the stage with the first, if any."""
+        """Layers of one device in `precision.matmul_dtype`; with stages, those of an end stage."""
         if not self.plan.matmul_dtype:
             return 0
         return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
@@ -292,7 +293,7 @@ class Job:
 
     @property
     def unrolls(self) -> bool:
-        """True if our program unrolls the layers; False in fewer bits, which is unmeasured."""
+        """True if the layers are unrolled; False with narrow products, which are unmeasured."""
         if not self.engine.stacks_layers or self.plan.matmul_dtype:
             return False
         return self.plan.layers_per_body > 1

@@ -127,7 +127,7 @@ def moment_bytes(job: Job) -> float:
 
 
 def _factored(job: Job, weight: Weight) -> int:
-    """Elements of Adafactor's row and column moments, unsharded; vectors have a full moment."""
+    """Return the elements of Adafactor's unsharded row and column moments, and of vectors."""
     if not weight.is_matrix or "d_model" not in weight.dims:
         return job.size(weight, "moment")
     # Layers and unnamed dims (query, key, value; gate, up) stack matrices of their own.

@@ -217,7 +217,6 @@ def _difference(cost_of: Callable[[int], Cost]) -> Cost:
 
 
 def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
-    """Trace the loss without the layers."""
     reduced: list[int] = []
     skip: Any = lambda block, layers, x, aux, context: (x, {})
     context, forward = _context(dtype, reduced), ForwardPass(model, run_layers=skip)
@@ -230,7 +229,6 @@ def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
 
 
 def _block(model: Model, seq_len: int, dtype: str, remat: str, rows: int) -> Cost:
-    """Trace one block with the remat policy of the run."""
     reduced: list[int] = []
     context, block = _context(dtype, reduced), model.block
     assert block is not None
@@ -286,7 +284,6 @@ def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStr
 
 
 def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any]:
-    """Return shapes of the block's input and of its auxiliary input."""
     context = _context(dtype, [])
 
     def start(params: Params, batch: Batch) -> tuple[Array, Any]:

@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 class RematChoice:
     """The policy that replaces "auto", and the estimated cost of each policy.
 
-    `limit_bytes` are in GiB steps: hosts then agree. Compiled steps of `rejected` ones did not fit.
+    `limit_bytes` is rounded to GiB on every host. `rejected` policies did not fit once compiled.
     """
 
     job: Job

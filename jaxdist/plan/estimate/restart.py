@@ -77,7 +77,7 @@ def restart_of(
 ) -> Restart:
     """Estimate the restart of a job; `storage_bytes_per_s` is that of all nodes together.
 
-    `compile_s` None: the step was not compiled.
+    `compile_s` is None if the step was not compiled.
     """
     settings, cluster = job.config, job.cluster
     local = bool(settings.checkpoint.local_dir)
@@ -102,7 +102,7 @@ def restart_of(
 def restore_seconds(num_bytes: float, num_gpus: int, bytes_per_s: float) -> Seconds:
     """Return the seconds of reading, verifying and copying to the devices.
 
-    Best: processes verify twice as fast. Worst: half the rate, and nothing overlaps.
+    Best: processes verify twice as fast. Worst: storage reads at half its rate, without overlap.
     """
     read = num_bytes / bytes_per_s
     verify = num_bytes / num_gpus / _VERIFIED_BYTES_PER_S

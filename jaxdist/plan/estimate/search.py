@@ -231,7 +231,6 @@ def _on_mesh(job: Job) -> Iterator[Candidate]:
 
 
 def _variants(job: Job) -> Iterator[Job]:
-    """Yield jobs with each exchange, remat, ZeRO and pipeline setting."""
     zeros = _zeros(job.config.mesh.zero, job.spec)
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
@@ -279,7 +278,6 @@ def _remats(job: Job) -> list[str]:
 
 
 def _pipelines(job: Job) -> list[dict[str, Any]]:
-    """Return the changes of the pipeline's settings to try."""
     current, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]

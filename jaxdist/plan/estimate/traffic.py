@@ -247,8 +247,8 @@ def wire_bytes(kind: str, total: float, size: int) -> float:
 _START_S = 8.4e-6
 _RING_HOP_S, _RING_NODE_HOP_S = 3.4e-6, 9.6e-6
 _TREE_HOP_S, _TREE_NODE_HOP_S = 1.2e-6, 8.5e-6
-"""Launch, and one hop inside and between nodes, for a ring and a tree, as in NCCL's
-src/graph/tuning.cc."""
+"""Seconds of a launch, and of one hop inside a node and between nodes, for a ring of long messages
+and a tree: the constants of NCCL (src/graph/tuning.cc)."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:

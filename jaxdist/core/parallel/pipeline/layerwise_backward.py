@@ -94,7 +94,7 @@ class LayerwiseBackward:
         def one(
             totals: Params, layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[Params, None]:
-            """One layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
+            """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
             slot, fixed, weights, own = layer
             grads = self._layer.weight_gradient(weights, (fixed, layers.aux), own)
             return self._add(totals, grads, layers.virtual, slot), None

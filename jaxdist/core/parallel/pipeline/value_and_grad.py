@@ -166,7 +166,7 @@ class _Training:
         return {"entered": x, "up": y}
 
     def _backward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Repeat the forward, then go back from dy or the loss: dx [rows, seq_shard, d_model]."""
+        """Repeat the forward, then go back from dy or the loss to dx [rows, seq_shard, d_model]."""
         stage = self.stage
         layers = stage.layers_of(now)
         y, sums, saved = self.layers.forward(layers, take(state.activations, now.activation))
