@@ -1,4 +1,4 @@
-"""Turn sources into rows and rows into global batches, a function of (data, seed, step) alone.
+"""Turn sources into rows and rows into global batches, which depend on (data, seed, step) only.
 
     config     settings                            tokenizer  text to tokens and back
     documents  files to documents                  corpus     tokenized shards on disk, cached

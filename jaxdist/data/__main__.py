@@ -102,18 +102,18 @@ class PrepareConfig:
 
 
 _UPLOADED_TOKENS = 1 << 24
-"""Tokens of a shard for an object store, which is uploaded from memory."""
+"""Tokens per shard on an object store, because shards are uploaded from memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; raises `ConfigError` for errors of the user."""
+    """Run the command and return its exit code; raises `ConfigError` for user errors."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
         raise ConfigError(
             "`data prove` was removed. `python -m jaxdist.train --replay RUN:STEP` lists the rows "
             "of a step."
         )
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: partial output is removed
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # like Ctrl-C: removes partial output
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = read_settings(
         PrepareConfig,

@@ -1,11 +1,11 @@
-"""Grain datasets of batches, from a batch number to this process's rows, and their prefetching.
+"""Map batch numbers to this process's rows as grain datasets, and prefetch the batches.
 
 One element is a complete local batch, so grain's Python overhead is paid once per batch
 (`scripts/bench/results/data.md`). Worker processes read rows and run transforms. A thread of the
 training process moves batches to devices.
 
-Shapes: `batch` rows over all processes, of which this process holds `local`; if devices share rows,
-`local_seq` positions of a row, in the order of `core.parallel.context.device_order`.
+Shapes: `batch` counts the global rows and `local` the rows of this process. If devices share rows,
+`local_seq` counts its positions of a row, in the order of `core.parallel.context.device_order`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Blocked in workers: schedulers send them to every process, and a worker must not die of one."""
+"""Signals blocked in workers: schedulers send them to all processes, and workers must survive."""
 
 
 class Held(NamedTuple):
-    """Part of every batch that some devices hold.
+    """Part of every batch that is stored on a set of devices.
 
     Attributes:
-        rows: int64 [local], ascending: indices of rows of a batch.
+        rows: int64 [local], ascending: indices of rows in a batch.
         seq_indices: int64 [local_seq], ascending: indices into `device_order`; None = all.
     """
 
@@ -62,7 +62,7 @@ class Held(NamedTuple):
 
 
 class TrainBatches(grain.MapDataset[Numbered]):
-    """Batch number -> first sample and rows, a function of (data, seed, start, left_out)."""
+    """Map a batch number to first sample and rows; depends on (data, seed, start, left_out)."""
 
     def __init__(
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
@@ -70,7 +70,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
     ):  # fmt: skip
         """Start batch 0 at sample `start` and skip samples `left_out`; read nothing yet."""
         super().__init__()
-        # Worker processes get a copy; rows need no tokenizer.
+        # Drop the tokenizer from the copy sent to workers: reading rows does not use it.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
         self._order = dataset.order(seed)
         self._batch_size, self._held = batch_size, held
@@ -80,7 +80,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         return sys.maxsize  # endless epochs
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # the part of one worker process
+        if isinstance(index, slice):  # the batches of one worker process
             return self.slice(index)
         first = first_sample(index, self._batch_size, self._start, self._left_out)
         chosen = self._order.rows(first + self._held.rows)
@@ -88,7 +88,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
-    """Batch number -> rows in storage order, each once; padding rows have weight 0."""
+    """Map a batch number to rows in storage order, each row once; padding rows have weight 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
         """Spread the rows of `max_batches` evenly over the dataset; read nothing yet."""
@@ -116,7 +116,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
 
 
 class StreamBatches(grain.IterDataset[Numbered]):
-    """Batches of a stream, in its order; the state is the stream's and the next sample."""
+    """Batches of a stream, in its order; the state is the stream's state and the next sample."""
 
     def __init__(
         self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
@@ -124,9 +124,9 @@ class StreamBatches(grain.IterDataset[Numbered]):
     ):  # fmt: skip
         """Read nothing yet.
 
-        `rows` yields single rows; `stack` turns them into field name -> [rows, ...]. A batch is
-        `num_read` rows of this process's shard, of which it holds a part. The first row is sample
-        `start`. Samples `left_out` are read and dropped.
+        `rows` yields single rows; `stack` turns them into field name -> [rows, ...]. Each batch
+        reads `num_read` rows of this process's shard and keeps the part for its devices. The first
+        row is sample `start`. Samples `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -169,7 +169,7 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
 def first_sample(number: int, batch_size: int, start: int, left_out: Samples) -> int:
     """Return the first sample of batch `number`; batch 0 begins at `start`."""
     for begin, end in sorted(left_out):
-        fitting = max(0, (begin - start) // batch_size)  # batches that fit before them
+        fitting = max(0, (begin - start) // batch_size)  # batches that end before `begin`
         if number < fitting:
             break
         number -= fitting
@@ -183,7 +183,7 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """Return the part of a batch that `devices` hold; by default this process's devices.
+    """Return the part of a batch that is stored on `devices` (default: this process's devices).
 
     `sharding` is the sharding of rows and, if devices share rows, of positions.
     """
@@ -214,7 +214,7 @@ def _spans(positions: np.ndarray) -> Spans:
 def _held_of(
     dim: int, shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[jax.Device]
 ) -> np.ndarray:
-    """Return the indices of one dim of an array that the devices hold: int64 [held], sorted."""
+    """Return the indices along one dim that are stored on the devices: int64 [held], sorted."""
     held = sharding.devices_indices_map(shape)
     parts = {held[device][dim].indices(shape[dim])[:2] for device in devices}
     return np.unique(np.concatenate([np.arange(*part, dtype=np.int64) for part in parts]))
@@ -243,7 +243,7 @@ def device_placer(
 
     def to_devices(numbered: Numbered) -> tuple[int, Batch]:
         first, rows = numbered
-        # Only this transfer of batches is allowed, even if the run forbids implicit ones.
+        # Allow this transfer even if the run forbids implicit transfers.
         # `make_array_from_process_local_data` would reject meshes on which two processes share
         # some of their rows but not all.
         with jax.transfer_guard_host_to_device("allow"):
@@ -260,7 +260,7 @@ def device_placer(
 
 
 def _among(held: np.ndarray, part: slice, size: int) -> slice:
-    """Return the position of a slice of a dim of `size` in the held indices, int64 [n], sorted."""
+    """Convert a slice of a dim of `size` to a slice of the sorted indices `held`, int64 [n]."""
     start, stop, _ = part.indices(size)
     first = int(np.searchsorted(held, start))
     return slice(first, first + stop - start)
@@ -276,8 +276,8 @@ def read_ahead(
 ) -> grain.DatasetIterator[U]:
     """Iterate over batches that `to_devices` moves to the devices, in order, with prefetching.
 
-    `num_workers` processes prepare batches of a `MapDataset`; 0 = the thread does. An `IterDataset`
-    continues from `state`, a result of `get_state()`.
+    `num_workers` processes prepare batches of a `MapDataset`; 0 = the prefetching thread does. An
+    `IterDataset` continues from `state`, a result of `get_state()`.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its absl flags; this package parses its own
@@ -290,7 +290,7 @@ def read_ahead(
     ahead = grain.experimental.ThreadPrefetchIterDataset(
         batches.map(to_devices), prefetch_buffer_size=prefetch
     )
-    with _signals_blocked():  # threads and processes inherit it
+    with _signals_blocked():  # inherited by threads and processes
         iterator = iter(ahead)
         if state is not None:
             iterator.set_state(state)
@@ -305,7 +305,7 @@ def _copied(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    # Starting the tracker of shared memory unblocks signals, so it has to run before.
+    # Start the shared-memory tracker before blocking signals, because its start unblocks them.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -321,7 +321,7 @@ def _start_worker(index: int, count: int) -> None:
 
 
 def _end_with_parent() -> None:
-    # Reached only if the parent is killed: otherwise it stops its workers first.
+    # Runs only if the parent was killed: a parent that exits stops its workers first.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -41,7 +41,7 @@ ROLES = ("system", "user", "assistant")
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters, absent from texts
 
 _MASKS = ("weight", "train", "training", "loss_mask", "trainable")
-"""Fields with which other trainers exclude a message; only 1 and true are accepted."""
+"""Fields that exclude a message from the loss elsewhere; only 1 and true are accepted."""
 
 _METADATA = {
     "id", "uuid", "index", "idx", "hash", "prompt_id", "conversation_id", "source", "dataset",
@@ -68,8 +68,8 @@ class BadRecord(ValueError):
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
     """Return the `messages` of a record; at least one must be the assistant's.
 
-    Unless `answered`, the last message must be the user's. Raises `BadRecord` if `messages` is not
-    a list of {"role", "content"} with text, or if no token would be in the loss.
+    With `answered=False` the last message must be the user's. Raises `BadRecord` if `messages` is
+    not a list of {"role", "content"} with text, or if no token would be in the loss.
     """
     messages = record.get("messages")
     if "messages" not in record and isinstance(record.get("conversations"), list):
@@ -179,10 +179,10 @@ class PlainTemplate:
 class JinjaTemplate:
     """Format with a tokenizer's template, as Hugging Face's `apply_chat_template` does.
 
-    The loss covers each answer, from the end of its generation prompt, so any `<think>` block of
-    the template counts. The answer ends where another answer would yield the same text again; the
-    next special token counts too. Deviation: the template has no current date (`strftime_now`),
-    because data must not depend on the day.
+    The loss covers each answer from the end of its generation prompt, including any `<think>` block
+    that the template adds, up to and including the next special token. The end of an answer is
+    detected by rendering a different answer and comparing. Deviation: the template has no current
+    date (`strftime_now`), because data must not depend on the day.
     """
 
     def __init__(self, source: str, name: str, tokenizer: FileTokenizer, variables: dict[str, str]):
@@ -244,8 +244,8 @@ class JinjaTemplate:
         """Give weight 1 to the special token after an answer and the white space before it.
 
         The answer ends at character `stop`. Tokens have character ranges `offsets`, int64 [n, 2],
-        and flags `special`, bool [n]. Changes `weights`, uint8 [n], in place; returns whether it
-        exists.
+        and flags `special`, bool [n]. Changes `weights`, uint8 [n], in place; returns whether such
+        a special token follows.
         """
         after = np.flatnonzero((offsets[:, 0] >= stop) & special)
         if not len(after) or text[stop : offsets[after[0], 0]].strip():
@@ -279,7 +279,7 @@ class JinjaTemplate:
         try:
             prompt = self._rendered(messages, for_answer=True)
             header = prompt[_common(prompt, self._rendered(messages)) :]
-        except BadRecord:  # the template needs the answer
+        except BadRecord:  # the template fails without the answer
             return start
         if text.startswith(prompt):
             return len(prompt) if len(prompt) < stop else start

@@ -1,4 +1,4 @@
-"""Settings of data; light to import, so that a wrong value is rejected before a device starts.
+"""Settings of data. Importing it is fast, so wrong values are rejected before a device starts.
 
 Checks download only tokenizers from the hub and read the metadata of corpora.
 """
@@ -113,7 +113,7 @@ class DataConfig:
 
     @functools.cached_property
     def packs_documents(self) -> bool:
-        """Return whether rows separate documents, without reading data of unknown kind."""
+        """Return whether rows separate documents; reads only settings and corpus metadata."""
         if self.packing != "auto":
             return self.packing != "stream"
         weighted = ("weights" in (about_tokens(source) or {}) for source in self.sources)
@@ -228,7 +228,7 @@ def about_tokens(source: str) -> dict[str, Any] | None:
         return None
     try:
         return _stored_about(source) if is_url(source) else _about(source)
-    except (OSError, ValueError) as error:  # opening it reports the error
+    except (OSError, ValueError) as error:  # opening the source reports the error
         if is_url(source) and not isinstance(error, FileNotFoundError | ValueError):
             raise
         return None

@@ -6,8 +6,8 @@ DIR/weights-00000.bin  uint8, 1 if a token is learned; absent if all are
 DIR/documents.bin      little-endian uint64, the end of each document in tokens
 DIR/tokenizer.json     the tokenizer and the files next to it, unless it is bytes
 
-If DIR is on an object store, tokens are read in the ranges that rows need, and document ends and
-weights completely on first use.
+On an object store, only the token ranges that rows need are read; document ends and weights are
+read completely on first use.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Corpus:
         return self._part(self._shards, start, stop)
 
     def ranges(self, bounds: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """Yield `tokens` of several ranges, each [stop - start]; concurrently on object stores."""
+        """Yield `tokens` of each range, [stop - start]; object stores are read concurrently."""
         if self._requests is None:
             return (self.tokens(start, stop) for start, stop in bounds)
         return self._requests.map(lambda range: self.tokens(*range), bounds)
@@ -132,11 +132,11 @@ class Corpus:
 
     @functools.cached_property
     def _held_weights(self) -> list[np.ndarray]:
-        """Weights by shard in memory, each uint8 [tokens of the shard]; rows read few at a time."""
+        """Weights of each shard in memory, uint8 [tokens of the shard]; avoids many small reads."""
         return [shard[:] for shard in self._weights]
 
     def _part(self, shards: list[Any], start: int, stop: int) -> np.ndarray:
-        """Return elements [start, stop) of shards, each [tokens of it], as [stop - start]."""
+        """Return elements [start, stop) of the concatenated shards: [stop - start]."""
         first = bisect.bisect_right(self._starts, start) - 1
         if stop <= self._starts[first + 1]:
             offset = self._starts[first]
@@ -153,11 +153,11 @@ def write_corpus(
     shard_tokens: int = SHARD_TOKENS,
     sources: Sequence[str] = (),
 ) -> None:
-    """Tokenize files into a new folder, which appears complete or not at all.
+    """Tokenize files into a new folder, atomically.
 
-    If another process has written the same corpus by then, that one is used. `sources` are the
-    user's names of the files; objects of a store are listed again at the end, to detect changes.
-    Raises `ConfigError` if a file is bad (see `Encoder.chunks`) or an object changed.
+    If another process writes the same corpus first, its folder is kept. `sources` are the names
+    of the files in the settings; objects of a store are listed again at the end, to detect
+    changes. Raises `ConfigError` if a file is bad (see `Encoder.chunks`) or an object changed.
     """
     try:
         with new_output(folder) as partial:
@@ -358,7 +358,7 @@ def _read_about(folder: Location) -> dict[str, Any]:
 
 
 class _StoredArray:
-    """Numbers in an object, [count] of `dtype`; each slice is a request."""
+    """An array [count] of `dtype` in a stored object; each slice is one request."""
 
     def __init__(self, file: Location, dtype: np.dtype[Any], count: int) -> None:
         self._file, self._dtype, self._count = file, dtype, count
@@ -391,7 +391,7 @@ def _open(
         return np.zeros(0, dtype)
     if stored is not None:
         return _StoredArray(path, dtype, count)
-    # Slices of the subclass cost 3 us.
+    # A slice of np.memmap, a subclass of ndarray, takes 3 us.
     return np.memmap(path.path, dtype, mode="r").view(np.ndarray)
 
 

@@ -65,7 +65,7 @@ class CustomRows:
         self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; makes complete rows, which are then cut."""
+        """Return `Part.rows` of indices int64 [n]; makes complete rows, then selects `spans`."""
         numbers = np.asarray(indices).tolist()
         rows = [self._source[number] for number in numbers]
         return cut(stack_rows(rows, self.fields, self._name, indices), spans)
@@ -180,7 +180,7 @@ def digest_of(rows: Rows, text: str = "") -> str:
 def vocabulary_of(rows: Rows) -> int:
     """Return one more than the largest token, target or label."""
     named = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
-    numbers = [values for values in named if values.dtype == np.int32]  # others are not classes
+    numbers = [values for values in named if values.dtype == np.int32]  # the rest are not ids
     if not numbers:
         return 0
     return 1 + max(int(values.max(initial=0)) for values in numbers)
@@ -216,7 +216,7 @@ def _array_of(value: Any) -> np.ndarray:
 
 
 def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
-    is_float = dtype.name.startswith(("float", "bfloat"))  # of ml_dtypes too
+    is_float = dtype.name.startswith(("float", "bfloat"))  # also in ml_dtypes
     if dtype.kind not in "iub" and not is_float:
         return None
     if is_float or field in ("weights", "images"):

@@ -37,7 +37,7 @@ class Dataset:
     Attributes:
         parts: one per source.
         weights: share of each part in training; empty = in proportion to size.
-        vocab_size: of tokens, or of image classes; of custom rows the largest id seen + 1.
+        vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
         identity: JSON of everything that rows depend on; `fingerprint` is its digest.
         rows_per_example: adjacent rows that stay together in every order.
     """
@@ -107,7 +107,7 @@ class Dataset:
         return Order(sizes, self.weights, seed, self.rows_per_example)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
-        """Return the same rows, in orders that keep groups of adjacent rows together."""
+        """Return this dataset with an order that keeps groups of adjacent rows together."""
         if any(part.num_rows % rows_per_example for part in self.parts):
             sizes = ", ".join(str(part.num_rows) for part in self.parts)
             raise ConfigError(
@@ -191,7 +191,7 @@ def _dataset(
     tokenizer: Tokenizer | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
-    """Return parts as one dataset; `about` adds other facts that identify its rows."""
+    """Combine parts into one dataset; `about` adds other facts that identify its rows."""
     prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
     return Dataset(
         kind=kind,

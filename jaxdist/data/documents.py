@@ -28,7 +28,7 @@ _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """Part of a document; `last`: it ends here; `position`: bytes of the file read so far."""
+    """Part of a document; `last`: the final part; `position`: bytes of the file read so far."""
 
     text: str
     last: bool

@@ -34,7 +34,7 @@ RecordKind = Literal["text", "chat", "completion"]
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some tokens, in the order of the files.
+    """Consecutive tokens of the files.
 
     Attributes:
         tokens: unsigned [length].
@@ -99,7 +99,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each record (chat, or prompt and completion) as a document; only answers count."""
+    """Encode each record (chat, or prompt and completion) as a document; only answers are learned."""
 
     weighted = True
 
@@ -151,7 +151,7 @@ def make_encoder(
 
 
 def _rules(tokenizer: Tokenizer) -> list[str]:
-    # The rules for the starts of texts and pieces, as far as they change a token.
+    # Include the rules for starts of texts and pieces only if they affect this tokenizer's tokens.
     return [*map(str, tokenizer.begin_ids), *["pieces-1"] * tokenizer.marks_start]
 
 

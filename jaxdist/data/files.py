@@ -109,7 +109,7 @@ def _local_files(source: str) -> list[DataFile]:
 
 
 def _below(root: Path, *, hidden: bool = False) -> list[Path]:
-    """List the files below a folder; a folder that links reach several times counts once."""
+    """List the files below a folder; a folder reached by several links counts once."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -174,7 +174,7 @@ def open_ranges(path: DataFile) -> Any:
 
 
 class _Ranges(io.RawIOBase):
-    """A seekable file of an object: each read is a request for its range."""
+    """A seekable file of a stored object; each read is one range request."""
 
     def __init__(self, file: StoredFile) -> None:
         self._location, self._size, self._at = file.location, file.num_bytes, 0
@@ -206,7 +206,7 @@ class _Ranges(io.RawIOBase):
 
 @contextlib.contextmanager
 def read_errors(path: DataFile | str) -> Iterator[None]:
-    """Raise errors of reading a file as `ConfigError` of one line with its name."""
+    """Convert errors of reading a file to a one-line `ConfigError` with its name."""
     try:
         yield
     except OSError as error:

@@ -240,8 +240,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("_codecs", "encode"): _encode,
 }
-"""Objects that a batch may name, each replaced by one of this file: not even numpy's constructors
-run on the file's content."""
+"""Objects that a pickled batch may name. Each is replaced by an object of this module, so that not
+even numpy's constructors run on untrusted content."""
 
 
 class _Reader(pickle.Unpickler):

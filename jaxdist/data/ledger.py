@@ -20,7 +20,7 @@ NUM_LINKS = 16
 """Steps that a checkpoint stores and a resumed run verifies."""
 
 _SAMPLES_AT_ONCE = 8192
-"""numpy takes about as long for one row as for a thousand."""
+"""Samples per numpy call, because 1,000 rows take about as long as one."""
 
 
 class Link(NamedTuple):

@@ -22,10 +22,10 @@ from jaxdist.runtime import coordination
 from jaxdist.settings import ConfigError
 
 STATE_VERSION = 2
-"""Increased if the order of samples or the content of a state changes; older ones are rejected."""
+"""Version of sample order and state content; states of older versions are rejected."""
 
 _CLOSE_S = 5.0
-"""Time-out of the thread at the end; it does not outlive the process."""
+"""Time-out of closing the prefetching thread; after it, the thread ends with the process."""
 
 _CLOSE_WORKER_S = 30.0
 """Additional time-out per worker: grain kills one after 25 s."""
@@ -53,9 +53,9 @@ class Loader:
 
     Attributes:
         wait_s: seconds that the last `next()` waited.
-        first_sample: first sample of the last returned batch.
-        left_out: samples [first, end) that no batch holds; overlapping batches begin after them.
-        ledger: the data ledger up to the last returned batch.
+        first_sample: first sample of the most recent batch.
+        left_out: samples [first, end) to skip; a batch that would overlap a range begins after it.
+        ledger: the data ledger up to the most recent batch.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Loader:
         prefetch: int = 2,
         num_workers: int = 0,
     ):
-        """Start loading; every process of the job must.
+        """Start loading; every process of the job must call it.
 
         `sharding` is the sharding of rows and, if devices share rows, of positions. `start` is a
         result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
@@ -148,7 +148,7 @@ class Loader:
         return state
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the dataset rows of the batch; rows of a stream equal the samples."""
+        """Return the dataset rows of the batch; for a stream, its sample numbers."""
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
@@ -208,7 +208,7 @@ def resume_position(
 ) -> Position:
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    With `restarts`, changed data begin at their first sample; else they raise `ConfigError`.
+    If the data changed: with `restarts` begin at the first sample, else raise `ConfigError`.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -219,7 +219,7 @@ def resume_position(
     same_data = state["fingerprint"] == dataset.fingerprint
     if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
-    # Left-out samples still apply to another order of the same data.
+    # Keep the skipped samples unless the data changed; they apply even if the seed changed.
     parts = state.get("left_out", []) if same_data else []
     left_out = tuple((int(first), int(end)) for first, end in parts)
     ledger = tuple(Link(*link) for link in state.get("ledger", [Link()]))

@@ -19,11 +19,11 @@ _STRIDE = 40503  # odd, near _PERIOD / golden ratio: spreads each source evenly 
 
 
 class Order:
-    """Row of each training sample.
+    """Map training samples to rows.
 
     Without weights an epoch is one pass over the rows of all parts in one shuffled order. With
     weights each part has its own shuffled epochs, and samples are drawn from the parts in fixed
-    proportion: within about one sample at any time, exactly over 65536.
+    proportion: exact over 65,536 samples, and off by about one sample at any other time.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Order:
         seed: int,
         rows_per_example: int = 1,
     ):
-        """Parts have `sizes` rows, at least 1. Groups of `rows_per_example` rows stay together."""
+        """Order parts of `sizes` rows (each ≥ 1); keep groups of `rows_per_example` together."""
         self.seed, self._size = seed, rows_per_example
         sizes = [size // rows_per_example for size in sizes]
         if not weights or len(sizes) == 1:

@@ -17,7 +17,7 @@ from jaxdist.data.corpus import Corpus
 Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
 Rows = dict[str, np.ndarray]
 Spans = tuple[tuple[int, int], ...]
-"""Positions [start, stop) of a row, span after span in the order of the result."""
+"""Ranges [start, stop) of positions in a row, in the order of the result."""
 
 
 class Part(Protocol):
@@ -105,7 +105,7 @@ class Windows:
         for first, last in spans if len(starts) else ():
             columns = slice(at, at + last - first)
             bounds = [(start + first, start + last + 1) for start in starts.tolist()]
-            # Copy all rows at once: row by row, a batch of text took a sixth longer.
+            # Copy all rows at once: copying row by row takes a sixth longer per batch.
             tokens = np.stack(list(self.corpus.ranges(bounds)))
             batch["tokens"][:, columns] = tokens[:, :-1]
             batch["targets"][:, columns] = tokens[:, 1:]
@@ -146,7 +146,7 @@ class Fitted:
     Attributes:
         label: text that identifies the plan in the fingerprint, e.g. the range of documents.
         row_starts: int64 [num_rows + 1], first piece of each row.
-        piece_starts, piece_lengths: int64 [pieces], first token and inputs of each piece, by row.
+        piece_starts, piece_lengths: int64 [pieces], first token and number of inputs, row by row.
     """
 
     corpus: Corpus
@@ -281,8 +281,8 @@ def split_text(
 ) -> tuple[Part, Part | None]:
     """Split a corpus into training rows and held-out rows, its last fraction `held`.
 
-    Packed documents are split between two documents, unless there is only one. A short text has at
-    least one held-out row if one is left to train on.
+    Packings that separate documents split between two documents if possible. A short text has at
+    least one held-out row if it also has a row for training.
     """
     cut = round(corpus.num_tokens * (1 - held))
     if held and corpus.num_tokens >= 2 * (seq_len + 1):

@@ -10,7 +10,7 @@ from jaxdist.data.files import DataFile, open_file, open_ranges, size_of
 from jaxdist.settings import ConfigError
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
-"""Largest batch. Each of its rows may repeat a value as long as a page."""
+"""Largest batch of rows. Bounds memory, because each row may repeat a value as long as a page."""
 
 _EXPANSION = 200
 """Largest ratio of text, or of a page above `_BATCH_BYTES`, to the size of the file."""
@@ -34,7 +34,7 @@ def read_columns(
     texts: bool,
     is_unread: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row of some columns, and the bytes of the file up to it.
+    """Yield each row of some columns, and the number of file bytes read so far.
 
     With `texts` the columns must hold text. With `is_unread` each row also has the other columns
     for which it returns False. `fix` is the advice in errors.
@@ -106,7 +106,7 @@ def _check_pages(path: DataFile, column: str, chunk: dict[int, Any], stream: Bin
         stream.seek(at)
         header = _read_struct(stream)
         at = stream.tell() + max(0, header[3])
-        num_bytes, entries = header[2], header.get(7, {}).get(1, 0)  # of a dictionary
+        num_bytes, entries = header[2], header.get(7, {}).get(1, 0)  # of a dictionary page
         num_values += (header.get(5) or header.get(8) or {}).get(1, 0)
         if not (
             0 <= entries <= num_bytes <= max(_BATCH_BYTES, _EXPANSION * size)

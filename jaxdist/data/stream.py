@@ -35,7 +35,7 @@ class StreamDataset:
 
     Attributes:
         open: (shard_index, num_shards) -> the stream of that shard.
-        divides: whether `open` uses its arguments; else every shard is the whole stream.
+        divides: whether `open` uses its arguments; else every shard is the complete stream.
         vocab_size: one more than the largest token, target or label in the first rows.
         identity: JSON of everything that the rows depend on.
         fingerprint: digest of the first rows.
@@ -128,7 +128,7 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
 
     Processes that hold the same rows of every batch (tensor or pipeline parallelism) read the same
     shard. `held` maps a process to ranges [first, end) of rows on its devices. Raises `ConfigError`
-    if the rows of two processes partly overlap, or their numbers differ.
+    if the rows of two processes partly overlap, or their row counts differ.
     """
     shards = sorted({tuple(sorted(parts)) for parts in held.values()})
     parts = [part for shard in shards for part in shard]

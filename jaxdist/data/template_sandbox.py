@@ -77,17 +77,17 @@ class Template:
 
 
 def _serve() -> None:
-    """Answer lines of JSON on stdin, the first of which is the template, until it ends."""
+    """Answer each line of JSON on stdin until it ends; the first line is the template."""
     import resource
     import signal
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
     signal.signal(signal.SIGPROF, _overdue)
     template: Any = None
     for line in sys.stdin.buffer:
         message = json.loads(line)
-        # The handler runs only after a long operation, such as a power; the kernel does not wait.
+        # Python delays the timer's handler during one long operation; the kernel's limit is exact.
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 3, hard))
@@ -132,7 +132,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}`, which marks answers; they are detected without it."""
 
-        tags = {"generation"}  # noqa: RUF012  # the base class's own form
+        tags = {"generation"}  # noqa: RUF012  # as in the base class
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -143,7 +143,7 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, *args: Any, **options: Any) -> str:
-        names = ("ensure_ascii", "indent", "separators", "sort_keys")  # the order of transformers
+        names = ("ensure_ascii", "indent", "separators", "sort_keys")  # in transformers' order
         options = {"ensure_ascii": False, **dict(zip(names, args, strict=False)), **options}
         return json.dumps(value, **options)
 

@@ -21,7 +21,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 """Usual end-of-text tokens, for tokenizers whose files do not define one."""
 
 BYTE_VALUES, CODE_VOCAB_SIZE = 256, 1024
-"""Tokens of the tokenizers `bytes` and `code`."""
+"""Vocabulary sizes of the tokenizers `bytes` and `code`."""
 
 BUILT_IN = {"code": locate(__file__).parent / "code_tokenizer" / "tokenizer.json"}
 """Bundled tokenizers. `code`: a BPE of 1,024 tokens of Python 3.11's standard library."""
@@ -82,11 +82,11 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; only the text start of its post-processor is used.
+    """A Hugging Face `tokenizer.json`; of its post-processor only the start tokens are used.
 
     The end token comes from the files next to it: `tokenizer_config.json` (and, without a list of
     added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,
-    else from `END_TOKENS`. Generation stops at each token that one of the first three names.
+    else from `END_TOKENS`. Generation stops at each end token that the first three files name.
 
     `files`: name -> content of the file and those next to it.
     """
@@ -127,7 +127,7 @@ class FileTokenizer:
         self.settings = _table(self.files, "tokenizer_config.json", path)
         generation = _table(self.files, "generation_config.json", path)
         self.text_format = text_format
-        # As transformers, read this older file unless the settings list all added tokens.
+        # Like transformers, read this older file unless the settings list all added tokens.
         if text_format != OLD_TEXT_FORMAT and "added_tokens_decoder" not in self.settings:
             self.settings |= _table(self.files, "special_tokens_map.json", path)
         named = token_texts(self.settings)
@@ -165,7 +165,7 @@ class FileTokenizer:
         return [np.asarray(e.ids, np.uint32) for e in encoded]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens uint32 [n], their characters [start, stop) [n, 2], and if special [n]."""
+        """Return tokens uint32 [n], character ranges [n, 2], and bool [n]: is it special."""
         with self._text_errors():
             encoded = self._inner.encode(text, add_special_tokens=False)
         tokens = np.asarray(encoded.ids, np.uint32)
@@ -210,7 +210,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
 
 
 def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
-    """Return tokens of `text`, unsigned [length], after the first fitting one of `before`."""
+    """Return tokens of `text` [length] after the first of `before` that shares no token with it."""
     for start in before:
         first, both = tokenizer.encode_batch([start, start + text])
         if len(first) and np.array_equal(both[: len(first)], first):
@@ -237,7 +237,7 @@ def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMA
 
 
 def tokenizer_file(name: str) -> Location:
-    """Return the tokenizer.json of `data.tokenizer`; downloads that of a hub name."""
+    """Return the tokenizer.json of `data.tokenizer`; downloads it for a hub name."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not hub.is_hub_name(name):
@@ -269,7 +269,7 @@ def tokenizer_files(folder: Location) -> dict[str, bytes]:
 
 
 def token_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the like of a `tokenizer_config.json`, from texts or objects."""
+    """Return the texts of `bos_token`, `eos_token` ... in a `tokenizer_config.json`."""
     tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str) and text}
