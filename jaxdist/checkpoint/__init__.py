@@ -2,16 +2,16 @@
 
 On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
 
-    params/ ema_params/        arrays in Orbax's format, on an object store plain zarr; each item
-    opt_state/ rest/           can be read without the others; ema_params only if the run keeps
-                               an average of its weights
+    params/ ema_params/        arrays in Orbax's format, on an object store plain zarr; items can
+    opt_state/ rest/           be read separately; ema_params exists only if the run averages its
+                               weights
     meta/metadata              JSON: the caller's meta, and shape, dtype, checksum of every array
     manifest.json              size and CRC-32 of every file, written last
-    CORRUPT, SUPERSEDED        the reason why the checkpoint must not be loaded
+    CORRUPT, SUPERSEDED        marker files with the reason not to load the checkpoint
 
 A directory without a manifest is an unfinished save. No file or directory is renamed.
 
-`checkpointer` is the interface of a run; `save` lists the steps of a save. Only `orbax_io` imports
+`checkpointer` is the interface for a run; `save` lists the steps of a save. Only `orbax_io` imports
 Orbax.
 """
 

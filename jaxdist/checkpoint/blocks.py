@@ -25,8 +25,8 @@ def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[
 def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
     """Return a chunk shape that divides `shape` evenly and is no larger than `max_bytes`.
 
-    It splits the dim with the smallest prime factor first, so that a prime number of rows does not
-    become as many chunks.
+    It splits the dim with the smallest prime factor first, so that a prime number of rows is not
+    split into single rows.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > max_bytes and max(chunk, default=1) > 1:

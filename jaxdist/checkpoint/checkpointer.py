@@ -32,17 +32,17 @@ from jaxdist.settings import ConfigError
 class Checkpointer:
     """Checkpoints of one run.
 
-    Every process of a job makes the same calls in the same order; process 0 decides. A run that
-    resumes calls `choose` and `restore` before its first `save`, which then marks newer checkpoints
-    as superseded. Call `close` after an exception too, because Orbax cannot complete a save once
-    the interpreter shuts down. Raises `ConfigError` if another run uses the directory.
+    Every process of a job makes the same calls in the same order; process 0 makes the decisions. A
+    run that resumes calls `choose` and `restore` before its first `save`; this save marks newer
+    checkpoints as superseded. Call `close` after an exception too, because Orbax cannot complete a
+    save during interpreter shutdown. Raises `ConfigError` if another run uses the directory.
 
     Args:
         directory: holds one directory per step; created if absent.
         log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
         read_only: do not lock, write or delete anything.
-        is_held: take the lock, but change nothing in the directory before `commit`; `close` without
-            it restores the directory.
+        is_held: take the lock, but change nothing else in the directory before `commit`; `close`
+            without a `commit` undoes the lock file.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Checkpointer:
                 self.commit()
 
     def commit(self) -> None:
-        """Remove unfinished saves and mark rejected checkpoints; from now on saves may follow."""
+        """Delete unfinished saves and mark rejected checkpoints; afterwards saves are allowed."""
         self._is_held = False
         self._group.decide(self._clean)
         self._reader.commit()
@@ -111,8 +111,8 @@ class Checkpointer:
 
         Waits for the previous save first. A failure is reported and counted, and training
         continues. A step that is already saved is skipped. Raises `CheckpointError` after
-        `MAX_FAILURES` failed saves in a row, or if this process of several failed after all had
-        begun to write, because only its exit unblocks the others.
+        `MAX_FAILURES` failed saves in a row. In a job of several processes also raises it if this
+        process fails after all began to write, because only its exit unblocks the others.
 
         Args:
             step: number of finished steps; names the checkpoint.
@@ -172,11 +172,11 @@ class Checkpointer:
         return self._reader.steps()
 
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
-        """Return the newest step whose checkpoint verifies; None if there are no checkpoints.
+        """Return the newest step whose checkpoint passes verification; None without checkpoints.
 
-        It marks each rejected checkpoint (`<step>/CORRUPT`). Local saves count if `target` returns
-        the abstract state for `restore`. Raises `CheckpointError` if there are checkpoints and none
-        verifies, so that a run never starts over silently.
+        Marks each rejected checkpoint (`<step>/CORRUPT`). Includes local saves if `target` returns
+        the abstract state for `restore`. Raises `CheckpointError` if every checkpoint fails
+        verification, so that a run never starts over silently.
         """
         self._saver.wait()  # a save in progress has no manifest yet
         abstract = target() if self._local is not None and target is not None else None
@@ -197,7 +197,7 @@ class Checkpointer:
         return self._chosen
 
     def survivable(self, state: Any) -> Survivable | None:
-        """Return which losses of hosts a local save survives; None without local saves."""
+        """Return which host losses a local save survives; None without local saves."""
         return None if self._local is None else self._local.survivable(state)
 
     def discard_local(self) -> None:
@@ -216,11 +216,11 @@ class Checkpointer:
         """Load a checkpoint onto any mesh, verified; return (state, meta, step).
 
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
-        Arrays of another dtype are cast. Without `step`, or with the result of `choose`, this loads
-        the newest checkpoint that verifies, or an older one if its arrays turn out to be corrupt.
-        Parts in `optional`, e.g. `ema_params`, may be missing on either side: if the checkpoint
-        lacks one, its abstract value is returned. Raises `ConfigError` if leaves are missing, left
-        over or of other shapes, and `CheckpointError` if there is nothing to restore.
+        Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
+        newest valid checkpoint, or an older one if its arrays are corrupt. Parts in `optional`
+        (`ema_params`) may be missing in checkpoint or state: if the checkpoint lacks one, its
+        abstract value is returned. Raises `ConfigError` for missing or extra leaves and other
+        shapes, and `CheckpointError` if there is nothing to restore.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
@@ -255,7 +255,7 @@ class Checkpointer:
         Args:
             target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `reinit` are
                 `jax.Array`s and are returned unchanged.
-            step: checkpoint to load; None = the newest that verifies.
+            step: checkpoint to load; None = the newest valid one.
             weights: "ema" = the moving average, "raw" = as trained, "auto" = the average if the
                 checkpoint has one.
             reinit: names of leaves or subtrees, of the target or of the checkpoint, that are not
@@ -303,8 +303,8 @@ class Checkpointer:
         """Start `preflight` on a thread, e.g. while the step compiles.
 
         The caller must not change `state` or save until `finish_preflight` returns. With several
-        processes it completes here, because two threads could run programs in a different order on
-        each process.
+        processes it runs synchronously, because two threads could run device programs in a
+        different order on each process.
         """
         if self._group.num_processes > 1:
             self.preflight(state)

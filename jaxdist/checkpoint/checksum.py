@@ -1,8 +1,8 @@
 """Compute a 32-bit checksum of an array's bits, equal on every mesh.
 
-Each element's bits are mixed with its position in the global array and summed modulo 2³². The mix
-is a bijection: one damaged element always changes the sum; several cancel with probability 2⁻³².
-The position enters before the mix, so misplaced shards are detected too.
+Each element's bits are hashed with its position in the global array, and the hashes are summed
+modulo 2³². The hash is a bijection: one damaged element always changes the sum; several cancel with
+probability 2⁻³². Because positions are hashed too, misplaced shards are detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxdist.core.types import Array
 def checksums(arrays: Sequence[Array]) -> list[int]:
     """Return the checksum, below 2³², of each global array [...], equal on every process.
 
-    It takes one pass over device memory. PRNG keys count as their key data.
+    It takes one pass over device memory. PRNG keys are converted to their key data.
     """
     return start_checksums(arrays)()
 
@@ -33,8 +33,8 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     """Start computing `checksums`; the returned function waits for the result, on any thread.
 
-    The caller may donate the arrays [...] right away. Arrays without a mesh or in host memory are
-    waited for here.
+    The caller may donate the arrays [...] right away. For arrays without a mesh or in host memory,
+    the checksums are computed before this returns.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
     others = []
@@ -63,13 +63,13 @@ def _program_of(
 ) -> Callable[[list[Array]], Array]:
     """Compile the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
 
-    One program with one collective, because XLA:CPU allows 32 programs per device and may order
-    collectives of several programs differently on each device.
+    All arrays share one program with one collective: XLA:CPU allows 32 programs in flight per
+    device and may order the collectives of several programs differently on each device.
     """
     axes = tuple(mesh.axis_names)
 
     def local(shapes: list[tuple[int, ...]], *parts: Array) -> Array:
-        """Return checksums, uint32 [num_arrays], of the parts [...] that a device holds."""
+        """Return checksums, uint32 [num_arrays], of the parts [...] on this device."""
         sums = []
         for part, spec, shape in zip(parts, specs, shapes, strict=True):
             split = [_names(entry) for entry in (*spec, *[None] * (part.ndim - len(spec)))]
@@ -91,7 +91,7 @@ def _program_of(
 
 
 def _shortest(spec: PartitionSpec) -> PartitionSpec:
-    """Drop trailing `None` entries: `P(None)` and `P()` are one sharding, compiled once."""
+    """Drop trailing `None` entries, so that `P(None)` and `P()` share one compiled program."""
     entries = [*spec]
     while entries and entries[-1] is None:
         entries.pop()
@@ -103,7 +103,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def _waited_for(arrays: Sequence[Array]) -> list[int]:
-    """Return the checksum of each array [...], one program each."""
+    """Return the checksum of each array [...] by one program per array; blocks."""
     sums: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
         some = [checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
@@ -111,18 +111,18 @@ def _waited_for(arrays: Sequence[Array]) -> list[int]:
     return sums
 
 
-# XLA:CPU allows 32 programs per device. More would block threads that earlier collectives need.
+# XLA:CPU allows 32 programs per device; more would block threads needed by earlier collectives.
 _IN_FLIGHT = 16
 
 
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the contribution of a part to an array's checksum, which is their sum modulo 2³².
+    """Return a part's contribution; an array's checksum is the sum of its parts modulo 2³².
 
     The part [...] begins at index `start` of an array of `shape`.
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)
-    # The words of an element are adjacent, so they extend the last dim; a scalar is a row of one.
+    # The words of an element are adjacent and extend the last dim. A scalar becomes a row of one.
     start, shape = [*start] or [0], [*shape] or [1]
     words_each = max(part.dtype.itemsize // 4, 1)
     start[-1], shape[-1] = start[-1] * words_each, shape[-1] * words_each
@@ -185,12 +185,12 @@ def _sum_of(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> 
         steps = steps + jnp.asarray(start[dim], jnp.uint32)
         position = position + steps * jnp.uint32(stride % 2**32)
         stride *= shape[dim]
-    # 2654435761 is 2³² over the golden ratio: consecutive positions land far apart.
+    # 2654435761 is 2³² / golden ratio: it maps consecutive positions to distant values.
     return jnp.sum(_mix(words ^ (position * jnp.uint32(2654435761))), dtype=jnp.uint32)
 
 
 def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> Array:
-    """Compute `_sum_of` of a part [...] slab by slab, uint32 []: five times as fast on XLA:CPU."""
+    """Compute `_sum_of`, uint32 [], of a part [...] slab by slab: 5 times as fast on XLA:CPU."""
     part, start, shape = _merged(part, start, shape)
     dim = next(d for d, size in enumerate(part.shape) if size > 1)
     length = part.shape[dim]
@@ -209,7 +209,7 @@ def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int
 def _merged(
     part: Array, start: Sequence[Array | int], shape: Sequence[int]
 ) -> tuple[Array, list[Array | int], list[int]]:
-    """Merge each complete dim of a part [...] into the dim before it; positions stay."""
+    """Merge each complete dim of a part [...] into the dim before it; keeps flat positions."""
     lengths, begins, sizes = [part.shape[0]], [start[0]], [shape[0]]
     for length, begin, size in zip(part.shape[1:], start[1:], shape[1:], strict=True):
         if length == size:
@@ -228,7 +228,7 @@ def _words(x: Array) -> Array:
         return x.astype(jnp.uint32)
     bits = x.dtype.itemsize * 8
     if jax.dtypes.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return x.astype(jnp.int32).astype(jnp.uint32)  # int4 and narrower have no bit cast
+        return x.astype(jnp.int32).astype(jnp.uint32)  # types of up to 4 bits have no bit cast
     if bits >= 32:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)

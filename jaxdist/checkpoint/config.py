@@ -62,7 +62,7 @@ class CheckpointConfig:
     @property
     def in_background(self) -> bool:
         """Return whether training continues during a write."""
-        # An interval of one step cannot be halved.
+        # With an interval of one step, no extra save halfway is possible.
         return self.async_save and self.save_interval_steps != 1
 
     @property

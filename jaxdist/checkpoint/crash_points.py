@@ -1,4 +1,4 @@
-"""Named moments of saving and restoring at which tests kill the process."""
+"""Named points during saving and restoring at which tests kill the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CrashPoint = Literal[
     "lock_taken",  # the directory is locked, unfinished saves are not deleted yet
     "before_arrays",  # a save is prepared, none of its files exists
     "during_arrays",  # Orbax writes arrays in the background
-    "during_upload",  # an object store holds some objects of a save, and not all
+    "during_upload",  # the object store has only some objects of a save
     "after_arrays",  # all arrays are on disk on this process
     "before_manifest",  # every file has its CRC-32, the manifest is not written
     "after_manifest",  # the checkpoint counts, older ones are not deleted yet

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxdist.runtime.storage import BLOCK_BYTES, Location
 
 _THREADS = min(os.cpu_count() or 1, 8)  # zlib releases the GIL; more threads do not speed up a disk
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
+_POLYNOMIAL = 0xEDB88320  # CRC-32, with the lowest power in the highest bit
 
 
 def fingerprint(file: Location) -> list[int]:
@@ -35,7 +35,7 @@ def fingerprint(file: Location) -> list[int]:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of A + B from theirs and the `length` of B, as zlib's `crc32_combine`."""
+    """Return the CRC-32 of A + B from both CRCs and B's length, like zlib's `crc32_combine`."""
     return _product(_power_of_x(8 * length), first) ^ second
 
 

@@ -1,4 +1,4 @@
-"""Errors of checkpoints that no change of settings fixes. All processes raise the same one."""
+"""Errors of checkpoints that no setting can fix. All processes raise the same error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxdist.settings import ConfigError
 
-_MAX_NAMED = 3  # arrays that an error names
+_MAX_NAMED = 3  # arrays listed in an error message
 
 
 class CheckpointError(RuntimeError):
-    """A save or restore failed for good; the message has cause, path and fix."""
+    """A save or restore failed permanently; the message has cause, path and fix."""
 
 
 class CorruptCheckpoint(CheckpointError):

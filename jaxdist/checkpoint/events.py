@@ -74,7 +74,7 @@ class EventLog:
         )
 
     def saved_locally(self, outcome: Outcome) -> None:
-        """Report a local save and its copies; `bytes` are those of this process."""
+        """Report a local save and its copies; `bytes` counts this process only."""
         self.event(
             "local_save",
             step=outcome.step,
@@ -89,7 +89,7 @@ class EventLog:
         )
 
     def failed_locally(self, step: int, reason: str) -> None:
-        """Report a local save that is incomplete, or a copy of it."""
+        """Report a local save that failed, or whose copy failed."""
         self.event("local_save_failed", step=step, reason=reason)
         self.log(f"LOCAL SAVE FAILED at step {step}: {reason} (earlier local saves are kept)")
 

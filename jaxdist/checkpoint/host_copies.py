@@ -1,4 +1,4 @@
-"""Copies of arrays in reused host memory: writing to new memory is many times slower."""
+"""Copy arrays to reused host memory, because writing to new memory is many times slower."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class HostCopies:
-    """One copy per key, overwritten by the next one with that key."""
+    """One host copy per key; the next copy with that key overwrites it."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, np.ndarray] = {}

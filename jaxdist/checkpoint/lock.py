@@ -1,8 +1,8 @@
-"""Keep a second run out of a checkpoint directory, and let the successor of a crashed run in.
+"""Lock a checkpoint directory against a second run; let a restarted run take over a stale lock.
 
-If the storage's own lock (POSIX, NFS) covers both runs, it decides, and it ends with its process.
-Otherwise, on other hosts or an object store, the heartbeat of the holder in the lock file decides.
-The file is watched for changes, not compared with our clock, because clocks differ.
+If the storage has locks (POSIX, NFS) that cover both runs, they decide; the lock ends with its
+process. Otherwise (other hosts, object stores) the holder's heartbeat in the lock file decides. A
+heartbeat is a change of the file. Its time is not compared with our clock, because clocks differ.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxdist.settings import ConfigError
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats in the lock file; a holder that misses three is gone."""
+"""Seconds between heartbeats in the lock file; a holder that misses three counts as dead."""
 
 RELEASE_S = 30.0
-"""Time-out of releasing the lock; a lock that stays delays the next run by three heartbeats."""
+"""Time-out of the release; an unreleased lock delays the next run by three heartbeats."""
 
-_held: set[str] = set()  # POSIX locks do not exclude within one process; this does
+_held: set[str] = set()  # excludes within this process, which POSIX locks do not
 
 
 class DirectoryLock:
@@ -37,7 +37,7 @@ class DirectoryLock:
         self._directory = directory
         self._log = log
         self._file: LockFile | None = None
-        self._before: bytes | None = None  # content of the lock file; None: there was no file
+        self._before: bytes | None = None  # content of the lock file; None: no file existed
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._lost = ""
@@ -52,7 +52,7 @@ class DirectoryLock:
         }
 
     def acquire(self) -> None:
-        """Take the lock, also from a dead run; raises `ConfigError` if another run holds it."""
+        """Acquire the lock, also from a dead run; raises `ConfigError` if a live run holds it."""
         path = self._directory / FILE_NAME
         if path.path in _held:
             raise self._refusal(self._record)
@@ -86,9 +86,9 @@ class DirectoryLock:
         self._beating.start()
 
     def lost(self) -> str:
-        """Return why this process may not write any more; "" while it holds the lock.
+        """Return why this process must stop writing; "" while it holds the lock.
 
-        Without storage locks, another run takes over from one stopped for three heartbeats.
+        Without storage locks, another run takes over if this one stops for three heartbeats.
         """
         if self._file is not None and not self._file.is_exclusive:
             self._write()
@@ -102,7 +102,7 @@ class DirectoryLock:
         release = self._undo if undo else self._release
         is_released = in_time(f"releasing the lock of {self._directory}", release, RELEASE_S)
         _held.discard((self._directory / FILE_NAME).path)
-        if is_released:  # else a pending write would go to the next file opened
+        if is_released:  # otherwise a pending write could use a reused descriptor
             self._file.close()
         self._file = None
 
@@ -123,12 +123,12 @@ class DirectoryLock:
             self._file.write(self._before)
 
     def _reject_living_holder(self, file: LockFile) -> None:
-        """Raise if the named process is alive although the storage granted the lock."""
+        """Raise if the process in the lock file is alive although the storage granted the lock."""
         holder = _parsed(file.read())
         if not holder or holder.get("state") == "released":
             return
         who = f"process {holder.get('pid')} on {holder.get('host')}"
-        # Containers on one machine share its boot id, but not process ids.
+        # Containers on one machine share the boot id but not the process ids.
         here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
         pid = holder.get("pid", 0)
         may_live = not here or (not file.is_exclusive and _is_alive(pid))

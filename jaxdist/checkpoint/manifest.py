@@ -131,7 +131,7 @@ def read(checkpoint: Location) -> dict[str, Any]:
 
 
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
-    """Return a reason for each file that is missing or has another size; raises as `read`."""
+    """Return an error for each file that is missing or has another size; raises like `read`."""
     problems = []
     listed = None if checkpoint.is_local else checkpoint.sizes()  # one request for 1,000 objects
     for name, (size, _) in files.items():
@@ -149,7 +149,7 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
 def content_problems(
     checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
-    """Return a reason for each file whose CRC-32 differs; raises `OSError` as `read`."""
+    """Return an error for each file whose CRC-32 differs; raises `OSError` like `read`."""
 
     def problem(name: str) -> str:
         try:
@@ -162,7 +162,7 @@ def content_problems(
 
     if checkpoint.is_local:
         return [text for text in map(problem, names) if text]
-    with ThreadPoolExecutor(REQUESTS, "checkpoint-verify") as pool:  # each waits for a network
+    with ThreadPoolExecutor(REQUESTS, "checkpoint-verify") as pool:  # network-bound
         return [text for text in pool.map(problem, names) if text]
 
 
@@ -204,7 +204,7 @@ def _directories(directory: Location) -> list[int]:
 def _raise_transient(checkpoint: Location, error: Exception) -> None:
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return
-    if error.errno in _TRANSIENT or not checkpoint.is_local:  # an object store has no bad sectors
+    if error.errno in _TRANSIENT or not checkpoint.is_local:  # stores have no bad sectors
         raise error
 
 

@@ -56,10 +56,10 @@ class ObjectWriter:
                 files.append((f"{name}/{_ZARRAY}", json.dumps(metadata).encode()))
             for shard in _own_shards(array):
                 bounds = _bounds(shard.index, array.shape)
-                # A copy, because the next step overwrites the shard.
+                # Copy, because the next step overwrites the shard.
                 host = self._copies.take((name, str(bounds)), shard.data)
                 files += _chunks_of(name, chunk, bounds, host)
-        # Start after all copies: training waits for them, and concurrent uploads slow them down.
+        # Start uploads after all copies, because they slow down copies, for which training waits.
         upload = lambda file: self._upload(checkpoint / file[0], *file)
         self._uploads = [self._pool.submit(upload, file) for file in files]
 
@@ -69,7 +69,7 @@ class ObjectWriter:
             for upload in self._uploads:
                 upload.result()
         except BaseException:
-            self._copies.clear()  # running uploads keep theirs
+            self._copies.clear()  # running uploads hold references
             raise
         finally:
             for upload in self._uploads:
@@ -94,7 +94,7 @@ class ObjectWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Read items onto shardings; see `orbax_io.read`."""
+    """Load items with the given shardings; see `orbax_io.read`."""
     with ThreadPoolExecutor(REQUESTS, "checkpoint-download") as pool:
         opened = {
             name: pool.submit(ObjectArray.open, checkpoint / name) for name, _ in _leaves(targets)
@@ -152,7 +152,7 @@ class ObjectArray:
         return out
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write `part` [shape of `index`] in complete chunks, padded at the end of the array."""
+        """Write `part` [shape of `index`] as complete chunks; chunks at array ends are padded."""
         index = _bounds(index, self.shape)
         if part.size == 0:
             return
@@ -169,7 +169,7 @@ class ObjectArray:
         return [] if any(s.start == s.stop for s in index) else list(blocks_in(index, self.chunk))
 
     def read_into(self, out: np.ndarray, index: Index, part: Index) -> None:
-        """Read the part of one chunk that lies in `index` into `out` [shape of `index`]."""
+        """Read `part`, the overlap of one chunk and `index`, into `out` [shape of `index`]."""
         corner = [slice(p.start // n * n, None) for p, n in zip(part, self.chunk, strict=True)]
         inside = relative(part, corner)
         row = math.prod(self.chunk[1:]) * self.dtype.itemsize
@@ -211,7 +211,7 @@ def _chunks_of(
 
 
 def _bytes_of(part: np.ndarray) -> memoryview:
-    """Return the bytes of an array [...] of any dtype in row-major order, if possible as a view."""
+    """Return the bytes of an array [...] of any dtype in row-major order; a view if possible."""
     flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return flat.data
 

@@ -1,12 +1,12 @@
 """Write arrays to files and read them. Only this file depends on Orbax and its format.
 
-Orbax's `AsyncCheckpointer` writes under the final name (`CommitFileTemporaryPath`): our manifest
-commits the checkpoint. We do not use its `CheckpointManager`: it accepts damaged files and reports
-a failed save only at the next one.
+Orbax's `AsyncCheckpointer` writes under the final name (`CommitFileTemporaryPath`), because our
+manifest commits the checkpoint. We do not use Orbax's `CheckpointManager`, because it accepts
+damaged files and reports a failed save only at the next save.
 
-All arrays are zarr arrays in one OCDBT store, `arrays/`; one store per item would start Orbax
-threads per item, and training would wait longer. Orbax cannot write to S3, so `object_io` replaces
-it on object stores.
+All arrays are zarr arrays in one OCDBT store, `arrays/`. With one store per item, Orbax would start
+threads for each item, and training would wait longer. Orbax cannot write to S3, so on object stores
+`object_io` replaces it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CHUNK_BYTES = 64 << 20
 """Largest chunk of an array on disk, the smallest unit that a restore reads."""
 
 _LEAST_SHARE_BYTES = 16 << 20
-_HOST_MEMORY_GB = 32  # of concurrent reads or writes; less makes restores read twice
+_HOST_MEMORY_GB = 32  # for concurrent reads or writes; with less, restores read twice
 
 SAVE_TIMEOUT_S = 300
-"""Time-out of processes that wait for each other to finish writing a checkpoint."""
+"""Time-out of the barrier at which processes wait until all have written a checkpoint."""
 
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
@@ -48,7 +48,7 @@ def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | 
 class OrbaxWriter:
     """Writer of one checkpoint at a time in the background; imports Orbax on first use.
 
-    `fingerprints` is None: the files must be read for their CRC-32.
+    `fingerprints` is None, because the CRC-32s must be computed from the files.
     """
 
     fingerprints = None
@@ -59,7 +59,7 @@ class OrbaxWriter:
         self._writer: Any = None
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays, in nested dicts by item, to the host and start to write."""
+        """Copy arrays, in nested dicts by item, to the host and start writing."""
         import orbax.checkpoint as ocp
 
         if self._writer is None:
@@ -74,7 +74,7 @@ class OrbaxWriter:
         self._writer.wait_until_finished()
 
     def give_up(self) -> None:
-        """Release the other processes from waiting for this one, whose disk may be full."""
+        """Abort the barrier, so that the others do not wait for this process after its failure."""
         self._barrier.give_up()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class OrbaxWriter:
         return ocp.AsyncCheckpointer(
             _handler(),
             temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
-            # In the background, a failure to create the directory would show only at the time-out.
+            # If creating the directory in the background failed, only the time-out would show it.
             async_options=ocp.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
@@ -100,10 +100,10 @@ class OrbaxWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Read items onto shardings; each process reads the shards of its own devices.
+    """Load items with the given shardings; each process reads the shards of its own devices.
 
-    `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; it
-    may leave out leaves.
+    `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct`: the stored shape and dtype,
+    with the requested sharding. Leaves missing in it are not read.
     """
     if not checkpoint.is_local:
         return object_io.read(checkpoint, targets)
@@ -206,10 +206,10 @@ def _handler() -> Any:
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
-        # Replicas share the copy of large leaves only: every share compiles one program per device,
-        # 190 s for 4 MB on 64 simulated devices.
+        # Only large leaves are split among replicas for the copy, because each split compiles one
+        # program per device: 190 s for 4 MB on 64 simulated devices.
         min_slice_bytes_for_replica_parallel=_LEAST_SHARE_BYTES,
-        # A restore passes its shardings. The file costs a thread per item while training waits.
+        # Restores pass their shardings. Writing the file would start threads while training waits.
         enable_write_sharding_file=False,
     )
     return ocp.PyTreeCheckpointHandler(

@@ -19,15 +19,15 @@ from jaxdist.runtime.storage import Location
 
 
 def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
-    """Write a small array with a part on every device, read it back, compare, delete it.
+    """Write a small array sharded over all devices, read it back, compare, delete it.
 
-    If only one process fails, the others may wait inside Orbax until they are ended.
+    If only one process fails, the others may hang inside Orbax until they are killed.
     """
     directory = parent / ".preflight"
     try:
         _round_trip(directory, config, group)
     except Exception as failure:
-        # Raise at once: the others may wait in Orbax, and end when this process does.
+        # Raise at once: the others may hang in Orbax, and this process's exit ends them.
         raise CheckpointError(
             f"the test save before training to {parent} failed: {one_line(failure)}. "
             f"Fix that, or choose another --run-dir."
@@ -53,12 +53,12 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays))
         writer.wait()
-        group.gather(None)  # each process waits for its own part only
+        group.gather(None)  # barrier: each process waits for its own part only
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
     finally:
         writer.close()
-    group.gather(None)  # all have read before the directory is deleted
+    group.gather(None)  # barrier: all have read before the directory is deleted
     if group.is_leader:
         manifest.write(directory / "0", 0, {}, {})
     if checksums([pytree.pick(restored, leaf) for leaf in leaves]) != checksums(arrays):

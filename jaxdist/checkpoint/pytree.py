@@ -24,7 +24,7 @@ ITEMS = (*(group.item for group in GROUPS.values()), "opt_state", "rest")
 """Parts of a checkpoint that can be read separately."""
 
 OPTIONAL = tuple(group.item for group in GROUPS.values() if group.is_optional)
-"""Those that a run or a checkpoint may lack."""
+"""Parts that a run or a checkpoint may lack."""
 
 Weights: TypeAlias = Literal["auto", "ema", "raw"]
 """Weights as trained (raw), their moving average (ema), or the average if there is one (auto)."""
@@ -93,7 +93,7 @@ def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
 
 
 def plain(leaf: Leaf) -> Array:
-    """Return the array to write: a leaf [...] or, for a PRNG key [...], uint32 [..., words]."""
+    """Return the array to write: the leaf [...] itself or, for a PRNG key, uint32 [..., words]."""
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
@@ -123,7 +123,7 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return one line per leaf, not in `ignore`, that is missing, left over or of another shape."""
+    """Return one line per leaf outside `ignore` that is missing, extra or of another shape."""
     lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:
@@ -156,7 +156,7 @@ def mismatches(
 
 
 def under(name: str, prefixes: Collection[str]) -> bool:
-    """Return whether a leaf's name is in `prefixes` or below one of them."""
+    """Return whether a leaf's name equals one of `prefixes` or is below it in the tree."""
     return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
 
 
@@ -182,9 +182,9 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:
-    """Split the parameters [...] to restore by the item that stores them: `item`, or the model's.
+    """Split the parameters [...] to restore by the item that stores them: `item` or `params`.
 
-    `names` are the names of a checkpoint's arrays. Each result has None for the other's leaves.
+    `names` are the names of a checkpoint's arrays. Each result has None at the leaves of the other.
     """
     model = GROUPS["model"].item
 
@@ -199,7 +199,7 @@ def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, A
 
 
 def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Return the stored shape and dtype of a leaf on its requested sharding."""
+    """Return a leaf's stored shape and dtype with its requested sharding."""
     dtype = jnp.dtype(entry["dtype"])
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype, sharding=leaf.value.sharding)
 

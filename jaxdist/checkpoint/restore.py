@@ -20,12 +20,12 @@ from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
-_SMALL_BYTES = 1 << 20  # "quick" reads small files too: array checksums do not cover metadata
+_SMALL_BYTES = 1 << 20  # "quick" also reads files up to this size: metadata has no other checksum
 
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verify and load checkpoints; mark corrupt ones (if `is_held`, at `commit`)."""
+    """Verify and load checkpoints; mark corrupt ones at once, or with `is_held` at `commit`."""
 
     directory: Location
     config: CheckpointConfig
@@ -34,14 +34,14 @@ class Reader:
     read_only: bool
     is_held: bool
     _verified: set[int] = dataclasses.field(default_factory=set, init=False)
-    _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
+    _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # found in load
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints in the directory, intact or not."""
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
-        """Return the newest step that verifies, or None; raises if all are corrupt."""
+        """Return the newest valid step, None without checkpoints; raises if all are corrupt."""
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):
             if reason := self.problem(step):
@@ -52,7 +52,7 @@ class Reader:
             return step
         if not passed_over:
             return None
-        # Mark none: after their files are restored, the next start must accept them.
+        # Mark none, so that the next start accepts them if the user repairs their files.
         raise CheckpointError(
             f"no checkpoint in {self.directory} verifies, so nothing was resumed:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
@@ -60,7 +60,7 @@ class Reader:
         )
 
     def require(self, step: int | None) -> int:
-        """Return `step` if it verifies, else raise; None = the newest step that verifies."""
+        """Return `step` if it is valid, else raise; None = the newest valid step."""
         if step is None:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(
@@ -123,7 +123,7 @@ class Reader:
         self._corrupt.clear()  # the markers stay until the steps are saved again
 
     def remember_corrupt(self, step: int, reason: str) -> None:
-        """Record that a checkpoint turned out to be corrupt while loading."""
+        """Record that loading detected a corrupt checkpoint."""
         self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
@@ -218,8 +218,8 @@ class Reader:
                 ) from error
             if self.group.num_processes == 1:
                 raise CorruptCheckpoint(damage) from error
-            # The other processes wait inside Orbax until this one exits, so it cannot fall back
-            # here: mark the checkpoint for the next start, which the launcher makes.
+            # The other processes wait inside Orbax until this one exits, so it cannot fall back.
+            # Mark the checkpoint, so that the restart by the launcher uses an older one.
             if self.read_only:
                 raise CheckpointError(
                     f"checkpoint {step}: {damage}. Name another, or restore its files."

@@ -1,6 +1,6 @@
 """Write one checkpoint and apply retention.
 
-    1. check that the save can succeed (process 0; whether the directory exists: all)
+    1. check that the save can succeed (on process 0; each process checks for the directory)
     2. copy to the host, start writing and computing checksums; training continues
     3. in the background: wait for arrays and checksums on all processes
     4. process 0 writes the document with names and checksums of the arrays
@@ -8,7 +8,7 @@
     6. process 0 writes the manifest, which commits the checkpoint
     7. process 0 deletes the checkpoints that retention does not keep
 
-Process 0 decides for all. A failure leaves a directory without a manifest.
+Process 0 makes all decisions. A failed save leaves a directory without a manifest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from jaxdist.runtime.progress import in_time
 from jaxdist.runtime.storage import Location, flush_appended
 
 MAX_FAILURES = 3
-"""Failed saves in a row after which a run stops, because its work would be lost."""
+"""Number of consecutive failed saves after which a run stops, to bound the lost work."""
 
 RETENTION_S = 60.0
-"""Seconds that a save waits for deletions on a store, which continue in the background."""
+"""Seconds that a save waits for deletions on a store; they continue in the background."""
 
 _LARGER_IS_BETTER = ("accuracy",)
-"""Evaluation metrics for which larger is better; for all others smaller is."""
+"""Evaluation metrics for which larger is better; for all other metrics smaller is better."""
 
 
 class Saver:
@@ -53,7 +53,7 @@ class Saver:
     Attributes:
         resumed_from: step that this run continues from, -1 for none; None after the first save,
             which marks newer checkpoints as superseded.
-        lock_lost: returns why this process may not write any more, or "" (`DirectoryLock.lost`).
+        lock_lost: returns why this process must stop writing, or "" (`DirectoryLock.lost`).
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Saver:
         self._directory = directory
         self._config = config
         self._group = group
-        self._background = make_group()  # keeps the order of the writing thread's exchanges
+        self._background = make_group()  # its own group, because each thread needs one
         self._events = events
         self._writer = orbax_io.make_writer(directory, config)
         self._failures = 0
-        # Reused: training would wait 2 ms for the start of another thread.
+        # One thread for all saves: starting a thread per save would block training for 2 ms.
         self._thread = ThreadPoolExecutor(1, "checkpoint-finish")
         self._pending: tuple[Outcome, Future[None]] | None = None
 
@@ -87,7 +87,7 @@ class Saver:
         A `halfway` save is deleted after the next save is committed.
         """
         leaves = pytree.leaves_of(state)
-        # Copy it, and raise now if it is not JSON, not in every save.
+        # Copy `meta`, and raise here, once, if it is not JSON.
         meta = json.loads(json.dumps(meta))
         outcome = Outcome(step, halfway=halfway, waited_s=self.wait())
         begin = time.perf_counter()
@@ -140,12 +140,12 @@ class Saver:
             try:
                 body = manifest.read(self._directory / step)
             except ValueError:
-                continue  # corrupt: neither counted nor deleted
+                continue  # corrupt checkpoints are neither counted nor deleted
             saved[step] = Saved(body["metrics"], body["halfway"])
         return saved
 
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
-        """On process 0: make room and check the preconditions; False if `step` is already saved."""
+        """On process 0: free space and check preconditions; False if `step` is already saved."""
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
         self._delete_leftovers()
@@ -175,8 +175,8 @@ class Saver:
     def _check_reachable(self) -> None:
         """Raise unless this is the directory that was opened.
 
-        Without its mount, a save would fill the local disk. Orbax creates missing directories, so
-        only the lock file is proof.
+        If the file system were unmounted, a save would fill the local disk. Orbax creates missing
+        directories, so only the lock file proves that it is mounted.
         """
         if lost := self.lock_lost():
             raise CheckpointError(lost)
@@ -199,13 +199,13 @@ class Saver:
     ) -> Callable[[], dict[str, Any]] | None:
         """Start a save; return the result of `_begin`, None if already saved or failed."""
         try:
-            # One host may lose its mount. Its save would fail inside Orbax, where the others wait.
+            # If one host lost its mount, its save would fail inside Orbax and others would hang.
             prepare = lambda unreachable: self._prepare(step, leaves, unreachable)
             if not self._group.decide_from(self._why_unreachable(), prepare):
                 self._events.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return None
-        except Exception as error:  # decided by process 0, so the same everywhere
+        except Exception as error:  # raised by process 0, so equal on all processes
             outcome.error = one_line(error)
             return dict
         return self._begin(step, leaves, meta, outcome)
@@ -213,10 +213,10 @@ class Saver:
     def _begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> Callable[[], dict[str, Any]]:
-        """Start to write; return a function that waits for the checksums and makes the document.
+        """Start writing; return a function that waits for the checksums and returns the document.
 
-        Raises `CheckpointError` if one process of several failed: only its exit unblocks the
-        others.
+        In a job of several processes a failure raises `CheckpointError`, because only the exit of
+        this process unblocks the others.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
@@ -225,7 +225,7 @@ class Saver:
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
             checksums = start_checksums(
                 arrays
-            )  # after the copy, which they would delay on CPU devices
+            )  # after the copy, because checksums would delay it on CPU devices
             crash_point("during_arrays")
             complete = lambda: pytree.with_checksums(described, checksums())
             return lambda: {"step": step, "meta": meta, "arrays": complete()}
@@ -275,7 +275,7 @@ class Saver:
             self._retain()
 
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
-        """Write document and manifest, each process reading its share of files; return bytes."""
+        """Write document and manifest; each process computes CRCs of its share; return bytes."""
         path = self._directory / outcome.step
         names = self._background.decide(lambda: self._write_document(path, document))
         mine = names[self._background.process_id :: self._background.num_processes]
@@ -292,18 +292,18 @@ class Saver:
         return sum(size for size, _ in files.values())
 
     def _write_document(self, path: Location, document: dict[str, Any]) -> list[str]:
-        self._check_reachable()  # it may be unmounted since the arrays were written
+        self._check_reachable()  # the mount may be gone since the arrays were written
         orbax_io.write_document(path, document)
         return manifest.files_of(path) if self._writer.fingerprints is None else [manifest.DOCUMENT]
 
     def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
     ) -> None:
-        self._check_reachable()  # it may be unmounted since the files were read
+        self._check_reachable()  # the mount may be gone since the files were read
         path = self._directory / outcome.step
         if not path.is_local and (problems := manifest.size_problems(path, files)):
             raise CheckpointError(few(problems, 1))
-        flush_appended()  # after a kill, metrics.jsonl must have all steps before this one
+        flush_appended()  # metrics.jsonl must have all earlier steps even after a kill
         crash_point("before_manifest")
         manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
@@ -337,7 +337,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _prompt_thread_switches() -> Iterator[None]:
-    """Switch threads within 0.1 ms (default 5 ms): training waits for Orbax to start threads."""
+    """Switch threads every 0.1 ms (default 5 ms): training waits while Orbax starts threads."""
     default = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
     try:
@@ -356,8 +356,8 @@ class Saved(NamedTuple):
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Return the steps that no rule keeps, in increasing order.
 
-    The newest `max_to_keep` are always kept. A halfway save does not count among them, and is kept
-    only while it is the newest of all.
+    The newest `max_to_keep` are always kept. A halfway save does not count toward `max_to_keep`; it
+    is kept only while it is the newest checkpoint.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
@@ -370,7 +370,7 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
 
 def best_steps(saved: Mapping[int, Saved], metric: str) -> list[int]:
-    """Return the steps that have the metric, best first; of equal ones the later first."""
+    """Return the steps that have the metric, best first; ties are sorted by later step first."""
     sign = -1.0 if metric in _LARGER_IS_BETTER else 1.0
     scored = [
         (sign * one.metrics[metric], -step)

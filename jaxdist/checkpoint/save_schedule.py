@@ -1,9 +1,9 @@
 """Decide when to save, so that a crash at any moment loses at most one interval.
 
-A crash during a background write leaves the previous checkpoint as the newest. That one is an
-interval old when the write begins, so the steps during the write would be lost in addition. Hence
-each interval has a second save halfway. The previous save is always committed when a save begins
-(`Saver` waits for it), so at most two gaps between saves, one interval, are lost.
+After a crash during a background write, the previous checkpoint is the newest. It is one interval
+old when the write begins, so the steps during the write would be lost too. Therefore each interval
+has an extra save halfway. A save begins only after the previous one is committed (`Saver` waits),
+so a crash loses at most two gaps between saves, which is one interval.
 
 Local saves have their own interval, and are skipped if a save of the run directory is due.
 """
@@ -17,17 +17,17 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.runtime.coordination import Group
 
 Due = Literal["", "local", "halfway", "interval"]
-"""Kind of the save that is due: none, local, halfway through an interval (kept until the next) or
-at the end of one. If several are due, the last of these."""
+"""Kind of the save that is due: none, local, halfway through an interval (kept until the next
+save), or at the end of an interval. If several are due, the last in this list wins."""
 
 _ORDER: tuple[Due, ...] = get_args(Due)
 
-_CLOCK_STEPS = 10  # processes agree on the wall clock every 10 steps: a round trip
+_CLOCK_STEPS = 10  # steps between agreements on the wall clock, each a round trip
 _LOCAL_INTERVAL_S = 300.0
 
 
 class SaveSchedule:
-    """Decide after which steps to save; equal on all processes: process 0 reads the clock."""
+    """Decide after which steps to save; process 0 reads the clock, so all processes agree."""
 
     def __init__(self, config: CheckpointConfig, group: Group) -> None:
         self._config = config

@@ -1,7 +1,7 @@
 """Read and write the arrays of a checkpoint block by block, without devices or much memory.
 
-For inspecting, comparing and rewriting checkpoints; `restore` loads one onto a mesh. An array that
-is read to its end is verified by its checksum.
+For inspecting, comparing and rewriting checkpoints; `restore` loads a checkpoint onto a mesh. If an
+array is read completely, its checksum is verified.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredArrays:
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
-        """Return `read` of a part [shape of the index], one chunk on disk at a time."""
+        """Return a part [shape of the index] like `read`, but read one chunk on disk at a time."""
         handle = self._handle(name)
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
         for part in blocks_in(index, handle.chunk):
@@ -104,8 +104,8 @@ class CheckpointWriter:
         """Write one array, e.g. `params/layers/w`.
 
         `entry` has its `shape`, `dtype`, `path` (keys) and, for a PRNG key, `key`. `chunk` is the
-        shape of a chunk on disk. `parts` [shape of their index], if possible complete chunks, cover
-        the array and are cast to the dtype.
+        shape of a chunk on disk. `parts` [shape of their index] cover the array and are cast to the
+        dtype; complete chunks are fastest.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}
@@ -140,7 +140,7 @@ def rewrite(
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
 ) -> CheckpointWriter:
-    """Rewrite a checkpoint with other chunks or dtypes, one chunk in memory at a time.
+    """Rewrite a checkpoint with other chunks or dtypes, with one chunk in memory at a time.
 
     Each array is verified while it is read. `chunk_of` and `dtype_for` map its name to the shape of
     its chunks and the dtype to store.

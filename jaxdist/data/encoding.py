@@ -99,7 +99,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each record (chat, or prompt and completion) as a document; only answers are learned."""
+    """Encode each chat, or prompt and completion, as a document; only answers are learned."""
 
     weighted = True
 

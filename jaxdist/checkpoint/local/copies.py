@@ -1,7 +1,7 @@
-"""Choose which host keeps copies of which shards, and compute which hosts may be lost.
+"""Choose the host that keeps a copy of each shard, and compute which host losses are survivable.
 
-Hosts are ordered by rack. The shards of each go to the host a fixed number of positions further in
-a ring. The number is chosen to leave the fewest copies in their own rack.
+Hosts form a ring, ordered by rack. Each host's shards are copied to the host a fixed number of
+positions further. This number is chosen to minimize the copies that stay in their own rack.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def failure_domain_of(environ: Mapping[str, str], hostname: str) -> FailureDomai
 
 
 def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]:
-    """Return the processes that write: one of those on a host that hold the same shards."""
+    """Return the processes that write: one per host and set of equal shards."""
     first: dict[tuple[FailureDomain, str], int] = {}
     for process, held in enumerate(zip(domains, shards, strict=True)):
         first.setdefault(held, process)
@@ -50,7 +50,7 @@ def receivers(
 ) -> dict[int, list[int]]:
     """Return process -> the processes that keep a copy of its shards.
 
-    Equal `shards` are the same data; one that a replica on another host holds counts as a copy.
+    Equal `shards` are equal data, so the shards of a replica on another host count as a copy.
     """
     hosts = sorted(set(domains))
     number = {domain: i for i, domain in enumerate(hosts)}
@@ -79,7 +79,7 @@ def receivers(
 def holders(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[str, set[FailureDomain]]:
-    """Return shards -> the hosts whose disks have them after a save."""
+    """Map each set of shards to the hosts whose disks have it after a save."""
     held: dict[str, set[FailureDomain]] = {}
     for domain, name in zip(domains, shards, strict=True):
         held.setdefault(name, set()).add(domain)
@@ -91,13 +91,13 @@ def holders(
 def survives(
     lost: Collection[FailureDomain], held: Mapping[str, Collection[FailureDomain]]
 ) -> bool:
-    """Return whether every set of shards is left if these hosts lose their disks together."""
+    """Return whether every set of shards survives if these hosts lose their disks together."""
     return all(set(hosts) - set(lost) for hosts in held.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survivable:
-    """Losses of hosts, disks included, after which a local save can still be restored.
+    """Host losses (including their disks) after which a local save can still be restored.
 
     Attributes:
         any_hosts: number of arbitrary hosts that may be lost together.
@@ -128,7 +128,7 @@ class Survivable:
 def survivable(
     held: Mapping[str, Collection[FailureDomain]], domains: Sequence[FailureDomain]
 ) -> Survivable:
-    """Return the losses that leave every set of shards; `held` is the result of `holders`."""
+    """Return the losses that every set of shards survives; `held` is returned by `holders`."""
     sets = {frozenset(hosts) for hosts in held.values()}
     fatal = {one for one in sets if not any(other < one for other in sets)}
     racks = {domain.rack for domain in domains}

@@ -9,9 +9,9 @@ from jaxdist.checkpoint.local.store import Save
 
 
 class Selection(NamedTuple):
-    """The chosen save and, for each process, a process that has its shards, preferably itself.
+    """The chosen save and, per process, the process to read its shards from (itself if possible).
 
-    Without one, `sources` is empty and `reason` has why the newest was rejected.
+    If no save is complete, `sources` is empty and `reason` has why the newest was rejected.
     """
 
     generation: int = 0
@@ -21,7 +21,7 @@ class Selection(NamedTuple):
 
 
 def newest(replies: Sequence[Sequence[Any]], at_least: int) -> Selection:
-    """Return the newest save, from step `at_least` on, whose sets of shards are all available.
+    """Return the newest save with step ≥ `at_least` whose sets of shards are all available.
 
     Each process replies with the shards that it needs and the `Save`s on its disk.
     """

@@ -1,7 +1,7 @@
 """Record which local saves belong to a run: a small file in its checkpoint directory.
 
-It names the run and records the step from which each start or rollback (a generation) resumed. A
-local save is valid unless a later generation resumed from an earlier step.
+The file has an id of the run, and the step from which each generation (start or rollback) resumed.
+A local save is valid unless a later generation resumed from an earlier step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE_NAME = "local_tier.json"
 
 @dataclasses.dataclass
 class Lineage:
-    """Name of the run on local disks, and the resumed step of each generation (-1: none)."""
+    """Id of the run on local disks, and the step each generation resumed from (-1: none)."""
 
     run: str
     resumed_from: list[int]

@@ -1,6 +1,6 @@
-"""Convert the shards of a state that this process holds to pieces of bytes and back.
+"""Convert this process's shards of a state to pieces of bytes and back.
 
-A piece is a part of an array on a device of this process; of replicas one is kept. Pieces are
+A piece is a part of an array on a device of this process; replicas share one piece. Pieces are
 ordered by leaf, then by index.
 """
 
@@ -28,7 +28,7 @@ def name_of(leaf: int, piece: int) -> str:
 
 
 def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
-    """Return a digest of the shards that this process holds; equal digests mean equal shards."""
+    """Return a digest that identifies this process's set of shards: names, shapes, indices."""
     described = []
     for leaf in leaves:
         shape, dtype = _stored(leaf)
@@ -48,7 +48,7 @@ def to_host(
         shards = {_bounds(s.index, array.shape): s for s in reversed(array.addressable_shards)}
         for piece, bounds in enumerate(_pieces(leaf.value.sharding, array.shape)):
             name = name_of(number, piece)
-            host = copies.take(name, shards[bounds].data)  # the next step overwrites the shard
+            host = copies.take(name, shards[bounds].data)  # a step overwrites the shard
             pieces.append((name, host.reshape(-1).view(np.uint8)))
     return pieces
 

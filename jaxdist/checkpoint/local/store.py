@@ -1,4 +1,4 @@
-"""Local saves of a run on this host's disk; its processes may delete the same files."""
+"""Store local saves of a run on this host's disk; several processes may delete the same file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 KEPT = 2
-"""Saves to keep: one is complete while the next is written and copied."""
+"""Saves to keep: a complete one, and the one that is being written and copied."""
 
 DOCUMENT = "document.json"
 
@@ -41,15 +41,15 @@ class LocalStore:
         self.root = root
 
     def held(self) -> list[Save]:
-        """Return the saves whose manifest and file sizes are right; contents are not read."""
+        """Return the saves with valid manifest and file sizes; contents are not read."""
         return [save for save in self._all() if not self._lacks(save)]
 
     def write(self, save: Save, files: Iterable[tuple[str, Any]], document: str) -> int:
-        """Write a save from names and buffers, its manifest last; return its bytes."""
+        """Write a save from (name, buffer) pairs, its manifest last; return its bytes."""
         location = self._cleared(save)
         entries: dict[str, list[int]] = {}
         for name, data in (*files, (DOCUMENT, document.encode())):
-            # The page cache survives a killed process. After a power cut the CRC-32 detects damage.
+            # No fsync: the page cache survives a kill; the CRC-32 detects damage by a power cut.
             (location / name).write(data, durable=False)
             entries[name] = [len(data), zlib.crc32(data)]
         manifest.write(location, save.step, entries, {})
@@ -99,14 +99,14 @@ class LocalStore:
         self.delete(save for save in saves if save[:2] not in newest)
 
     def clean(self, lineage: Lineage) -> None:
-        """Delete unfinished saves, and saves that are not valid any more."""
+        """Delete unfinished saves and saves that became invalid."""
         for generation, shards in self._sets():
             with contextlib.suppress(OSError):
                 manifest.delete_partial(self.root / generation / shards)
         self.forget(lineage)
 
     def forget(self, lineage: Lineage) -> None:
-        """Delete saves that are not valid any more."""
+        """Delete saves that became invalid."""
         self.delete(s for s in self._all() if not lineage.counts(s.generation, s.step))
 
     def close(self) -> None:

@@ -1,16 +1,16 @@
 """Save to and restore from local disks, all processes together.
 
-A save, after the copy to the host for which training waits:
+A save, after the device-to-host copy for which training waits:
 
     1. each process writes its shards to its own disk
-    2. after a barrier, each receiver fetches the shards that it keeps for a neighbour
-    3. after a barrier, the save is valid and older ones are deleted; after a failure it is deleted
+    2. after a barrier, each receiver fetches the shards whose backup it keeps
+    3. after a barrier, the save is valid and older saves are deleted; a failed save is deleted
 
 A restore:
 
-    1. each process reports the shards it needs and the saves on its disk; process 0 chooses
-    2. each verifies its shards, or fetches and verifies them
-    3. if one fails, its source is excluded, and they choose again
+    1. each process reports the shards it needs and the saves on its disk; process 0 chooses a save
+    2. each process verifies its shards, after fetching them if necessary
+    3. if a verification fails, that source is excluded and step 1 repeats
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class LocalTier:
     def __init__(self, directory: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._directory, self._config, self._events = directory, config, events
         self._group = make_group()
-        self._background = make_group()  # keeps the order of the writing thread's exchanges
+        self._background = make_group()  # its own group, because each thread needs one
         run, resumed_from, self._secret = self._group.decide(self._read_lineage)
         self._lineage = Lineage(run, resumed_from)
         self._resumed_from = -1
-        self._has_begun = False  # whether the lineage has the resumed step of this start
+        self._has_begun = False  # whether the lineage records the step this start resumed from
         self._chosen: Save | None = None
         self._rejected: set[tuple[int, int]] = set()  # generation, step of damaged saves
         self._thread: threading.Thread | None = None
-        self._shards: list[str] = []  # by process
+        self._shards: list[str] = []  # shard digest of each process
         self._copies = HostCopies()
         self._server: FileServer | None = None
         self._peers = self._open()
@@ -94,11 +94,11 @@ class LocalTier:
             self._start(self._copy_again, lost)
 
     def clean(self) -> None:
-        """Delete unfinished saves, and saves that are not valid any more."""
+        """Delete unfinished saves and saves that became invalid."""
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Record the resumed step of this start, before its first save of either kind."""
+        """Record the step this start resumed from, before its first save of either kind."""
         if self._has_begun:
             return
         self.wait()
@@ -106,14 +106,14 @@ class LocalTier:
         current = Lineage(self._lineage.run, resumed_from)
         try:
             self._group.decide(lambda: lineage.write(self._directory, current))
-        except Exception as error:  # a save there fails for the same reason and is counted
+        except Exception as error:  # the next save fails for the same reason and is counted
             self._events.log(f"no local saves yet: {one_line(error)}")
             return
         self._lineage, self._has_begun = current, True
         self._store.forget(current)
 
     def survivable(self, state: Any) -> copies.Survivable:
-        """Return the losses of hosts that a save of such a state survives."""
+        """Return which host losses a save of a state of this structure survives."""
         self._share_layout(pytree.leaves_of(state))
         domains, neighbours = [peer.domain for peer in self._peers], self._config.neighbours
         return copies.survivable(copies.holders(domains, self._shards, neighbours), domains)
@@ -142,7 +142,7 @@ class LocalTier:
         except Exception as error:  # out of memory on this host
             self._copies.clear()
             outcome.error = one_line(error)
-        sums = start_checksums(arrays)  # after the copy, which they would delay on CPU devices
+        sums = start_checksums(arrays)  # after the copy, which checksums would delay on CPUs
         complete = lambda: pytree.with_checksums(described, sums())
         document = lambda: json.dumps({"step": step, "meta": meta, "arrays": complete()})
         outcome.blocked_s = time.perf_counter() - begin
@@ -188,7 +188,7 @@ class LocalTier:
                 for sender, save in zip(senders, taken, strict=True):
                     self._fetch(save, sender)
                 if self._group.is_leader:
-                    flush_appended()  # after a kill, metrics.jsonl must have all earlier steps
+                    flush_appended()  # metrics.jsonl must have all earlier steps even after a kill
             self._barrier_or_raise(outcome)
         except CheckpointError as failure:
             self._store.delete([own, *taken])
@@ -196,7 +196,7 @@ class LocalTier:
             return
         except (
             Exception
-        ) as failure:  # process 0 is gone: the next start checks which saves are complete
+        ) as failure:  # process 0 failed: the next start checks which saves are complete
             self._events.failed_locally(step, one_line(failure))
             return
         outcome.written_s = time.perf_counter() - begin
@@ -204,7 +204,7 @@ class LocalTier:
         self._events.saved_locally(outcome)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
-        # A daemon: if a process fails, this save never ends on the others.
+        # A daemon, because if another process fails, this save never ends here.
         self._thread = threading.Thread(
             target=work, args=args, name="checkpoint-local", daemon=True
         )
@@ -214,7 +214,7 @@ class LocalTier:
         for save, sender in lost:
             try:
                 self._fetch(save, sender)
-            except (OSError, CheckpointError) as error:  # until the next save
+            except (OSError, CheckpointError) as error:  # the next save retries it
                 self._events.log(f"a copy of local save {save.step} is missing: {one_line(error)}")
 
     @contextlib.contextmanager
@@ -248,15 +248,15 @@ class LocalTier:
     # -- restoring ---------------------------------------------------------------------------------
 
     def choose(self, target: Any, at_least: int) -> int | None:
-        """Return the newest step, from `at_least` on, that is complete; None if there is none.
+        """Return the newest complete step ≥ `at_least`, or None.
 
-        Its shards are then verified and on this process's disk. `target` is a tree of
+        This process's shards of that save are then on its disk and verified. `target` is a tree of
         `jax.ShapeDtypeStruct`s with sharding.
         """
         self.wait()
         self._chosen = None
         needs = shards.digest_of(pytree.leaves_of(target))
-        broken: set[tuple[int, Save]] = set()  # process, and a damaged save on its disk
+        broken: set[tuple[int, Save]] = set()  # (process, damaged save on its disk)
         while True:
             has = [
                 save
@@ -273,7 +273,7 @@ class LocalTier:
                     self._events.log(f"{reason}: resuming from the run directory")
                 return None
             save = Save(generation, step, needs)
-            # Of processes that share a disk and need the same shards, one fetches.
+            # If several processes share a disk and need the same shards, only one fetches.
             problem = self._fetch_verified(save, sources[self._me]) if self._me in first else ""
             self._group.decide_from(None, lambda replies: None)
             if self._me not in first:
@@ -292,11 +292,11 @@ class LocalTier:
                 return int(step)
 
     def load(self, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Return state and meta of the save that `choose` selected, on this target."""
+        """Return state and meta of the save that `choose` selected, with the target's shardings."""
         start, save = time.perf_counter(), self._chosen
         assert save is not None
         leaves, arrays, problem = pytree.leaves_of(target), [], ""
-        self._rejected.add(save[:2])  # until it is verified
+        self._rejected.add(save[:2])  # provisionally, until the checksums match
         try:
             document = self._store.document(save)
             arrays = shards.from_host(leaves, lambda name: self._store.read(save, name))
@@ -331,7 +331,7 @@ class LocalTier:
         return [newest(replies, at_least), sorted(copies.writers(domains, needs))]
 
     def _fetch_verified(self, save: Save, source: int) -> str:
-        """Verify or fetch this process's shards on its own disk; return "" or the reason."""
+        """Verify this process's shards, fetching them if needed; return "" or the error."""
         problem = ""
         if source == self._me:
             problem = self._store.problem(save)
