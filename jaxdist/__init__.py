@@ -4,8 +4,8 @@
     run = jaxdist.open("runs/NAME")
     plans = jaxdist.plan("h100:8", "llama3_8b")
 
-The Python API is described in `docs/python.md`. Importing the package starts no device and imports
-no heavy library. Each command is `python -m jaxdist.<name>`.
+The Python API is described in `docs/python.md`. Importing the package does not start a device or
+import a heavy library. Each command is `python -m jaxdist.<name>`.
 """
 
 import sys
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "open", "plan", "train"]
 
-# The commands in tools/ run as `python -m jaxdist.launch` too. Code imports jaxdist.tools.launch.
+# `python -m jaxdist.launch` runs the command in tools/; code imports jaxdist.tools.launch.
 __path__.append(str(Path(__file__).parent / "tools"))
 
 _CALLED = ("train", "plan")
-"""Modules of commands that are also called: `jaxdist.train(...)`."""
+"""Command modules that can also be called like functions: `jaxdist.train(...)`."""
 
 
 class _CalledModule(types.ModuleType):
-    """A command's module; calling it calls the function of its name in `jaxdist.api`."""
+    """A command module; calling it calls the function with the same name in `jaxdist.api`."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
 
     @property
-    def __wrapped__(self) -> Any:  # signatures and help are the function's
+    def __wrapped__(self) -> Any:  # use the function's signature and help
         from jaxdist import api
 
         return getattr(api, self.__name__.rpartition(".")[2])
 
 
 class _Package(types.ModuleType):
-    """The package, whose submodules in `_CALLED` can be called once they are imported."""
+    """The package. Its submodules in `_CALLED` can be called once they are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CALLED and type(value) is types.ModuleType:

@@ -24,7 +24,7 @@ COMMANDS = (
     "compare",
     "doctor",
 )
-"""In the order of `jaxdist --help`."""
+"""Command names in the order of `jaxdist --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Python API: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
 
-Errors are exceptions: `ConfigError` with every problem of the arguments, `Stopped` and
-`CorruptState` of the guards, `CheckpointError`, and exceptions of callbacks.
+Errors are raised as exceptions: `ConfigError` lists every problem of the arguments, the guards
+raise `Stopped` and `CorruptState`, and `CheckpointError` and exceptions of callbacks pass through.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Callback: TypeAlias = Callable[[Record], bool | None]
 """Called with each train and eval record of metrics.jsonl; True ends the run after a save."""
 
 Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
-"""Base settings: a TOML file or the name of one of the package, a table of settings, or a
+"""Base settings: a TOML file, the name of a config of the package, a table of settings, or a
 `RunConfig`; None = the defaults."""
 
 
@@ -61,7 +61,7 @@ def train(
             see docs/parallelism.md. A resume needs it again.
         callbacks: each is called with each train and eval record, on every process.
         progress: show a progress bar; None = only on a terminal or in a notebook, else log lines.
-        settings: of the run: short flags (`steps=100`, `mesh="dp=2"`), tables
+        settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
 
     Returns:
@@ -69,7 +69,7 @@ def train(
 
     Raises:
         ConfigError: every problem of the arguments, before anything is compiled.
-        Stopped: the loss is bad, and the policy is to end the run.
+        Stopped: the loss is bad, and the policy ends the run.
         CheckpointError: the last checkpoint could not be saved.
         KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
     """
@@ -129,8 +129,8 @@ def open(
     """Open a run directory, to read its metrics and to use its weights.
 
     Args:
-        path: of the run, or of one of its checkpoints.
-        step: of the checkpoint to use; None = the newest valid one.
+        path: path of the run, or of one of its checkpoints.
+        step: step of the checkpoint to use; None = the newest valid one.
         mesh: devices for the weights, e.g. "tp=2"; "auto" = one device.
         weights: "ema" = moving average, "raw" = as trained, "auto" = the average if the run has
             one.
@@ -163,7 +163,7 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
     Args:
         gpus: e.g. "h100:8", "h100:8x8" for 8 nodes of 8, or several, separated by commas.
         config: base settings.
-        settings: of the run as for `train`, and of the plan (`tokens=1e12`, `compile=False`).
+        settings: settings as for `train`, and of the plan (`tokens=1e12`, `compile=False`).
 
     Returns:
         One record for each cluster, as `--json` prints it: "fits", "mesh", "memory", "step",
@@ -220,7 +220,7 @@ def _objects(
 ) -> tuple[Callable[[int], Model] | None, Any]:
     """Return model and data if they are objects; otherwise add them to the settings in `values`.
 
-    An importable function is named in the settings, so that the run can be opened and resumed
+    The settings store the name of an importable function, so that the run can be opened and resumed
     without the program. The model is returned as seq_len -> the model, or None.
     """
     make_model = None

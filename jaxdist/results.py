@@ -33,7 +33,7 @@ def check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
 
 
 class Run:
-    """The measurements of a run, and its weights on this machine's devices, read at first use."""
+    """Measurements of a run, and its weights on this machine's devices; both are loaded lazily."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class Run:
 
     @property
     def exit_reason(self) -> str:
-        """Return the reason for the end: "finished", "preempted", ...; "" without an end."""
+        """Return why the run ended: "finished", "preempted", ...; "" if it has not ended."""
         return str(self.summary.get("exit_reason", ""))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return one record per step, oldest first: step, loss, grad_norm, learning_rate, rates.
 
-        Loss and grad_norm of a step without labels are None. Of a step that was repeated after a
-        restart only the last record is returned.
+        Loss and grad_norm of a step without labels are None. If a step was repeated
+        after a restart, only its last record is returned.
         """
         return self._records("train")
 
@@ -134,7 +134,7 @@ class Run:
     def params(self) -> Params:
         """Return the parameters: a tree of float32 arrays, layers stacked, sharded over `mesh`.
 
-        These are the moving average if the run has one (`optim.ema_decay`), except with
+        If the run has a moving average (`optim.ema_decay`), it is returned, except with
         weights="raw". Raise ConfigError if the checkpoint does not exist.
         """
         return self._weights.params
@@ -211,7 +211,7 @@ class Run:
             dtype: dtype of the weights: "float32", "bfloat16", "float16"; "stored" = unchanged.
 
         Raises:
-            ConfigError: the model is no decoder, or the directory exists.
+            ConfigError: the model is not a decoder, or the directory exists.
         """
         from jaxdist.tools.convert import to_hf
 

@@ -82,7 +82,7 @@ def run(
         config.data, seq_len=config.train.seq_len, seed=config.seed, python_source=program.rows
     )
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
-    for part in (part for part in data if part is not None):  # held-out rows may differ
+    for part in (part for part in data if part is not None):  # held-out rows may be of another kind
         check_data_fits(parts, part)
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:
@@ -130,7 +130,7 @@ def run(
 def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
-    """Configure and start the devices; each choice must precede the next one."""
+    """Configure and start the devices; the order of these steps matters."""
     from jaxdist.run.run_directory import flatten
     from jaxdist.settings import to_table
 

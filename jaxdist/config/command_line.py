@@ -51,9 +51,9 @@ def read_run(
 ) -> RunConfig:
     """Read the settings of a run from `--config FILE.toml` and flags; see `read_settings`.
 
-    The defaults depend on the flags: `--resume PATH` and `--replay PATH:STEP` use the settings of
-    that run, `--init-from` the sizes and the tokenizer of a Hugging Face model, `--debug` those of
-    a tiny run, a token folder in the sources its tokenizer and vocabulary size. A Python program
+    Flags select the defaults: `--resume PATH` and `--replay PATH:STEP` use the settings of that
+    run. `--init-from` uses the sizes and the tokenizer of a Hugging Face model. `--debug` uses a
+    tiny run. A token folder in the sources sets its tokenizer and vocabulary size. A Python program
     passes `values`, and `base` to replace these defaults. Hub names are resolved to a commit.
     """
     return read_settings(
@@ -88,8 +88,8 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
 def _with_commit(name: str, directory: str) -> str:
     """Return a hub name with its commit; any other text unchanged.
 
-    Without a revision, a run in `directory` keeps its commit, so that the same command resumes with
-    the same files.
+    If the name has no revision, a run in `directory` keeps its stored commit. The same command then
+    resumes with the same files.
     """
     if not hub.is_hub_name(name):
         return name

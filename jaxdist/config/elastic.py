@@ -1,8 +1,8 @@
 """A run on fewer devices than in its mesh: adapted mesh, microbatches and evaluation batches.
 
-A step computes the same: the global batch, its rows and their order stay. The rows of a microbatch
-on one device never increase, because the batch is cut into more microbatches. The share of the
-state on a device may increase; the reason reports it.
+A step computes the same result: the global batch, its rows and their order do not change. The batch
+is split into more microbatches, so a device never processes more rows at once. A device may store a
+larger part of the state; `shrink_reason` reports this.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxdist.core.types import Model, rows_per_example
 from jaxdist.settings import ConfigError
 
 RunConfig: TypeAlias = Any
-"""`config.run_config.RunConfig`, whose module imports this one."""
+"""`config.run_config.RunConfig`, which would be a circular import here."""
 
 
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:
     """Return settings with which a run continues on the available devices.
 
-    Returned unchanged if `mesh.elastic` is off or no device is missing. Otherwise `mesh.shape` is
-    the smaller mesh, which may take fewer devices than there are; see `shrink_reason`.
+    The settings are unchanged if `mesh.elastic` is off or no device is missing. Otherwise
+    `mesh.shape` is the smaller mesh, which may leave devices idle; see `shrink_reason`.
     """
     full = config.mesh.spec
     if not config.mesh.elastic or full is None or num_devices >= full.num_devices:
@@ -66,12 +66,12 @@ def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | 
 def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
-    """Split the batches between examples, so that no device takes more rows at once."""
+    """Split batches at example boundaries, so that no device processes more rows at once."""
     batch, size = config.train.global_batch_size, _example_rows(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)
     train = dataclasses.replace(config.train, num_microbatches=count)
-    # Smaller evaluation batches, and as many more: the same rows are evaluated.
+    # Use smaller but more evaluation batches, so that the same rows are evaluated.
     rows = _eval_rows(config)
     times = _count(rows // spec.num_replicas // size, -(-rows // (full.num_replicas * size)))
     evaluation = dataclasses.replace(
@@ -97,7 +97,7 @@ def _num_microbatches(config: RunConfig, spec: MeshSpec, size: int) -> int:
 
 
 def _count(examples: int, most: int) -> int:
-    """Return the smallest number of equal parts of `examples` of which none exceeds `most`."""
+    """Return the smallest number of equal parts of `examples` such that no part exceeds `most`."""
     first = -(-examples // max(1, most))
     return next(n for n in range(first, examples + 1) if examples % n == 0)
 

@@ -10,7 +10,7 @@ from jaxdist.runtime.config import is_address
 from jaxdist.settings import setting
 
 TRACKERS = ("wandb", "mlflow")
-"""Packages that can receive metrics; each is an extra of this package."""
+"""Tracker packages that can receive metrics; each is an optional extra of jaxdist."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

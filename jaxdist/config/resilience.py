@@ -8,7 +8,7 @@ from typing import Literal
 from jaxdist.settings import setting
 
 MAX_ROLLBACKS = 5
-"""Rollbacks of one start after which a run stops, because another one would not help."""
+"""Maximum rollbacks per start. Then the run stops, because another rollback would not help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

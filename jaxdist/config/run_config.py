@@ -39,7 +39,7 @@ from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, Removed, problems_of, setting
 
-_MAX_SIMULATED = 4096  # devices of a process: each costs a thread and memory
+_MAX_SIMULATED = 4096  # simulated devices per process; each costs a thread and memory
 _SEARCH_S = 0.5  # time limit of the search for legal meshes to suggest
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
@@ -143,12 +143,12 @@ class RunConfig:
 
     @property
     def run(self) -> RunConfig:
-        """The settings of the run, without those that a command adds."""
+        """The settings of the run, without the settings that a command adds."""
         return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
 
     @property
     def named_directory(self) -> str:
-        """The run directory of the settings, to start or resume in; "" = a new one."""
+        """The configured run directory, to start or resume in; "" = create a new one."""
         return self.run_dir if self.resume in ("auto", "never") else self.resume
 
     def remarks(self) -> list[str]:
@@ -193,7 +193,7 @@ class RunConfig:
         return [*mesh_problems(spec, workload), *self._eval_problems(spec, workload)]
 
     def _eval_problems(self, spec: MeshSpec, workload: Workload) -> list[str]:
-        """Report a batch of evaluation from which some replica would get a part of an example."""
+        """Report an evaluation batch that would split an example between replicas."""
         rows, size = self.eval.global_batch_size, workload.rows_per_example
         each = spec.num_replicas * size
         if size == 1 or rows % each == 0:
@@ -207,7 +207,7 @@ class RunConfig:
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
     ) -> None:
-        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby."""
+        """Raise `ConfigError` with every problem of a mesh and up to three similar legal meshes."""
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
             raise ConfigError(problems, heading="mesh")
@@ -223,8 +223,8 @@ class RunConfig:
         """Return the mesh of a run and its reason.
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
-        `memory_bytes` is of one device. `needs` estimates the memory of a mesh; without it only the
-        state counts.
+        `memory_bytes` is the memory of one device. `needs` estimates the memory of a mesh; without
+        it only the state counts.
         """
         if self.mesh.spec is not None:
             spec = self.mesh.spec.resolve(num_devices)
@@ -247,7 +247,7 @@ class RunConfig:
         return build(self.model, seq_len=self.train.seq_len)
 
     def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:
-        """Return the layout of arrays on a mesh, of devices or abstract."""
+        """Return the layout of arrays on a mesh of devices or an abstract mesh."""
         spec = MeshSpec.of(mesh)
         return Layout(
             mesh=mesh,
@@ -323,7 +323,7 @@ class RunConfig:
         # Earlier versions dropped a different head; loading checks a new run.
         free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
-        if self.reinit_params:  # a head or table of another size; loading checks the rest
+        if self.reinit_params:  # the head or embedding may change size; loading checks the rest
             free |= {"vocab_size", "tie_embeddings"}
         return [
             f"model.{field.name}={getattr(self.model, field.name)} does not fit the weights of "
@@ -400,7 +400,7 @@ class RunConfig:
         return [*problems[:-1], f"{problems[-1]} {nearest}"]
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
-        # Fewer devices only if no mesh of this many is legal; each try factorizes one number.
+        # Use fewer devices only if no mesh of this size is legal; each try factorizes one number.
         until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
             if time.monotonic() > until:

@@ -2,8 +2,8 @@
 
 `audit_parts` and `check_mesh` follow the collectives of the traced step (`jaxdist.plan.audit`). The
 deep audit (`check_model`, `differences`) runs one step of a small copy of the run in float32, on
-the mesh and on one device, and compares the loss and every gradient. It finds a wrong formula
-behind the right collective, which the trace does not show.
+the mesh and on one device, and compares the loss and every gradient. It detects a wrong
+formula around a correct collective, which the trace does not show.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 TOLERANCE = 1e-4
-"""Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a
-missing or doubled sum 1e-1."""
+"""Allowed difference of a gradient, relative to its peak. Another summation order causes up to
+1e-5, a missing or doubled sum 1e-1."""
 
 _FLOOR = 1e-2
-"""Smallest peak of a gradient, relative to the largest peak: some gradients are only rounding."""
+"""Minimum peak to divide by, relative to the largest peak: tiny gradients are only rounding."""
 
 MAX_OPERATIONS = 1e12
-"""Maximum operations (6 for each parameter and element of the rows) of a step that the start of a
-run compares: at most a minute on two CPU cores."""
+"""Maximum FLOPs (6 per parameter and row element) of a step that is compared when a run starts: at
+most a minute on two CPU cores."""
 
 _ROWS_EACH, _SEQ, _MAX_LINES = 2, 32, 8
 
@@ -56,7 +56,7 @@ class MeshDifference:
     """A value of the step, a gradient or a sum, that depends on the mesh.
 
     `relative` is the largest difference, relative to the peak on one device; inf if not finite.
-    `axes` are mesh axes that alone make it differ; () if only several together do.
+    Each axis in `axes` causes a difference on its own; () if only a combination of axes does.
     """
 
     value: str
@@ -69,7 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the traced train step; `fields` describes its rows, by default those of a reader."""
+    """Audit the traced train step; `fields` describes its rows (None = those of a data reader)."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
@@ -158,9 +158,9 @@ def differences(
 ) -> list[MeshDifference]:
     """Compare one step on the mesh of the run with one device; return the values that differ.
 
-    The mesh of `config` has a size for every axis, and `devices` are as many. `make_model`, seq_len
-    -> model, and `objective` replace those of the settings and of the model. `fields` are those of
-    rows that cannot be shortened; None = the model's, or short text.
+    The mesh of `config` sets the size of every axis and matches the number of `devices`.
+    `make_model` (seq_len -> model) and `objective` replace the configured ones. `fields` describes
+    rows that cannot be shortened; None = the fields of the model, or short text.
     """
     spec = config.mesh.spec
     assert spec is not None
@@ -197,10 +197,10 @@ def differences(
 def _wrong_on(
     parts: Parts, fields: Fields | None, expected: dict[str, np.ndarray]
 ) -> Collection[str]:
-    """Return the names of the values, [...] each, that differ from those expected.
+    """Return the names of the values, [...] each, that differ from the expected values.
 
-    All names if the step cannot be traced on this mesh: with one axis alone, jax's types reject
-    errors that a second axis hides, e.g. a collective over the wrong axis in a loop.
+    If the step cannot be traced on this mesh, return all names: on a single axis, jax's types
+    reject errors that a second axis hides, e.g. a collective over the wrong axis in a loop.
     """
     try:
         return _unequal(_step(parts, fields), expected)
@@ -209,7 +209,7 @@ def _wrong_on(
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
-    """Return the run with a small model and few rows, in float32, which fit the mesh's rules."""
+    """Return the run with a small float32 model and few rows that satisfy the mesh's rules."""
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])

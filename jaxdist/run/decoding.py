@@ -76,8 +76,8 @@ class Decoder:
     ) -> Iterator[list[int | None]]:
         """Continue prompts together; yield the next token id of each text, None for ended texts.
 
-        Prompts are token ids, int [length] each; lengths ≥ 1 may differ. A token of `stop` ends its
-        text and is yielded.
+        Prompts are token ids, int [length] each; lengths ≥ 1 may differ. A token in `stop` ends its
+        text and is also yielded.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         width = self._round_up(int(lengths.max()))
@@ -87,7 +87,7 @@ class Decoder:
         index = np.arange(width)
         positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
         cache = self._new_cache(len(prompts), width + max_new_tokens)
-        # Devices along cp process the prompt together, each its own positions.
+        # Devices along cp split the positions of the prompt.
         inputs = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
         logits, cache = self._decode(self._params, cache, *inputs)
         last = logits[np.arange(len(prompts)), lengths - 1]

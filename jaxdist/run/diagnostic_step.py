@@ -1,8 +1,8 @@
 """A compiled step that computes digests of the tensors of a train step, by layer.
 
-The gradient of an extra leaf of the stacked layers has the digests of activations: input and output
-of a layer, and the gradient of its output. So they are summed over devices, microbatches and stages
-like every gradient, on any mesh and schedule.
+Activation digests (input and output of a layer, and gradient of its output) are returned as the
+gradient of an extra leaf of the stacked layers. They are therefore summed over devices,
+microbatches and stages like every gradient, on any mesh and schedule.
 
 Digests of two runs are comparable if mesh, model and batch shape are the same.
 """
@@ -31,7 +31,7 @@ Digests = dict[str, Any]
 _PROBE = "digests"
 _STAGES = ("input", "output", "gradient of the output")
 _LANES = 8
-"""Numbers below 256 of each digest: a cast to bfloat16 keeps them exact."""
+"""Numbers per digest. Each is an integer below 256, so a cast to bfloat16 is exact."""
 
 
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
@@ -134,7 +134,7 @@ def _with_probe(model: Model) -> Model:
 def _observe(x: Array, before: Array, lanes: Array) -> Array:
     """Return `x` [batch, seq_shard, d_model]; the gradient of `lanes` is set to digests.
 
-    They are the digests of `before`, of `x` and of its gradient, [3 · _LANES].
+    The digests, [3 · _LANES], are those of `before`, of `x` and of the gradient of `x`.
     """
     return x
 
@@ -149,8 +149,8 @@ def _backward(saved: Any, gradient: Array) -> tuple[Array, Array, Array]:
     digest_before, digest_after, before, lanes = saved
     digests = jnp.concatenate([digest_before, digest_after, _lanes(gradient)])
     axes = collectives.varying_axes(lanes)
-    # Devices of the tensor axis have parts of an activation or equal copies. In both cases the sum
-    # over the devices is a digest of it.
+    # Devices of the tensor axis hold shards or equal copies of an activation. In both cases the sum
+    # over the devices is a digest of the activation.
     digests = collectives.vary(digests, tuple(axes))
     if extra := tuple(collectives.varying_axes(digests) - axes):
         digests = collectives.all_reduce(digests, extra)

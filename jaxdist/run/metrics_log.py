@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, floats in full precision, complete after any kill.
 
-JSON has no NaN or infinities, and every parser must be able to read a diverged run. They are
-written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and JavaScript's
-`Number()` parse, and `read_records` returns them as floats.
+JSON cannot represent NaN or infinity, but every parser must be able to read a diverged run. These
+values are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and
+JavaScript's `Number()` parse. `read_records` returns them as floats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("jaxdist")
 Record = dict[str, Any]
 
 _MAX_PENDING_BYTES = 64 << 20
-"""Limit for records that cannot be written yet: about 100,000 steps."""
+"""Maximum size of the records buffered while writes fail: about 100,000 steps."""
 
 _TRAIN_LINE, _STEP = b'{"kind": "train"', re.compile(rb'"step":\s*(\d+)')
 _LOSS = re.compile(rb'"loss":\s*([-+.\deE]+)')
@@ -96,8 +96,8 @@ def _with_floats(value: Any) -> Any:
 class RecordWriter:
     """Appends records, one line each, so that a kill leaves complete lines.
 
-    Opening the file removes a line that a crash of the machine truncated; `torn` is the number of
-    its bytes. If a write fails (full disk, lost file server), records stay in memory and are
+    Opening the file removes a last line truncated by a crash of the machine; `torn` is the number
+    of bytes removed. If a write fails (full disk, lost file server), records stay in memory and are
     written before the next one. With `is_held`, nothing is written before `commit`.
     """
 
@@ -190,9 +190,9 @@ def stream_records(
     """Yield each record, oldest first, and whether it is in the history that `current` returns.
 
     The file is read twice, in blocks. A last line without its newline is ignored. If there are more
-    train records than `max_train` (0 = no limit), most are skipped without decoding. Of each group
-    of neighbors, the first, the last, and those with the least and the largest (or a non-finite)
-    loss are yielded. Raise ConfigError if the file is missing or a line is not a record.
+    train records than `max_train` (0 = no limit), most are skipped without decoding. Each group of
+    neighbors then yields its first and last records, and the records with its lowest and highest
+    (or a non-finite) loss. Raise ConfigError if the file is missing or a line is not a record.
     """
     file = locate(path)
     resumes: list[float] = []
@@ -208,7 +208,7 @@ def stream_records(
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."
         ) from error
-    # limits[n]: the least step of the last n starts and rollbacks.
+    # limits[n]: the lowest step of the last n starts and rollbacks.
     limits = list(itertools.accumulate([math.inf, *reversed(resumes)], min))
     numbered: Iterable[tuple[int, bytes]] = enumerate(_lines(file), start=1)
     if 0 < max_train < num_train:
@@ -268,14 +268,14 @@ def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
     """Read the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
     The file is read backward to the newest `totals` event that no later start or rollback
-    invalidated, or to its beginning. The result is that event with its last train record, all later
-    events and evaluations, and of the train records between two of them the last one and the last
-    one up to `step`.
+    invalidated, or to its beginning. The result contains that event with its last train record, and
+    all later events and evaluations. Of the train records between two of these, it contains the
+    last one, and the last one that is not after `step`.
     """
     outline: list[Record] = []
     limit, has_newest, has_fitting = step, False, False
     lines = _lines_backward(locate(path))
-    next(lines)  # a line without its newline, or nothing
+    next(lines)  # skip the text after the last newline
     try:
         for line in filter(bytes.strip, lines):
             if line.startswith(_TRAIN_LINE):

@@ -19,8 +19,8 @@ class Program:
     """Objects and functions of a Python program; a command uses the defaults.
 
     Attributes:
-        model: seq_len -> the model; replaces the one of the settings.
-        objective: replaces that of the model.
+        model: seq_len -> the model; replaces the model of the settings.
+        objective: replaces the objective of the model.
         rows: the rows, or a function that returns them; replaces the function in `data.sources`.
         on_start: called with the run directory, on every process, before compilation.
         on_record: called with each train and eval record, on every process.

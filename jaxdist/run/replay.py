@@ -72,9 +72,9 @@ def verdict(
 ) -> str:
     """Return the verdict, as one line.
 
-    `is_bad` returns whether a result is as bad as the recorded one, or for a step without an
-    anomaly whether it equals the recorded one. `following` is a replay with the next batch; None
-    for a step without an anomaly.
+    `is_bad` returns whether a result is as bad as the recorded one. For a step without an anomaly
+    it returns whether both are equal. `following` is a replay with the next batch; None for a step
+    without an anomaly.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
@@ -128,7 +128,7 @@ class History:
 def read_history(run: RunDirectory, step: int | None = None) -> History:
     """Return the records of a run up to `step`; None = its newest.
 
-    If a step was run more than once, the last one with an anomaly counts, else the last one.
+    If a step ran more than once, its last run with an anomaly counts, otherwise its last run.
     """
     anomalies = read_anomalies(run.anomalies)
     records = [

@@ -17,11 +17,11 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
-"""Settings of one start, which do not change what is trained."""
+"""Settings of a single start, which do not affect training."""
 
 
 class RunDirectory:
-    """The files of one run. Only process 0 writes them, except for logs and arrays of a process.
+    """The files of one run. Process 0 writes them, but each process writes its own logs and arrays.
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
     deep audit of a custom model, else "". `objective`: name of the objective that a Python program
@@ -49,8 +49,8 @@ class RunDirectory:
         """Create or reopen the directory, changing no file; `path` is the same on every process.
 
         Raise ConfigError if a run exists and `resume` is False, or if the path is a file or not
-        writable. Raise FileNotFoundError if the directory existed when the launcher started: a lost
-        mount may hide it, so it is not created again.
+        writable. Raise FileNotFoundError if the directory existed when the launcher started but is
+        missing now: its mount may be lost, so it is not created again.
         """
         run = cls(path, is_writer=process_id == 0, resumed=False)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # created by the launcher
@@ -67,7 +67,7 @@ class RunDirectory:
             run._make(run.logs)
             if run.is_writer:
                 run._make(run.checkpoints)
-                if run.metrics.is_local and run.metrics.exists():  # on a store it adds an object
+                if run.metrics.is_local and run.metrics.exists():  # a store would add an object
                     run.metrics.appender().close()  # fail now, not after the first compilation
         except OSError as error:
             run.discard()
@@ -87,7 +87,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Return a run to read."""
+        """Open an existing run for reading."""
         run = cls(path, is_writer=False, resumed=True)
         if not run.path.is_directory():
             raise ConfigError(f"run {run.path} is not a directory. {_runs_near(run.path)}")
@@ -192,7 +192,7 @@ def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 _MAX_CANDIDATES = 30
-"""Names of a bucket to check for runs: each costs two requests."""
+"""Maximum names in a bucket to check for runs; each costs two requests."""
 
 
 def _runs_near(path: Location) -> str:

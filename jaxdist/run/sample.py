@@ -14,7 +14,7 @@ from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 
 MIN_STEPS = 100
-"""Minimum steps of a run that ends with a sample: text from fewer is noise."""
+"""Minimum steps of a run for a sample at its end: after fewer steps the text is noise."""
 
 _SAMPLE_TOKENS = 200
 _OPENING_TOKENS = 32
@@ -44,7 +44,7 @@ def first_question(rows: Dataset) -> np.ndarray:
     """Return the tokens of the first conversation up to its first answer, int [length]."""
     row = rows[0]
     answered = np.flatnonzero(row["weights"])
-    # The weight at a position is that of the next token.
+    # The weight at a position applies to the next token.
     return row["tokens"][: int(answered[0]) + 1] if len(answered) else row["tokens"][:0]
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepActions:
-    """Actions due between a step and the next; false if there are none.
+    """Actions due between two steps; falsy if there are none.
 
     `trace`: a profiler trace starts or ends here. `last`: this was the last step.
     """
@@ -63,11 +63,11 @@ class Session:
 
     It restores the newest valid checkpoint or initializes a new state. `preemption` handles signals
     from before jax starts, so none is lost. `budget`, None on CPUs, is checked after compilation.
-    `state`, sharded over the mesh, is that after `step`, the last finished step; each step donates
-    it.
+    `state`, sharded over the mesh, is the state after `step`, the last finished step. Each step
+    donates it.
 
     Raise ConfigError if the checkpoints do not fit the config or another run uses the directory.
-    Raise CheckpointError if there are checkpoints and none is good.
+    Raise CheckpointError if checkpoints exist but none is valid.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class Session:
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
         """Save the state; training waits only for the copy to the host.
 
-        `metrics` are of an evaluation of this state, for `checkpoint.keep_best`. `due` is the kind
-        of a scheduled save, else "". `force` waits until a save to the run directory is committed.
+        `metrics` are from an evaluation of this state, for `checkpoint.keep_best`. `due` is the
+        kind of a scheduled save, else "". `force` waits until the save is committed.
         """
         with self.phase("save"):
             if names := nonfinite_names(self.state.groups):
@@ -365,7 +365,7 @@ class Session:
         return code if committed else runtime.EXIT_FAILURE
 
     def _compile_to_fit(self, budget: Budget) -> None:
-        """Compile the step before the state takes memory, with the remat policy that fits."""
+        """Compile the step before the state is allocated, with the remat policy that fits."""
 
         def compile_with(budget: Budget) -> Any:
             if budget is not self.budget:

@@ -54,13 +54,13 @@ class Parts:
     """The parts of a run.
 
     Attributes:
-        config: the settings; of an elastic run, adapted to the available devices.
-        is_shrunk: an elastic run has fewer devices than its mesh setting.
+        config: the settings; an elastic run adapts them to the available devices.
+        is_shrunk: True if an elastic run has fewer devices than its mesh setting.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        packed: rows have several documents; a guess from the settings until the data is open.
+        packed: True if rows have several documents; guessed from the settings until data is open.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
         remat: the policy chosen by cost; None = as in the settings.
     """
@@ -110,7 +110,7 @@ class Parts:
         return Budget.of(self.config, self.spec, self.devices, self.model, host_of)
 
     def within(self, budget: Budget) -> Parts:
-        """Return the parts with the remat policy of a budget; their step is built anew."""
+        """Return the parts with the remat policy of a budget; their step is rebuilt."""
         return dataclasses.replace(self, remat=budget.job.remat)
 
     @property
@@ -160,8 +160,8 @@ class Parts:
     ) -> tuple[TrainState, dict[str, Any], int]:
         """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
 
-        An EMA that only the settings have starts from the parameters. One that only the checkpoint
-        has is dropped. Both are logged.
+        If only the settings have an EMA, it starts from the parameters. If only the checkpoint has
+        an EMA, it is dropped. Both cases are logged.
         """
         target = self.abstract_state()
         state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
@@ -177,7 +177,7 @@ class Parts:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the rows that the model reads, by default text, as the settings pack it."""
+        """Fields of the rows that the model reads; by default text, packed as in the settings."""
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
         packed = self.config.data.packs_documents
         return fields or text_fields(self.config.train.seq_len, packed=packed)
@@ -194,7 +194,7 @@ class Parts:
         return {name: x.update(sharding=shardings[name]) for name, x in batch.items()}
 
     def open_loader(self, dataset: TrainData, start: Position) -> Loader:
-        """Open a loader of global batches on this mesh, from a position on."""
+        """Open a loader of global batches on this mesh, starting at a position."""
         return Loader(
             dataset,
             global_batch_size=self.config.train.global_batch_size,
@@ -205,7 +205,7 @@ class Parts:
         )
 
     def _initial_params(self, path: str) -> Params:
-        """Return stored weights, and random ones for `reinit_params`."""
+        """Return stored weights, with random values for `reinit_params`."""
         reinit = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
@@ -232,7 +232,7 @@ class Parts:
         *,
         reinit: Collection[str] = (),
     ) -> Params:
-        """Load weights onto this mesh; those of a run are verified.
+        """Load weights onto this mesh; weights of a run are verified.
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
         `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
@@ -282,8 +282,8 @@ def assemble(
     """Build the parts of a run for all devices of the job.
 
     `needs_of` estimates memory, which determines the default mesh. `host_of` names the host of each
-    process; None = one host per process. `model` replaces the one of the settings, and `objective`
-    that of the model.
+    process; None = one host per process. `model` replaces the model of the settings, and
+    `objective` the objective of the model.
     """
     model = config.build_model() if model is None else model
     if objective is not None:
@@ -388,7 +388,7 @@ def in_examples(parts: Parts, dataset: TrainData) -> Any:
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Reject data of another kind than the model takes, or with too many tokens or classes."""
+    """Reject data of a kind that the model does not take, or with too many tokens or classes."""
     kind = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != kind:
         raise ConfigError(

@@ -43,7 +43,7 @@ log = logging.getLogger("jaxdist")
 _PREVIEW_TOKENS = 16
 
 _BALANCE_ROWS = 16
-"""Packed rows that are read to estimate the load balance of context parallelism."""
+"""Number of packed rows to read for estimating the load balance of context parallelism."""
 
 _SAME_RATE = 1.05  # a smaller rise of the learning rate is rounding of the schedule
 
@@ -76,7 +76,7 @@ def name_of(objective: Objective | None) -> str:
 
 
 def check_objective(config: RunConfig, objective: Objective | None) -> None:
-    """Reject a resume with another objective than that of the run."""
+    """Reject a resume whose objective differs from the objective of the run."""
     starts = _earlier_starts(config) if config.resume != "never" else []
     before, now = (starts[0].get("objective", "") if starts else None), name_of(objective)
     if before not in (None, now):
@@ -102,7 +102,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the weights that a new run starts from, before a watchdog or a process waits."""
+    """Fetch the initial weights of a new run before a watchdog or another process waits."""
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
     if hub.is_hub_name(config.init_from) and not resumes:
@@ -120,8 +120,8 @@ def restore_or_init(
     """Restore the newest valid checkpoint, or initialize a new state, sharded over the mesh.
 
     Return the state, its step and the loader of the next batch. The losses of the guard are
-    restored. `left_out` are the samples to skip after a rollback. A new state starts the preflight
-    of `checkpointer`, which the caller finishes before the first step.
+    restored. `left_out` are the samples to skip after a rollback. For a new state, the preflight
+    of `checkpointer` is started; the caller finishes it before the first step.
     """
     config = parts.config
     rolls_back = left_out is not None
@@ -192,7 +192,7 @@ def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
 
 
 def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any, Any, RunConfig]]:
-    """Yield name, old value and new value of each difference, and `old` with that new value."""
+    """Yield name, old and new value of each changed setting, and `old` with the new value."""
     for field in dataclasses.fields(old):
         before, now = getattr(old, field.name), getattr(new, field.name)
         is_section = dataclasses.is_dataclass(before)
@@ -212,7 +212,7 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 
 
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
-    """Return whether the state of these settings has other arrays than the checkpoint."""
+    """Return whether the state arrays of these settings differ from the checkpoint's."""
     same_model = (config.model, config.train.seq_len) == (
         parts.config.model,
         parts.config.train.seq_len,

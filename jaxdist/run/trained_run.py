@@ -56,9 +56,9 @@ class TrainedRun:
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
         """Return the weights of a checkpoint, sharded as in training.
 
-        By default it is the opened checkpoint, or the newest valid one. `kind` is as in
-        `Checkpointer.restore_params`. Raise ConfigError if there is no such checkpoint, it has
-        another model or no average, or another checkpoint was opened.
+        The default is the opened checkpoint, or the newest valid one. `kind` is as in
+        `Checkpointer.restore_params`. Raise ConfigError if the checkpoint does not exist, has
+        another model or no average, or is not the opened one.
         """
         if None not in (step, self.step) and step != self.step:
             raise other_step(step, self.step, self.path)
@@ -95,7 +95,7 @@ class TrainedRun:
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
         """Return all rows of the sources; None or [] = the held-out rows of the run.
 
-        If the run was imported without a tokenizer, the one of a token folder is used.
+        A run imported without a tokenizer uses the tokenizer of a token folder.
         """
         config = self.parts.config
         data = dataclasses.replace(config.data, eval_sources=sources or config.data.eval_sources)
@@ -149,8 +149,8 @@ def open_run(
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
-    `path` may be a checkpoint inside the run. The settings are those stored with it, with the
-    checkpoint of `step`, or with the newest one. Mesh "auto" is one device; `simulate=0` uses the
+    `path` may be a checkpoint inside the run. The settings come from it, from the checkpoint
+    of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the
     real devices; `train` replaces settings of that section; `model`, `objective` and `rows` are as
     in `Program`.
     """
@@ -162,7 +162,7 @@ def open_run(
     devices = list(jax.devices())
     spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
     devices = devices[: spec.num_devices if spec is not None else 1]
-    # Evaluation has none, and on another mesh those of training may be illegal.
+    # Evaluation has no microbatches; those of training may be illegal on another mesh.
     is_same = spec is not None and spec == config.mesh.spec and not train
     changes = {**(train or {}), **({} if is_same else {"num_microbatches": 0})}
     config = dataclasses.replace(

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(_headed(heading, self.problems) if heading else self.problems))
 
 
-_MAX_CHARS = 2000  # of one problem
+_MAX_CHARS = 2000  # maximum length of one problem
 
 
 def _headed(heading: str, problems: list[str]) -> list[str]:

@@ -64,7 +64,7 @@ _RULES = (
 def groups_of(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
     """Yield (heading, (doc, fields)) of the root and of each section and kind.
 
-    The field `kind` is in the first kind, with all kinds as choices.
+    The field `kind` is listed once, in the first kind, with all kinds as choices.
     """
     plain = [f for f in fields_of(cls) if len(f.path) == 1]
     yield "", (_doc(cls), plain)
@@ -87,7 +87,7 @@ def _doc(cls: type) -> str:
 
 
 def _root(cls: type, fields: list[Field], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Yield the groups outside of sections: first the settings that the command adds."""
+    """Yield the groups outside of sections, starting with settings that the command adds."""
     own = [f for f in fields if f.name in spelled or f.name in vars(cls).get("__annotations__", {})]
     inherited = [f for f in fields if f not in own]
     yield _group("Options of this command" if inherited else "Options", own, spelled)

@@ -75,8 +75,8 @@ def read_with_origins(
         positional: dotted names of the positional arguments, in order; a list, which must be the
             last, takes all remaining ones.
         rest: name of the list that takes the arguments after `--`; "" = they are rejected.
-        base: settings that replace the defaults (those of a stored run), or a function of the
-            values that returns them or None.
+        base: settings that replace the defaults (e.g. of a stored run), or a function of the
+            values that returns such settings or None.
         settle: replaces values by their permanent form before rules are checked. Values that it
             cannot replace must be rejected by a rule.
         check_rules: also check rules and bounds, not only types.
@@ -114,7 +114,7 @@ def read_with_origins(
     config = reader.read()
     try:
         config = settle(config)
-    except ConfigError as error:  # a rule reports the same, with its origin
+    except ConfigError as error:  # a rule reports this error with its origin
         problems += [] if check_rules else error.problems
     problems += [*word_problems, *after_problems, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
@@ -349,7 +349,7 @@ class _Reader:
         name = ".".join(here if in_file else one.path)
         names = [field.name for field in fields_of(self.cls)]
         if cls is not self.cls:
-            # Fields of this kind first: `[model]` of another kind may have the name.
+            # Prefer fields of this kind: another kind of `[model]` may use the same name.
             near = [field.name for field in fields_of(cls, here[:-1])]
             names = near + [n for n in names if n not in near and not n.startswith(here[0] + ".")]
         sections = [n for n, t in types_of(self.cls).items() if kinds_of(t)]
@@ -398,7 +398,7 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
 
 
 def _did_you_mean(text: str, names: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """Return a question that names the closest names, with a leading space; "" without any."""
+    """Return " Did you mean ...?" with the closest names; "" if none is close."""
     names = list(dict.fromkeys(names))
     close = difflib.get_close_matches(text, names, n=2, cutoff=0.75)
     if not close:

@@ -24,7 +24,7 @@ class Input:
     Attributes:
         raw: TOML value, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
-        section_origin: in a file, the start of the outermost section; for a keyword, `origin`.
+        section_origin: start of the outermost section in a file; `origin` for a keyword.
     """
 
     path: Path
@@ -35,7 +35,7 @@ class Input:
 
 @dataclasses.dataclass
 class Arguments:
-    """A parsed command line; `files` are of `--config`, `rest` follows `--`.
+    """A parsed command line: `files` are the values of `--config`, `rest` follows `--`.
 
     `help` is None without `--help`, else the requested section ("" = everything).
     """
@@ -98,7 +98,7 @@ def _take_value(word: str, following: list[str], is_switch: bool = False) -> str
 class FlagWords:
     """A flag and its value on another program's command line, with the original words.
 
-    `name` is that of the setting, with underscores; "" for words that are not a flag.
+    `name` is the name of the setting, with underscores; "" for words that are not a flag.
     """
 
     name: str
@@ -172,7 +172,7 @@ def read_file(
 ) -> tuple[dict[str, Any], list[str], str]:
     """Return the table, the problems and the text of a TOML file, or of one in `NAMED_FILES`.
 
-    `file` is a path, a name or a URL, whose content `read_url` returns; None = URLs are rejected.
+    `file` is a path, a name or a URL. `read_url` returns the content of a URL; None = reject URLs.
     """
     path = FilePath(file)
     if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():

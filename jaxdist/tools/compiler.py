@@ -145,7 +145,7 @@ def _host_bytes(parts: Any) -> int:
 def attention_workspace(call: HloInstruction, gpu: Gpu) -> int:
     """Return the scratch bytes of a cuDNN call, which the compiler does not count.
 
-    A forward needs 256 on Hopper and 0 on Ampere; for a backward see `cudnn_scratch`. cuDNN treats
+    A forward call needs 256 on Hopper, 0 on Ampere; for backward see `cudnn_scratch`. cuDNN treats
     each document of a packed call as a row.
     """
     if "Backward" not in call.attributes:
@@ -163,8 +163,8 @@ _VALUE = re.compile(r"value: <\d+ ([^\s{]+)(\{[\d,]*\})? @\d+> \(size=(\d+),offs
 def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
     """Return the largest buffers of the arena of temporary memory.
 
-    Buffers with different lifetimes share addresses. A buffer that overlaps a larger one is left
-    out, so that the sizes add up.
+    Buffers with different lifetimes share addresses. A buffer that overlaps a larger one is
+    omitted, so that the sizes add up.
     """
     reports = sorted(scratch.glob("*after_optimizations-buffer-assignment.txt"))
     if not reports:

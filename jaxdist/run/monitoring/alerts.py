@@ -23,7 +23,7 @@ _LINES_PER_COMPARISON = 5  # console lines between two comparisons of the proces
 
 
 class Alerts:
-    """Warns about bad metrics of a run, once per episode; one process `compares` all processes."""
+    """Warns about bad metrics once per episode. A process that `compares` checks all processes."""
 
     def __init__(
         self,

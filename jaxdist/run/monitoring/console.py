@@ -25,10 +25,10 @@ _LABEL_WIDTH = 11
 _COMMON = ("loss", "learning_rate", "grad_norm")
 _BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 _WIDTH_OF_ONE, _WIDTH_OF_MANY = 80, 120
-"""Maximum columns of a step line: for one device, as on a laptop, and for several."""
+"""Maximum width of a step line in columns: for one device, and for several devices."""
 _BUSY = 0.8
 _LONG_S = 60.0
-"""Shorter runs always spend most of their time on starting."""
+"""Shorter runs get no explanation, because they always spend most of their time on startup."""
 
 
 def plain(styled: str) -> str:

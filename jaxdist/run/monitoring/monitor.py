@@ -48,7 +48,7 @@ class Monitor:
 
     Args:
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
-        compute_dtype: of matrix products, for the peak.
+        compute_dtype: dtype of matrix products, which determines the peak FLOP/s.
         devices: all devices of the job; `jax.devices()` by default.
         trace_requested: returns whether a trace was requested since the last call.
         on_record: called with each train and eval record, on every process.
@@ -145,7 +145,7 @@ class Monitor:
         Call it on every process. It reads the metrics, replicated scalars [], from the devices,
         which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
         loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
-        both waits; None = the wait for the devices was not measured. `link` is of the data ledger.
+        both waits; None = the wait for the devices was not measured. `link` is the ledger entry.
         Return the metrics as Python numbers; loss and gradient norm are None without labels.
         """
         values = read(metrics)

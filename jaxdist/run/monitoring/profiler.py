@@ -1,11 +1,11 @@
 """Traces of a few steps by jax's profiler, planned by a setting or requested by a signal.
 
-A trace slows its steps down and takes megabytes for each, so it is off by default. Process 0 traces
+A trace slows steps down and takes megabytes per step, so it is off by default. Process 0 traces
 the steps of `monitoring.profile`. A process that receives SIGUSR2 traces its own next steps, e.g.
 to examine a straggler.
 
-On GPUs, times are read from the trace. NCCL kernels are communication. Time that only they cover is
-exposed: it lengthens the step. Traces of CPU devices contain no kernels.
+On GPUs, times are read from the trace. NCCL kernels count as communication. Communication that
+overlaps with no other kernel is exposed. Traces of CPU devices contain no kernels.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Profiler:
         logger.info("wrote the trace of steps %d to %d to %s", first, last, self._path)
         try:
             devices = read_trace(self._written)
-        except Exception as failure:  # the trace is written, and may be readable elsewhere
+        except Exception as failure:  # the trace is written; another machine may be able to read it
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
         finally:

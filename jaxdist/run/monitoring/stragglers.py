@@ -25,11 +25,11 @@ from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.numbers import percent
 
 _MIN_COST = 0.1
-"""Share of the step time that a straggler costs at least; more if it is not always late."""
+"""Minimum cost of a straggler as a share of the step time; higher if it is not always late."""
 _MIN_DEVICE_WAIT = 0.05
 """Share of a step spent waiting for the devices, above which the step is not late."""
 _LATE_SHARE, _LATE_STEPS = 1 / 3, 5
-"""Late steps of an interval from which a process counts as slow: this share and this number, or two
+"""A process counts as slow from this share and this number of late steps per interval, or two
 thirds of a shorter interval. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4 steps
 late. A slow loader with saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
@@ -37,14 +37,14 @@ _SLOW_CLOCK = 0.85
 _TOPIC = "monitoring/processes"
 
 READY_SHARE = 0.02
-"""Share of a step below which a wait for results counts as none."""
+"""A wait for results below this share of a step is treated as no wait."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
     """A process that the others wait for; `cause` is "data", "host" or "gpu clock".
 
-    `lost_s` is in seconds per step, mean over the interval, more than the others; 0 for a clock.
+    `lost_s` is the mean extra time per step relative to the others, in seconds; 0 for a clock.
     """
 
     process: int

@@ -17,9 +17,9 @@ from jaxdist.run.monitoring.timers import CompileTracker
 class RunSummary:
     """Totals of a run; steps of an `earlier` start beyond `start_step` are lost and do not count.
 
-    `units` counts tokens (or images) trained on, `skipped_steps` those whose update was not
-    applied, `warnings` events of level warning or above of this start. `memory_peak_bytes` is of
-    the fullest device of this process, this start; 0 if unknown.
+    `units` counts tokens (or images) trained on, `skipped_steps` the steps whose update was not
+    applied, `warnings` the events of this start at level warning or above. `memory_peak_bytes` is
+    the peak of this process's fullest device in this start; 0 if unknown.
     """
 
     def __init__(self, earlier: Sequence[Record], *, start_step: int, unit: str):
@@ -44,7 +44,7 @@ class RunSummary:
         self._readings: dict[str, list[float]] = {}
 
     def totals(self, device_seconds: float, num_devices: int) -> dict[str, Any]:
-        """Return the fields of a `totals` event, with which `read_outline` resumes the totals."""
+        """Return the fields of a `totals` event, from which `read_outline` continues the totals."""
         best, last = self._best_eval(), self.evals[-1:]
         return {
             "step": self.last["step"],
@@ -63,7 +63,7 @@ class RunSummary:
         """Count the time of a step, and its share spent waiting for data and for devices.
 
         A step is dispatched before the results of the previous step are read. If the host waits for
-        those, the devices were never idle. Else they were idle for an unknown part of the step.
+        these results, the devices were never idle. Otherwise their idle time is unknown.
         """
         self._seconds["steps"] += step_time_s
         self._seconds["data"] += data_wait_s

@@ -24,7 +24,7 @@ _MIRRORED_BYTES = 1 << 20
 
 
 class TensorBoard:
-    """Scalars and text of a run, on disk when a method returns. A resumed run adds a file.
+    """Writes scalars and text of a run synchronously. A resumed run adds a file.
 
     TensorBoard hides points of earlier starts from `first_step` on.
     """
@@ -53,7 +53,7 @@ class TensorBoard:
         self._write(0, summary=summary_of(tag, indented))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one point for each tag in one event; values that are no numbers are omitted."""
+        """Write one point for each tag in one event; non-numeric values are omitted."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         points = [

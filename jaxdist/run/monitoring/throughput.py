@@ -35,7 +35,7 @@ class Throughput:
 
     @property
     def convention(self) -> str | None:
-        """Convention of `mfu`: causal if the model has it; None if there is no MFU."""
+        """FLOP convention of `mfu`: causal if the model reports it; None if there is no MFU."""
         if self.peak_flops is None or not self.flops_per_token:
             return None
         names = ("causal", "full", *self.flops_per_token)
@@ -84,7 +84,7 @@ class Throughput:
         return {name: value for name, value in fields.items() if value is not None}
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Return the seconds left by the median step time, without evaluations and saves."""
+        """Return the seconds left, from the median step time; excludes evaluations and saves."""
         if steps_left <= 0:
             return 0.0
         step_time_s = self.step_time_s

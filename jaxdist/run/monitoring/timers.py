@@ -23,7 +23,7 @@ def steady_clock() -> Callable[[], float]:
 class Compilation:
     """One compilation of a tracked function; `count` is 1 in a healthy run.
 
-    `seconds` are of tracing, lowering and compiling. `from_cache`: the executable came from the
+    `seconds` covers tracing, lowering and compiling. `from_cache`: the executable came from the
     persistent compilation cache. `changes` lists the arguments that changed since the last one.
     """
 
@@ -69,7 +69,7 @@ class CompileTracker:
             report(self._unreported.pop(0))
 
     def compile(self, *args: Any) -> Any:
-        """Compile for these arguments without a call; a later call with them does not compile."""
+        """Compile for these arguments without running; a later call reuses the executable."""
         with self._reported((args, {}), lambda: True):
             return self._function.lower(*args).compile()
 
@@ -171,7 +171,7 @@ DATA_WAIT_WARNING = 0.1
 
 
 class DataWaitTracker:
-    """Detects that waiting for data takes too large a share of the time, once per episode.
+    """Detects when waiting for data takes too large a share of the time, once per episode.
 
     An episode starts if waiting took more than `threshold` of a full window, and ends if it took
     less than half of that. A share near the threshold therefore warns once.
@@ -206,8 +206,8 @@ class StepTimer:
 
     Call `lap` once per step. Laps follow the pace of the devices, because reading the metrics of
     step n−1 blocks until they exist. With `blocking_dispatch` (jax on several CPU devices) a
-    dispatch waits for the previous step, and counts as waiting for the devices. `device_wait_s` is
-    of the last lap; near 0 means that the devices were idle until the next dispatch.
+    dispatch waits for the previous step, and counts as waiting for the devices. `device_wait_s`
+    covers the last lap; near 0 means that the devices were idle until the next dispatch.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class StepTimer:
         return self._timed("paused")
 
     def lap(self) -> tuple[float, float]:
-        """Return the seconds since the last lap without pauses, and those waiting for data."""
+        """Return the seconds since the last lap (without pauses) and the data wait among them."""
         now, seconds = self._clock(), self._seconds
         times = (now - self._begin - seconds["paused"], seconds["data"])
         self.device_wait_s = seconds["device"]

@@ -25,10 +25,10 @@ from jaxdist.runtime.named_function import named_function
 logger = logging.getLogger("jaxdist")
 
 _MAX_QUEUED = 1000
-"""Points that may wait for a slow tracker. One more disables it, with a warning."""
+"""Maximum points queued for a slow tracker; one more disables it with a warning."""
 
 _FINISH_S = 60.0
-"""Seconds that the end of a run waits for a tracker."""
+"""Maximum seconds to wait for a tracker at the end of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,4 +195,4 @@ class _Mlflow:
 
 
 _PARAM_CHARS = 500
-"""Characters of a parameter that every version of MLflow accepts."""
+"""Maximum parameter length, in characters, that every version of MLflow accepts."""

@@ -19,15 +19,15 @@ from jaxdist.runtime.storage import locate
 log = logging.getLogger("jaxdist")
 
 _MIN_LOSSES = 16
-"""Losses before spikes are detected: the loss falls steeply at the start of a run."""
-_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_MIN_DEVIATION = 0.02  # of the median: small changes of a smooth loss are no spikes
+"""Losses required before spikes are detected, because the loss falls steeply at the start."""
+_MAD_TO_DEVIATION = 1.4826  # for a normal distribution
+_MIN_DEVIATION = 0.02  # × the median, so that small changes of a smooth loss are not spikes
 
 SPIKE_WINDOW_STEPS = 64
-"""Steps of the window of losses: short enough to follow a falling loss."""
+"""Length of the loss window in steps: short enough to follow a falling loss."""
 
 SPIKE_DEVIATIONS = 10.0
-"""Standard deviations above the median of the window from which a loss is a spike. The deviation is
+"""A loss this many standard deviations above the window's median is a spike. The deviation is
 1.48 × the median absolute deviation, and at least 2 % of the median. Noise stays far below ten."""
 
 
@@ -37,8 +37,8 @@ class Anomaly:
 
     `kind` is the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike". `limit`
     is the loss above which the step was a spike; inf while there were too few losses. `action` is
-    report, skip, rollback or stop, by the policy. `rows` are dataset rows of its batch, `left_out`
-    samples [first, end) that earlier rollbacks had left out.
+    report, skip, rollback or stop, by the policy. `rows` are the dataset rows of its batch.
+    `left_out` are the sample ranges [first, end) that earlier rollbacks skipped.
     """
 
     step: int
@@ -99,9 +99,9 @@ class LossGuard:
     Anomalies are written to `path`; None on processes that do not write.
 
     Attributes:
-        skipped: consecutive steps whose update was not applied, without those that had no labels
-            or that lowered the loss scale.
-        skip_kind: their exit reason, "loss_spike" if each was a spike.
+        skipped: number of consecutive steps whose update was not applied. Steps without labels and
+            steps that lowered the loss scale do not count.
+        skip_kind: exit reason of these steps, "loss_spike" if each was a spike.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):

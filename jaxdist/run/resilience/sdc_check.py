@@ -1,7 +1,7 @@
 """Silent data corruption (SDC): copies of one value must have the same bits on all devices.
 
-Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its part of
-every array of the state that is replicated over the data axes. The hashes, 4 bytes each, are
+Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its shard of
+every state array that is replicated over the data axes. The hashes, 4 bytes each, are
 gathered and compared on the host one step later. A single wrong bit always changes a hash. With
 three or more copies the majority identifies the wrong device. With two, both are named. Arrays that
 are sharded over all data axes have no second copy: only the checksums of checkpoints cover them.

@@ -50,12 +50,12 @@ log = logging.getLogger("jaxdist")
 _BEAT_S = 1.0
 _REMOTE_BEAT_S = 10.0  # on an object store, where each beat is two billed requests
 _READINGS_APART = 4  # heartbeats between two readings: a busy host may miss one or two
-_PATIENCE = 20  # heartbeats that a process waits for the diagnosis of another one
+_PATIENCE = 20  # heartbeats to wait for the diagnosis of another process
 _FLUSH_S = 10.0  # limit for the last log lines if the run directory is on an object store
 _MEDIAN_STEPS = 50
 _HANG_FACTOR = 3.0  # × the median step time: slow steps that make progress take less
-PHASE_TIMEOUT_S = 3600.0  # of a start, a compilation, a restore, a save or a batch of an evaluation
-_STEP_PHASES = ("step", "data")  # phases with the limit of a step; the others have the long one
+PHASE_TIMEOUT_S = 3600.0  # limit of a start, compilation, restore, save, or evaluation batch
+_STEP_PHASES = ("step", "data")  # limited by the step timeout; other phases by PHASE_TIMEOUT_S
 
 
 class Watchdog:
@@ -306,8 +306,8 @@ def silent_processes(
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
     """Name the process that is behind, in one line, from heartbeats read some beats apart.
 
-    The first that applies: processes without a heartbeat; processes that finished fewer steps;
-    processes in another phase while the others wait in a step.
+    Report the first that exists: processes without a heartbeat; processes that finished fewer
+    steps; processes in another phase while the others wait in a step.
     """
     if stopped := silent_processes(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in stopped]

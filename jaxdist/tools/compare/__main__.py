@@ -39,7 +39,7 @@ from jaxdist.tools.compare.records import (
 from jaxdist.tools.compare.rerun import RerunStep, rerun
 
 _MAX_NAMES = 8
-"""Names of one kind listed before "and N more"."""
+"""Maximum names of one kind to list before "and N more"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def _rerun_lines(
 def _parts_of(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
 ) -> tuple[Parts, Parts]:
-    """Assemble both runs with the settings of their checkpoints of `start`, on one mesh."""
+    """Assemble both runs on one mesh, with the settings of their checkpoints at step `start`."""
     stored = [settings_of_run(run.path, start) for run in runs]
     shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)

@@ -26,8 +26,8 @@ class Divergence:
     `settings` and `environment` map a name to its value in both runs, None if a run lacks it.
     `data_step` is the first step with different rows; None without a difference or a ledger. `step`
     is the first step with a different number; `numbers` maps its name to both values.
-    `checkpoint` is the oldest step of which the checkpoints differ, and `arrays` names the arrays
-    that differ in it.
+    `checkpoint` is the oldest step whose checkpoints differ, and `arrays` names the arrays that
+    differ.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -48,13 +48,13 @@ class Divergence:
 
     @property
     def last_to_rerun(self) -> int:
-        """Return the step in which a rerun must show a difference."""
+        """Return the last step to rerun: a rerun must show a difference by then."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 
     @property
     def rerun_from(self) -> int:
-        """Return the newest equal checkpoint before that step; 0 for none."""
+        """Return the step of the newest equal checkpoint before `last_to_rerun`; 0 without one."""
         return max((s for s in self.equal_checkpoints if s < self.last_to_rerun), default=0)
 
 
@@ -123,7 +123,7 @@ def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    """Return the equal checkpoints of both, and the oldest that differs."""
+    """Return the checkpoints that are equal in both runs, and the oldest that differs."""
     steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
     equal: list[int] = []
     different: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}

@@ -103,7 +103,7 @@ def rerun(
         for run, own in zip(runs, parts, strict=True):
             config = own.config
             data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
-            own, _ = decide_step(own, data[0].fields, own.budget())  # the program of training
+            own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
             history = read_history(run)
             state, loader = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)

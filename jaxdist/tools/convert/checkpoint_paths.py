@@ -20,7 +20,7 @@ _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had
 
 
 def checkpoint_of(path: str, step: int) -> Location:
-    """Return a checkpoint after verifying its files; `step` < 0 = that of `path`, or the newest."""
+    """Return a checkpoint after verifying its files; `step` < 0 = as in `path`, or the newest."""
     directory, named = manifest.named_step(path)
     steps = manifest.steps_in(directory)
     if step < 0 and named is not None:
@@ -40,7 +40,7 @@ def checkpoint_of(path: str, step: int) -> Location:
 
 
 def nothing_under(prefix: str, names: Iterable[str]) -> str:
-    """Return the message for a prefix of `--under` that no array has."""
+    """Return the error message for a `--under` prefix that matches no array."""
     return (
         f"--under {prefix}: no array name begins with it. Names: "
         f"{few(list(dict.fromkeys(names)), 3)}."
@@ -56,7 +56,7 @@ def new_directory(path: str) -> Location:
 
 
 def new_run_directory(path: str) -> Location:
-    """Return a new directory like `new_directory`; an interrupted `making_run` may be in it."""
+    """Return a directory like `new_directory`; it may contain an interrupted `making_run`."""
     directory = locate(path).absolute()
     marker = directory / _MARKER
     only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
@@ -67,7 +67,7 @@ def new_run_directory(path: str) -> Location:
 def making_run(directory: Location) -> Iterator[None]:
     """Lock a directory of `new_run_directory` while a run is written into it.
 
-    A marker file makes it incomplete until the end. An interrupted earlier attempt is deleted.
+    A marker file flags it as incomplete until the end. An interrupted earlier attempt is deleted.
     """
     (directory / "checkpoints").make_directory()
     marker = directory / _MARKER

@@ -109,7 +109,7 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
 def _settings(name: str, model: DecoderConfig, source: Location, out: Location) -> str:
     """Copy the tokenizer into the run and return the text of its config.toml.
 
-    It names the copy even if the model has no tokenizer, because no other one fits.
+    The text names the copy even if the model has no tokenizer, because no other tokenizer fits.
     """
     run = RunConfig(name=name, model=model)
     files = tokenizer_files(source)

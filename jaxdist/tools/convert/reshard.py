@@ -83,8 +83,8 @@ def _target(
 ) -> tuple[str, dict[str, tuple[int, ...]]]:
     """Return the run's settings (TOML) with the new mesh, and array -> shape of one shard.
 
-    An average of the weights that only the settings or only the checkpoint have is left out, as in
-    a restore.
+    An average of the weights that only the settings or only the checkpoint has is dropped, as in a
+    restore.
     """
     from jaxdist.run.trained_run import open_run
 

@@ -91,7 +91,7 @@ def _tensors(
     """Return Hugging Face name -> tensor of the weights in `item`, read when it is written."""
 
     def stored_name(name: str) -> str:
-        """Return the name of the array in `item`, or in `params`: averages lack frozen weights."""
+        """Return the name of the array in `item`, or in `params`: the EMA lacks frozen weights."""
         own = name.replace("params/", f"{item}/", 1)
         return own if own in stored.entries or name not in stored.entries else name
 

@@ -50,7 +50,7 @@ class DoctorConfig(RunConfig):
     wait_s: int = setting(60, "seconds that processes wait for each other in one check", ge=1)
 
     def problems(self) -> list[str]:
-        """Leave out the rules of the run: violations are findings of the report."""
+        """Check only the run directory; the report lists violated rules of the run as findings."""
         problem = file_system_problem(self.run_dir, "disks are measured")
         return [f"run_dir={problem}"] if problem else []
 
@@ -66,7 +66,7 @@ class DoctorConfig(RunConfig):
         # Parameters, their average and moments; the state in memory has gradients too.
         moments = self.optim.moment_bytes + self.optim.ema_bytes
         one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
-        unfinished = 1 + self.checkpoint.async_save  # one being written, one halfway
+        unfinished = 1 + self.checkpoint.async_save  # a save in progress, and a halfway one
         return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + unfinished)
 
 

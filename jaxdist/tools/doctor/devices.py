@@ -108,8 +108,8 @@ class DeviceGroup:
 def time_axes(mesh: Mesh, num_bytes: int) -> dict[str, dict[str, tuple[float, bool]]]:
     """Return axis -> group -> (seconds of an all-reduce, whether the sum was correct).
 
-    It contains the groups of this process. Collective: all processes time the groups in the same
-    order, so that none deadlock.
+    The result contains the groups of this process. Collective: all processes time the groups in the
+    same order, to avoid deadlocks.
     """
     own = jax.process_index()
     return {
@@ -133,7 +133,7 @@ def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
 def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
     """Return (median seconds, correctness) of an all-reduce over `members` [size].
 
-    Each contributes float32 [1, num_bytes / 4].
+    Each device contributes float32 [1, num_bytes / 4].
     """
     size = len(members)
     mesh = Mesh(members, ("group",), axis_types=(AxisType.Auto,))

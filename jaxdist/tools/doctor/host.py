@@ -23,7 +23,7 @@ _SMALL_SHM = 1 << 30
 _FEW_FILES = 4096
 """NCCL, gloo and checkpoints open hundreds to thousands of sockets and files."""
 _SLOW_NOTICE_S = 120
-"""A lost node that goes unnoticed longer costs more than most restarts."""
+"""Detecting a lost node more slowly than this costs more than most restarts."""
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:

@@ -35,8 +35,8 @@ _NFS_CACHE_S = 5.0
 class Listener:
     """Answers each connection with this process's clock, until closed.
 
-    `address` is the one on the route `towards` a host that all processes reach (the coordinator);
-    "" = only this host.
+    `address` is this host's address on the route `towards` a host that all processes reach (the
+    coordinator); "" = only this host.
     """
 
     def __init__(self, towards: str = ""):
@@ -73,7 +73,7 @@ def own_address(towards: str) -> str:
 def visit(addresses: Sequence[tuple[str, int]], own: int) -> dict[str, Any]:
     """Connect to all other processes; return the results by process.
 
-    `failed` are reasons, `offset_s` clocks minus the own clock, `rtt_s` round trips.
+    `failed` has reasons, `offset_s` the peer's clock minus this clock, `rtt_s` round-trip times.
     """
     others = [i for i in range(len(addresses)) if i != own]
     failed, offsets, trips = {}, {}, {}
@@ -157,7 +157,7 @@ def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """The file of one process in the run directory; `nonce` is that of this check."""
+    """The file of one process in the run directory; `nonce` identifies this check."""
 
     directory: Path
     nonce: str
@@ -214,8 +214,8 @@ def check_views(
 ) -> list[Finding]:
     """Rate the directory.
 
-    `views` maps a process to those whose token it has read, `failed` to the reason for a failed
-    write.
+    `views` maps a process to the processes whose tokens it read. `failed` maps a process to the
+    reason why its write failed.
     """
     results = [
         error(

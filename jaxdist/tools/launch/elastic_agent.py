@@ -178,8 +178,8 @@ class ElasticAgent(Agent):
     def continues_after_save(self) -> bool:
         """Return whether another round follows a save that was not requested on this host.
 
-        It does if the leader or another member requested the save. A single host preempted itself,
-        e.g. at its time limit.
+        It does if the leader or another member requested the save. A single host was preempted
+        itself, e.g. at its time limit.
         """
         assert self.round is not None  # a round has ended
         current = self._current_round() or self.round
@@ -197,7 +197,7 @@ class ElasticAgent(Agent):
             self.rendezvous.close(state="ended", code=code)
 
     def discard(self) -> None:
-        """Restore the files of the rendezvous."""
+        """Restore the rendezvous files to their state before this launch."""
         self.rendezvous.discard()
 
     def _leads(self, hosts: Mapping[int, Host]) -> bool:
@@ -264,7 +264,7 @@ class ElasticAgent(Agent):
 
     def _current_round(self) -> Round | None:
         current = self.rendezvous.read_round()
-        if current is None:  # it cannot be read now
+        if current is None:  # round.json cannot be read now
             return self._newest
         if self._newest is None or current.id != self._newest.id:
             self._newest_since = self.rendezvous.clock()
@@ -304,8 +304,8 @@ class ElasticAgent(Agent):
     def _missing_member(
         self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool
     ) -> str:
-        """Describe the member for which this host's processes wait in vain; "" if none."""
-        assert self.round is not None  # it runs
+        """Describe the lost member that blocks this host's processes; "" if none."""
+        assert self.round is not None  # a round runs
         if current is None or current.id != self.round.id:
             return f"the other hosts have started a round without {self.rendezvous.own}"
         for member in self.round.members:

@@ -52,7 +52,7 @@ TRAINING = (
 
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
-"""Longest wait for a fork, which normally takes milliseconds."""
+"""Timeout of a fork, which normally takes milliseconds."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
@@ -121,7 +121,7 @@ class ForkServer:
         return Forked(self, self._started)
 
     def code_of(self, pid: int, wait_s: float | None = 0.0) -> int | None:
-        """Return the exit code of a fork; None if it runs after `wait_s` seconds (None: wait)."""
+        """Return the exit code of a fork; None if it still runs after `wait_s` (None = wait)."""
         until = None if wait_s is None else time.monotonic() + wait_s
         self._read(0.0)
         while pid not in self._codes and not self._gone:
@@ -214,10 +214,10 @@ def serve(modules: Sequence[str]) -> list[str]:
 
 
 def _become_worker(server: int, environ: dict[str, str], output: int) -> None:
-    """Set up a fork as the launcher sets up a process that it starts itself."""
+    """Set up a fork like a process that the launcher starts directly."""
     os.setsid()
     die_with_parent()
-    if os.getppid() != server:  # it ended in between
+    if os.getppid() != server:  # the server has ended since
         os._exit(1)
     for number in (1, 2):
         os.dup2(output, number)

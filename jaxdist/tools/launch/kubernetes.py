@@ -42,7 +42,7 @@ CONFIG_PATH = "/etc/jaxdist/run.toml"
 """Path of the config file in the pods."""
 
 _JOIN_TIMEOUT_S = 1800
-"""Nodes pull the image at different speeds, and without a queue pods start as nodes become free."""
+"""Long, because nodes pull the image at different speeds, and unqueued pods start one by one."""
 
 _FORMS = {
     "volume": ("[^:]+:/[^:]+", "CLAIM:/PATH, e.g. runs:/runs"),
@@ -52,7 +52,7 @@ _FORMS = {
     "env": ("[^=]+=.*", "NAME=VALUE"),
     "secret_env": ("[^=]+=[^:]+:.+", "NAME=SECRET:KEY, e.g. WANDB_API_KEY=wandb:api-key"),
 }
-"""Setting -> pattern of the texts that this module splits; Kubernetes checks the parts."""
+"""Setting -> pattern of the values that this module splits, and its description."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ def log_selector(name: str) -> str:
 
 
 def manifest_text(config: KubernetesConfig) -> str:
-    """Return the YAML that `kubectl apply` reads: the job, and the config file if one is named."""
+    """Return the YAML for `kubectl apply`: the job, and the config file if one is named."""
     import jinja2
 
     file, words = None, [f"--run-dir={config.run_directory}"]

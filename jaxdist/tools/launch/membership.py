@@ -76,14 +76,14 @@ class LegalSizes:
     def runs(self, num_processes: int, devices: int) -> bool:
         """Return whether `num_processes` with `devices` each can run the program.
 
-        A single process may leave devices idle, but not have more than the mesh names.
+        A single process may leave devices idle, up to the number of devices of the mesh.
         """
         if self.legal is None or num_processes * devices in self.legal:
             return True
         return num_processes == 1 and min(self.legal) <= devices <= max(self.legal)
 
     def suits(self, num_processes: int, devices: int) -> bool:
-        """Return whether they can run it without an idle GPU."""
+        """Return whether these processes can run the program without an idle GPU."""
         all_used = self.legal is None or num_processes * devices in self.legal
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
@@ -95,8 +95,8 @@ def choose_members(
 
     The largest job has the most devices or, if every number of devices is legal, the most
     processes. Ties go to the fewest hosts, because the network between hosts is slower, then to the
-    most processes per host. If some hosts have GPUs, a host without has lost its own and is left
-    out.
+    most processes per host. If some hosts have GPUs, a host without GPUs has lost them and is
+    excluded.
     """
     if any(host.gpus for host in hosts):
         hosts = [host for host in hosts if host.gpus]
@@ -128,7 +128,7 @@ def _device_counts(hosts: Sequence[Host]) -> list[int]:
 
 
 def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
-    """Return the numbers of nodes on which it can run, with `devices` per process."""
+    """Return the node counts on which the program can run, with `devices` per process."""
     every = range(nodes.minimum, nodes.maximum + 1)
     return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 

@@ -11,7 +11,7 @@ and that host may be lost. The run directory is available as long as the job can
   different hosts are never compared.
 * A file whose counter has not changed since the first read may be left from an earlier launch. It
   is ignored until it changes.
-* Every launcher has a uuid: a restarted launcher is another member.
+* Every launcher has a uuid: a restarted launcher is a new member.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ State = Literal[
 class Host:
     """State of one host, written by its launcher.
 
-    `uuid` identifies the launcher; `heartbeat` grows while it lives. `port` is unused, for the
-    job's coordinator. `devices` counts those of all processes; with `gpus` they can be divided
-    among processes. `round` is the last round in which it took part. `code` is the exit code of a
-    launcher whose end ends the job.
+    `uuid` identifies the launcher; `heartbeat` grows while it lives. `port` is a free port for
+    the job's coordinator. `devices` counts the devices of all processes; with `gpus` they can be
+    divided among processes. `round` is the last round in which it took part. `code` is the exit
+    code of a launcher whose end ends the job.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class Membership:
 class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
-    `stop` is the reason for which the round must save and end; empty while it should run.
+    `stop` is the reason to save and end the round; empty while it should run.
     """
 
     id: str
@@ -173,7 +173,7 @@ class Rendezvous:
         """Restore the files to their state before this launch.
 
         Other hosts have `heartbeat_timeout_s` to read the final state of this one. The host that
-        created the directory is the last, so that it can remove the directory.
+        created the directory finishes last, so that it can remove the directory.
         """
         if self._heartbeats.ident:
             self._heartbeats.join()

@@ -170,7 +170,7 @@ class SlurmConfig:
 
 
 def limit_s(text: str) -> int:
-    """Return the seconds of a SLURM time limit; 0 = the text is none."""
+    """Return the seconds of a SLURM time limit; 0 = not a time limit."""
     match = _TIME.fullmatch(text)
     if match is None:
         return 0
@@ -209,7 +209,7 @@ def batch_script(
 
 
 def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, object]:
-    """Return `#SBATCH` option -> value; empty and 0 are left out."""
+    """Return `#SBATCH` option -> value; empty and 0 are omitted."""
     tasks = config.tasks_per_node
     # With --ntasks SLURM allocates only the nodes that the minimum needs: an elastic job requests
     # CPUs instead, and passes the tasks to srun.
@@ -241,8 +241,8 @@ def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> s
     if config.container.endswith(".sif"):
         program = f"apptainer exec --nv{binds} {container} {program}"
     elif config.container.endswith("/"):
-        # A directory, not an image file: the ch-run that serves a file ends at the signals for the
-        # training. --write, because mount points are created in the image.
+        # Use a directory: a ch-run that serves an image file would be killed by the signals meant
+        # for training. --write, because mount points are created in the image.
         mounts = f'--bind "$HOME" --bind "$PWD"{binds} --cd "$PWD"'
         program = f"ch-run --write --set-env {mounts} {container} -- {program}"
     elif config.container:

@@ -115,7 +115,7 @@ class FixedAgent(Agent):
         )
 
     def _num_processes(self) -> int:
-        """Return the fixed number, or the present number of GPUs: losing one is no failure."""
+        """Return the fixed number, or the current number of GPUs: a lost GPU is not a failure."""
         if self._nproc_per_node:
             return self._nproc_per_node
         now = count_gpus() or 1
@@ -247,11 +247,11 @@ class Supervisor:
     def _start(self, command: list[str], environ: dict[str, str], output: int) -> Process:
         """Fork the fork server if it is ready, else start a fresh process.
 
-        After two failures without a new checkpoint processes are fresh, to rule out the fork as
-        the cause.
+        After two failures without a new checkpoint, always start fresh processes, to rule out the
+        fork as the cause.
         """
         if self._failures <= 1 and self._preloaded is not None and self._preloaded.is_ready():
-            with contextlib.suppress(OSError):  # it has just ended: `_watch` reports it
+            with contextlib.suppress(OSError):  # server just ended: `_watch` reports it
                 return self._preloaded.start(command, environ, output)
         return start_command(command, environ, output)
 

@@ -43,7 +43,7 @@ class Worker:
     """One process in its own session; its output goes to a log file and to the console.
 
     `ended_at` is the time of the end (`time.monotonic`); 0 while it runs. `quiet`: log file only.
-    `service_lines` is the message of jax's service when it ended this process for another one.
+    `service_lines` is the message of jax's service if it ended this process because of another.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Worker:
         return f"killed by {signal.Signals(-code).name}{hint}"
 
     def may_be_out_of_memory(self) -> bool:
-        """Return whether it was killed while the kernel counted a kill for lack of memory."""
+        """Return whether the process was killed while the kernel counted an out-of-memory kill."""
         killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
         return self.process.returncode in killed and self._new_oom_kills().count > 0
 
@@ -185,7 +185,7 @@ class Worker:
                 re.findall(r"\d+", line) if re.fullmatch(r"[\d,\s]+", line) else []
             )
             lost_ids |= set(map(int, numbers))
-        lost = sorted(lost_ids - {self.process_id}) or [0]  # unnamed, it is the coordinator
+        lost = sorted(lost_ids - {self.process_id}) or [0]  # if unnamed: the coordinator
         names = []
         for process_id in lost[:4]:
             try:
@@ -226,5 +226,5 @@ class Worker:
 
 def _block_notices() -> None:
     die_with_parent()
-    # `runtime.Preemption` unblocks them; before it could act on a notice, the process would die.
+    # `runtime.Preemption` unblocks them. Without it, a signal would kill the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)

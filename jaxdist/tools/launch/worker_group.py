@@ -26,7 +26,7 @@ POLL_S = 0.05
 COLLECT_S = 2.0
 """Time after the first failure for the others to notice it and write their own errors."""
 COLLECT_KILLED_S = 0.3
-"""The same if SIGKILL ended the first on the only host: no other process has the cause."""
+"""Shorter wait after a SIGKILL on a single host, where no other process has the cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class Placement:
 class GroupResult:
     """Reason for the end of an attempt.
 
-    `exit_code` is that of the first failure, 0 or 75 without one. `first_process` is its process
-    id; -1 if none of this host caused it. `details` are a traceback, or the last lines of the log.
-    `failed_at` is its time (`time.monotonic`) or 0. `is_rejected`: the settings were rejected
-    before any process changed the run directory.
+    `exit_code` is that of the first failure, 0 or 75 without one. `first_process` is the process id
+    of the failure; -1 if no process of this host caused it. `details` are a traceback or the last
+    lines of the log. `failed_at` is its time (`time.monotonic`) or 0. `is_rejected`: the
+    settings were rejected before any process changed the run directory.
     """
 
     exit_code: int

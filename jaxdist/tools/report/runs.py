@@ -19,7 +19,7 @@ from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 MAX_RECORDS = 4096
-"""At most twice as many train records and twice as many evaluations of a run are kept."""
+"""At most twice this many train records and twice this many evaluations are kept per run."""
 
 _EXTREMES = (
     *(("loss", 0), ("loss", 1), ("loss", -1), ("grad_norm", 1), ("grad_norm", -1)),
@@ -36,7 +36,7 @@ class ReportedRun:
 
     `config` is dotted setting -> value, from the newest checkpoint or config.toml. `train` and
     `evals` are the records that led to the newest state; long runs are thinned, see `MAX_RECORDS`.
-    `restarts` are steps at which the run was restarted. `outcome` is row of the table -> value.
+    `restarts` are steps at which the run was restarted. `outcome` is table row -> value.
     """
 
     name: str
@@ -121,7 +121,7 @@ def _sorted(
 
 
 def _thinned(records: list[Record]) -> list[Record]:
-    """Keep of every 18 records the first and the extremes of a few numbers: at most half."""
+    """Keep the first record and the extremes of some numbers of every 18: at most half."""
     kept = []
     for start in range(0, len(records), 18):
         group = records[start : start + 18]
@@ -190,7 +190,7 @@ def _exit_reason(events: list[Record]) -> str:
 
 
 def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:
-    """Leave out the first step of each start, which includes the compilation."""
+    """Drop the first step of each start, which includes the compilation."""
     first = {start.get("step", 0) + 1 for start in starts}
     return [record for record in train if record["step"] not in first]
 

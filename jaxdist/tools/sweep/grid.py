@@ -19,7 +19,7 @@ from jaxdist.settings.schema import BadValueError, FlagText, read_value
 COMMAND = "jaxdist.sweep"
 
 _SWEEP_SETTINGS = ("name", "run_dir", "resume", "replay")
-"""Settings of a run that the sweep sets: they cannot vary."""
+"""Settings of a run that the sweep sets itself, so they cannot vary."""
 
 _MOST_TRIALS = 10_000
 _LONGEST_NAME = 255  # bytes of a directory name on Linux file systems
@@ -170,7 +170,7 @@ def _other_run(trial: Trial) -> str:
     run = RunDirectory(trial.path, is_writer=False, resumed=True)
     try:
         old = flatten(tomllib.loads(run.config.text()))
-    except (OSError, ValueError):  # new; training reports a damaged one
+    except (OSError, ValueError):  # a new run; training reports a damaged one
         return ""
     changed = changed_settings(old, flatten(tomllib.loads(write_toml(trial.config))))
     before, now = changed.get("train.steps", (0, 0))
