@@ -3,7 +3,7 @@
     python scripts/english.py [FOLDER ...]
 
 Prints each dialect name and each docstring that starts with a word such as "what" or "whether",
-then both counts. `tests/test_architecture.py` holds the counts of the package at limits.
+then both counts. `tests/test_architecture.py` limits the counts of the package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def dialect_names(path: Path) -> Iterator[str]:
-    """Yield `file: name` for each time that a file binds a dialect name."""
+    """Yield `file: name` for each binding of a dialect name in a file."""
     for name in (path.stem, *bound_names(ast.parse(path.read_text()))):
         if DIALECT & set(name.lower().strip("_").split("_")):
             yield f"{path}: {name}"

@@ -2,7 +2,7 @@
 
     python scripts/size.py
 
-`tests/test_architecture.py` holds these numbers at limits, which only fall.
+`tests/test_architecture.py` limits these numbers; the limits only decrease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def count_lines(folder: Path) -> int:
 
 
 def count_code(source: str) -> int:
-    """Return the number of lines that hold code: no docstring, comment or blank line."""
+    """Return the number of code lines, without docstrings, comments and blank lines."""
     texts = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -41,7 +41,7 @@ def count_code(source: str) -> int:
 
 
 def imported_names(source: str) -> set[str]:
-    """Return the modules of this package that a file names, in import statements and strings."""
+    """Return the modules of this package that a file mentions in imports and strings."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def folder_pairs() -> list[tuple[str, str]]:
 
 
 def sizes() -> dict[str, int]:
-    """Return the numbers by name."""
+    """Return each size by name."""
     package, reference = ROOT / "jaxdist", ROOT / "docs" / "settings.md"
     return {
         "package lines": count_lines(package),

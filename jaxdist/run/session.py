@@ -280,7 +280,7 @@ class Session:
         """Save the state; training waits only for the copy to the host.
 
         `metrics` are from an evaluation of this state, for `checkpoint.keep_best`. `due` is the
-        kind of a scheduled save, else "". `force` waits until the save is committed.
+        kind of a scheduled save, else "". `force` waits until a run-directory save is committed.
         """
         with self.phase("save"):
             if names := nonfinite_names(self.state.groups):

@@ -1,12 +1,12 @@
-"""Plants a fault at every collective of the step, mesh by mesh, and counts which the audit refuses.
+"""Plant a fault at every collective of the step on each mesh, and count the faults that are caught.
 
     python scripts/bench/audit_mutants.py [--mesh dp=2,tp=2 ...] [--out TABLE.md]
 
-A fault is one call of `core/collectives.py` made wrong while the step is traced: omitted (a
-reduce-scatter becomes a slice), doubled, over another axis of the mesh, of what was gathered
-before, or in bfloat16. It is killed by jax's types (the step cannot be traced), by the mesh audit,
-or else by the deep audit, which runs one small step. Faults that leave the traced program as it was
-are no faults and are not counted.
+A fault changes one call of `core/collectives.py` while the step is traced: the call is omitted (a
+reduce-scatter becomes a slice), doubled, done over another mesh axis, applied to gathered data, or
+done in bfloat16. It is caught by jax's types (the step cannot be traced), by the mesh audit, or by
+the deep audit, which runs one small step. Faults that do not change the traced program are not
+counted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Case:
         return ", ".join(filter(None, said))
 
     def config(self) -> RunConfig:
-        """A small run."""
+        """Return the settings of a small run."""
         return RunConfig(
             model=DecoderConfig(
                 d_model=32, num_layers=4, num_heads=4, mlp_dim=64, vocab_size=64, bias=["out"]
@@ -80,12 +80,12 @@ class Case:
         )
 
     def parts(self) -> Parts:
-        """Its parts."""
+        """Return the parts of the run."""
         devices = jax.devices()[: MeshSpec.parse(self.mesh).num_devices]
         return assemble(self.config(), devices, model=self.model())
 
     def model(self, seq_len: int = 16) -> Model:
-        """The model of the run, with or without sequence parallelism."""
+        """Return the model of the run, with or without sequence parallelism."""
         del seq_len
         return dataclasses.replace(self.config().build_model(), sequence=self.sequence)
 
@@ -111,11 +111,11 @@ CASES = (
 )
 
 Site = tuple[str, int, str, str]
-"""File, line and axes of a call, and which collective it is."""
+"""File, line and axes of a call, and the name of the collective."""
 
 
 class Planter:
-    """Stands in for the collectives; makes the calls of one site wrong."""
+    """Replaces the collectives, and plants a fault in the calls of one site."""
 
     def __init__(self, mesh: MeshSpec) -> None:
         self.axes = [axis.name for axis in mesh.used]
@@ -125,7 +125,7 @@ class Planter:
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """With the collectives replaced."""
+        """Replace the collectives in the block."""
         names = (
             *("all_reduce", "reduce_scatter", "all_gather"),
             *("all_to_all", "permute", "permute_in_pairs"),
@@ -174,7 +174,7 @@ class Planter:
         _, _, axes, name = site
         if kind == "wrong axis":
             return any(axis not in axes for axis in self.axes)
-        # The largest of the largest is no fault; and only as a shift of a softmax is one taken.
+        # A doubled max has no effect, and the step uses max only to shift a softmax.
         return kind == "omitted" or name in ("all_reduce", "reduce_scatter")
 
 
@@ -202,7 +202,7 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
     with planter.planted():
         try:
             audit = audit_parts(case.parts())
-        except Exception as error:  # whatever keeps the step from being traced
+        except Exception as error:  # any error that prevents tracing
             return "types", type(error).__name__
     if not audit.is_clean:
         return "audit", str(audit.violations[0])
@@ -211,7 +211,7 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
     with planter.planted():
         try:
             found = differences(case.config(), jax.devices(), case.model)
-        except Exception as error:  # on one of the axes alone it cannot be traced
+        except Exception as error:  # it cannot be traced on a single axis
             return "deep", type(error).__name__
     return ("deep", str(found[0])) if found else ("SURVIVED", "")
 
@@ -226,7 +226,7 @@ def _program(case: Case, planter: Planter) -> str:
 def try_case(
     case: Case, kinds: Sequence[str] = KINDS
 ) -> tuple[collections.Counter[tuple[str, str]], list[str]]:
-    """Counts of (kind, verdict), and the survivors."""
+    """Return the counts of (kind, verdict), and the survivors."""
     planter = Planter(MeshSpec.parse(case.mesh))
     sound = _program(case, planter)
     with planter.planted():
@@ -238,7 +238,7 @@ def try_case(
             if not planter.applies(site, kind):
                 continue
             planter.target, planter.kind = site, kind
-            # Functions with their own gradient are traced once: the fault must be seen, then go.
+            # jax caches traces of custom gradients: clear them before and after each fault.
             is_kept = Path(site[0]).name in ("fsdp.py", "losses.py")
             if is_kept:
                 jax.clear_caches()
@@ -253,7 +253,7 @@ def try_case(
 
 
 def main() -> int:
-    """Plant all faults; returns 1 where fewer than 98 % are killed, the deep audit included."""
+    """Plant all faults; return 1 if all checks together catch fewer than 98 % of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", nargs="*", default=[], help="only these meshes")
     parser.add_argument("--cases", nargs="*", type=int, help="only these, counted from 1")
@@ -261,7 +261,7 @@ def main() -> int:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    layer_scan.UNROLL_UP_TO = 0  # one copy of the layer to plant in, and quick to trace
+    layer_scan.UNROLL_UP_TO = 0  # one copy of the layer, which is quick to trace
     total: collections.Counter = collections.Counter()
     lines, alive = [], []
     for number, case in enumerate(CASES, start=1):
@@ -283,7 +283,7 @@ def main() -> int:
 
 
 def _page(lines: list[str], total: collections.Counter, alive: list[str]) -> str:
-    """The table so far, and its sums."""
+    """Return the table so far, with its sums."""
     head = "| mesh | " + " | ".join(KINDS) + " |"
     table = [head, "|---" * (1 + len(KINDS)) + "|", *lines, f"| **all** | {_cells(total)} |"]
     faults, killed = _faults(total), _killed(total, "types", "audit")
@@ -304,7 +304,7 @@ def _faults(counts: collections.Counter) -> int:
 
 
 def _cells(counts: collections.Counter) -> str:
-    """Killed by types + by the audit + by the deep audit, of all, for each kind."""
+    """Return for each kind the faults caught by types + audit + deep audit, of all faults."""
     cells = []
     for kind in KINDS:
         killed = [counts[kind, found] for found in ("types", "audit", "deep")]

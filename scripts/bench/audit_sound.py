@@ -3,10 +3,10 @@
     python scripts/bench/audit_sound.py [--config configs/default.toml ...] [--meshes 30]
         [--compiled]
 
-The meshes of each config are legal ones of 8 and 16 devices, spread over all there are. ZeRO stage,
-sequence parallelism, schedule, microbatches and number formats change from mesh to mesh. All steps
-are sound, so every alarm is a false one. With `--compiled` each step is compiled too, and the rows
-of the table of transfers that differ from the compiled program are counted and printed.
+Each config is audited on a spread of its legal meshes of 8 and 16 devices. ZeRO stage, sequence
+parallelism, schedule, microbatches and number formats change from mesh to mesh. All steps are
+correct, so every alarm is false. With `--compiled` each step is also compiled. The script counts
+and prints the rows of the transfer table that differ from the compiled program.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ ROOT = Path(__file__).parent.parent.parent
 SIZES = (8, 16)
 
 Moved = Mapping[tuple[str, str], float]
-"""(kind, "data+fsdp") -> bytes of whole arrays in one step."""
+"""(kind, "data+fsdp") -> bytes of unsharded arrays in one step."""
 
 
 def variants(config: RunConfig) -> Iterator[RunConfig]:
-    """The config on mesh after mesh, the other choices changing with it."""
+    """Yield the config on each mesh, with varying other settings."""
     specs = [spec for size in SIZES for spec in factorisations(size)]
     schedules = itertools.cycle(("1f1b", "gpipe", "zero_bubble", "1f1b_lockstep"))
     zero = itertools.cycle((0, 1, 2, 3, 0))
     microbatches = itertools.cycle((0, 2))
     dtype = itertools.cycle(("float32", "bfloat16", "float32", "float16"))
-    # A stride without a common divisor visits all of them, far apart.
+    # A stride coprime to the count visits every mesh, with neighbors far apart.
     for place in range(len(specs)):
         spec = specs[place * 7 % len(specs)]
         yield _changed(
@@ -74,7 +74,7 @@ def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 
 def unlike(parts: Parts, audit: Audit) -> list[str]:
-    """Rows of the table of transfers that differ from what the compiled step moves."""
+    """Return the rows of the transfer table that differ from the compiled step."""
     lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
     program = lowered.compile().as_text()
     collectives = read_collectives(program, parts.layout.mesh_spec.sizes)
@@ -83,11 +83,11 @@ def unlike(parts: Parts, audit: Audit) -> list[str]:
 
 
 def traced_bytes(transfers: Iterable[Transfer], *, is_widened: bool = False) -> Moved:
-    """Bytes that the traced step asks to move, by kind and axes.
+    """Return the bytes that the traced step transfers, by kind and axes.
 
     Args:
-        transfers: of the traced step.
-        is_widened: whether bfloat16 is to be counted as float32.
+        transfers: transfers of the traced step.
+        is_widened: count bfloat16 as float32.
     """
     found: Counter[tuple[str, str]] = Counter()
     for one in transfers:
@@ -99,14 +99,14 @@ def traced_bytes(transfers: Iterable[Transfer], *, is_widened: bool = False) -> 
 def widens_bfloat16(collectives: Iterable[Collective], platform: str) -> bool:
     """Return True if a compiled program communicates float32 although bfloat16 was requested.
 
-    XLA:CPU computes bfloat16 in float32 and moves float32 too; float16 it leaves as it is. In a GPU
-    program float32 in place of bfloat16 is a difference.
+    XLA:CPU computes and transfers bfloat16 as float32, but keeps float16. In a GPU program, float32
+    instead of bfloat16 is a difference.
     """
     return platform == "cpu" and all("bf16" not in one.dtypes for one in collectives)
 
 
 def compiled_bytes(collectives: Iterable[Collective]) -> Moved:
-    """Bytes that the compiled step moves, by kind and axes."""
+    """Return the bytes that the compiled step transfers, by kind and axes."""
     found: Counter[tuple[str, str]] = Counter()
     for one in collectives:
         found[one.kind, "+".join(one.axes)] += one.count * one.bytes
@@ -116,15 +116,15 @@ def compiled_bytes(collectives: Iterable[Collective]) -> Moved:
 def comparison(
     transfers: Sequence[Transfer], collectives: Sequence[Collective], platform: str
 ) -> str:
-    """The traced and the compiled step side by side, and whether they agree.
+    """Compare the traced with the compiled step, and return whether they agree.
 
-    The compiler adds what lies outside the step's own collectives (new parameters gathered under
-    ZeRO) and may merge or drop some; arrays below 64 bytes it does not report.
+    The compiler adds collectives (gathers of new parameters under ZeRO) and may merge or drop some.
+    It does not report arrays below 64 bytes.
 
     Args:
-        transfers: of the traced step.
-        collectives: of the compiled one.
-        platform: that it is compiled for, "cpu" or "gpu".
+        transfers: transfers of the traced step.
+        collectives: collectives of the compiled step.
+        platform: target platform of the compiler, "cpu" or "gpu".
     """
     is_widened = widens_bfloat16(collectives, platform)
     is_widened &= any(one.dtype == "bfloat16" for one in transfers)
@@ -149,7 +149,7 @@ def comparison(
 
 
 def main() -> int:
-    """Audit them all; returns 1 on a false alarm."""
+    """Audit all configs; return 1 on a false alarm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", nargs="*", default=[], help="only these")
     parser.add_argument("--meshes", type=int, default=30, help="legal meshes of each config")

@@ -1,11 +1,11 @@
-"""A train step as one would write it by hand for one device, to measure ours against.
+"""A hand-written train step for one device: the baseline that jaxdist is compared with.
 
-No mesh, no modules, no config: a decoder (RMSNorm, rotary, grouped-query attention, SwiGLU, untied
-head) over a list of layers, float32 masters, AdamW written out, one donated `jit`. On CPU it is the
-fastest form found: fused query/key/value and gate/up products, unrolled layers, heads folded into
-the batch, attention in tiles of queries that skip the keys above the diagonal and whose backward
-computes the probabilities again, rotary tables that are constants of the program, and gradients of
-weights from the narrower input turned around.
+It has no mesh, modules or config: a decoder (RMSNorm, rotary, grouped-query attention, SwiGLU,
+untied head) over a list of layers, float32 master weights, explicit AdamW, one donated `jit`. For
+CPU it uses the fastest known form: fused query/key/value and gate/up products, unrolled layers,
+heads folded into the batch, and rotary tables as constants. Attention is tiled over queries, skips
+keys above the diagonal, and recomputes probabilities in backward. Weight gradients transpose the
+narrower input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 
 class Shape(NamedTuple):
-    """Sizes of the decoder and of a batch's rows."""
+    """Sizes of the decoder and of the rows of a batch."""
 
     vocab: int
     d_model: int
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 def init(shape: Shape, key):
-    """Parameters: float32, a list of layers."""
+    """Return float32 parameters with a list of layers."""
     head_dim = shape.d_model // shape.num_heads
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
     keys = iter(jax.random.split(key, 4 * shape.num_layers + 2))
@@ -67,11 +67,11 @@ def _turn(x, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-TILE = 128  # queries that share one product with the keys up to the last of them
+TILE = 128  # queries per tile; a tile uses the keys up to its last query
 
 
 def _scores(q, k, start):
-    """Masked scores of the tile of queries from `start`: [n, group, queries, keys up to these]."""
+    """Return masked scores of the query tile at `start`: [n, group, queries, visible keys]."""
     stop = min(start + TILE, q.shape[2])
     scores = _product("ngqd,nkd->ngqk", q[:, :, start:stop], k[:, :stop])
     seen = np.arange(start, stop)[:, None] >= np.arange(stop)
@@ -83,7 +83,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 @jax.custom_vjp
 def _tiled(q, k, v):
-    """Causal attention of q [n, group, seq, head_dim] to k and v [n, seq, head_dim]."""
+    """Compute causal attention of q [n, group, seq, head_dim] to k and v [n, seq, head_dim]."""
     return _tiled_forward(q, k, v)[0]
 
 
@@ -101,7 +101,7 @@ def _tiled_forward(q, k, v):
 
 
 def _tiled_backward(saved, cotangent):
-    """Scores are [n, keys, group, queries] here, so that no product reads them turned around."""
+    """Compute with scores as [n, keys, group, queries], so that no product transposes them."""
     q, k, v, out, lse = saved
     delta = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
     dq, dk, dv = [], 0.0, 0.0
@@ -127,7 +127,7 @@ _tiled.defvjp(_tiled_forward, _tiled_backward)
 
 
 def _attend_in_tiles(q, k, v):
-    """Causal attention; q [batch, seq, heads, head_dim], k and v [batch, seq, kv, head_dim]."""
+    """Compute causal attention; q is [batch, seq, heads, head_dim], k and v have kv heads."""
     batch, seq, heads, head_dim = q.shape
     fold = lambda x: jnp.swapaxes(x, 1, 2).reshape(batch * k.shape[2], -1, seq, head_dim)
     mixed = _tiled(fold(q), fold(k)[:, 0], fold(v)[:, 0])
@@ -136,7 +136,7 @@ def _attend_in_tiles(q, k, v):
 
 @jax.custom_vjp
 def _linear(x, w):
-    """[batch, seq, inner] times [inner, outer], which a CPU differentiates the faster way."""
+    """Multiply [batch, seq, inner] by [inner, outer], with a backward that is fast on CPUs."""
     return x @ w
 
 
@@ -173,7 +173,7 @@ def _layer(p, x, shape, cos, sin, kernel):
 
 
 def loss(params, tokens, targets, shape, dtype, kernel):
-    """Mean cross-entropy over all tokens."""
+    """Return the mean cross-entropy over all tokens."""
     half = shape.d_model // shape.num_heads // 2
     angles = np.arange(shape.seq)[:, None] * 10000.0 ** (-np.arange(half) / half)
     cos, sin = (f(angles).astype(np.float32)[None, :, None] for f in (np.cos, np.sin))
@@ -196,7 +196,7 @@ def _averages(first, second, grads):
 
 
 def _after(tree, marks):
-    """The tree unchanged, once the first element of each mark is there."""
+    """Return the tree unchanged, after the first element of each mark is computed."""
     made = True
     for x in [mark.reshape(-1)[0] for mark in marks]:
         made &= (x < 0) | (x >= 0) | (x != x)
@@ -204,7 +204,7 @@ def _after(tree, marks):
 
 
 def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=1.0):
-    """(state, tokens, targets) -> (state, loss, grad norm); donated."""
+    """Return a jitted (state, tokens, targets) -> (state, loss, grad norm) that donates state."""
 
     def step(state, tokens, targets):
         params, first, second, count = state
@@ -222,7 +222,7 @@ def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=
 
         params = jax.tree.map(move, params, first, second)
         if kernel == "xla":
-            # XLA:CPU copies old moments that it might overwrite before parameters have read them.
+            # XLA:CPU copies old moments if it might overwrite them before the parameter update.
             first, second = _averages(*_after(moments, jax.tree.leaves(params)), grads)
         return (params, first, second, count), value, norm
 
@@ -230,7 +230,7 @@ def make_step(shape: Shape, dtype, kernel, peak_lr=1e-3, weight_decay=0.1, clip=
 
 
 def init_state(shape: Shape, seed: int = 0):
-    """Parameters, two moments and a step count."""
+    """Return parameters, two moments and a step count."""
 
     def make(key):
         params = init(shape, key)

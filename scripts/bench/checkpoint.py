@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
-    """Parameters and two moments of `gb` GB in all, as AdamW has them, split by `spec`."""
+    """Return AdamW's parameters and two moments, `gb` GB in total, sharded by `spec`."""
     columns = int(gb * 1e9 / 4 / 3 / NUM_ARRAYS / 1024 / 16) * 16
 
     def make(key: jax.Array) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
 
 
 def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
-    """Save with `Checkpointer`; returns (seconds blocked, seconds in all)."""
+    """Save with `Checkpointer`; return (seconds blocked, total seconds)."""
     writer = Checkpointer(directory, CheckpointConfig(max_to_keep=1), **QUIET)
     writer.preflight(state)
 
@@ -94,13 +94,13 @@ def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
         blocked = time.perf_counter() - start
         assert writer.wait()
         (saved,) = (event for event in writer.pop_events() if event["event"] == "save")
-        return blocked, saved["written_s"]  # the deletion of the one before follows, untimed
+        return blocked, saved["written_s"]  # deletes the previous one later, untimed
 
     return save
 
 
 def plain_orbax(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
-    """Save with Orbax as its documentation does, without checksums or a manifest."""
+    """Save with Orbax as in its documentation, without checksums or a manifest."""
     import orbax.checkpoint as ocp
 
     writer = ocp.StandardCheckpointer()
@@ -118,7 +118,7 @@ def plain_orbax(directory: Path, state: Any) -> Callable[[int], tuple[float, flo
 
 
 def ours_locally(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
-    """Save to `checkpoint.local_dir`; returns (seconds blocked, seconds in all)."""
+    """Save to `checkpoint.local_dir`; return (seconds blocked, total seconds)."""
     config = CheckpointConfig(local_dir=str(directory / "disk"))
     writer = Checkpointer(directory / "run", config, **QUIET)
     writer.preflight(state)
@@ -137,7 +137,7 @@ def ours_locally(directory: Path, state: Any) -> Callable[[int], tuple[float, fl
 
 
 def torch_contenders(root: Path, gb: float) -> dict[str, Callable[[int], tuple[float, float]]]:
-    """The same bytes through PyTorch, if it is installed."""
+    """Save the same number of bytes with PyTorch, if it is installed."""
     try:
         import torch
         import torch.distributed as dist
@@ -170,7 +170,7 @@ def torch_contenders(root: Path, gb: float) -> dict[str, Callable[[int], tuple[f
 
 
 def measure(contenders: dict[str, Callable], repeats: int, gb: float) -> None:
-    """Interleaved saves, medians; the first of each is warm-up."""
+    """Print medians of interleaved saves; the first save of each contender is a warm-up."""
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
     for step in range(1, repeats + 2):
         for name, save in contenders.items():
@@ -185,7 +185,7 @@ def measure(contenders: dict[str, Callable], repeats: int, gb: float) -> None:
 
 
 def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -> None:
-    """Restore on the mesh that wrote it, split another way, and on one device."""
+    """Restore on the mesh of the save, on another mesh, and on one device."""
     writer = Checkpointer(directory, CheckpointConfig(), **QUIET)
     writer.save(1, state, {})
     writer.close()
@@ -210,15 +210,15 @@ def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -
 
 
 def throughput(directory: Path, num_blocks: int, rows: int) -> None:
-    """Seconds of 50 training steps with `save_interval_steps=50` and of 50 without, in turn.
+    """Time blocks of 50 training steps with `save_interval_steps=50` and without, alternating.
 
-    As training does it: one save halfway and one at the end, each written in the background of the
-    steps that follow; a block ends when its saves are committed, so nothing of them is left out.
+    As in training, there is one save halfway and one at the end, each written in the background of
+    the next steps. A block ends when its saves are committed, so the complete saves are timed.
 
     Args:
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
         num_blocks: blocks of 50 steps of each kind.
-        rows: of a batch; 0 = the default job's.
+        rows: rows of a batch; 0 = as in the default job.
     """
     config = RunConfig()
     train = dataclasses.replace(

@@ -6,14 +6,14 @@
 
 The run of `tests/checkpoint_worker.py` saves every 3 steps. It is killed (SIGKILL) while it opens
 its directory, restores, trains or writes in the background, and started again. At the end its
-losses and state must have the bits of a run that was never killed, and no kill may have cost more
-than one interval. `tests/test_checkpoint_crash.py` kills at every named point instead.
+losses and state must be bit-identical to a run that was never killed, and no kill may have cost
+more than one interval. `tests/test_checkpoint_crash.py` kills at every named point instead.
 
-With `--store` the checkpoints lie on an object store, a real server over HTTP (moto for S3,
+With `--store` the checkpoints are on an object store, a real server over HTTP (moto for S3,
 fake-gcs-server for Google's; see `tests/object_servers.py`). The run is killed once at every named
-point, saving in the background, and again saving in the foreground. Each start must go on from the
-newest whole checkpoint, and the last must have the bits of a run that was never killed. A page of
-results is written.
+point during background saves, and again during foreground saves. Each start must resume from the
+newest complete checkpoint, and the last must be bit-identical to a run that was never killed. The
+script writes a page of results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Records = list[dict[str, Any]]
 
 
 class Run:
-    """One directory of checkpoints and what was recorded by all starts in it."""
+    """One directory of checkpoints, and the records of all starts in it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         folder.mkdir()
@@ -54,14 +54,14 @@ class Run:
         self.settings = {**paths, "every": EVERY, "width": 4096, **settings}
 
     def start(self, **changes: Any) -> subprocess.Popen[str]:
-        """A process that works on it."""
+        """Start a process in this directory."""
         settings = json.dumps({**self.settings, **changes})
         return subprocess.Popen(
             [sys.executable, WORKER, settings], stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
 
     def finish(self, **changes: Any) -> Records:
-        """Run to the end; what this start recorded."""
+        """Run to the end; return the records of this start."""
         before = len(self.records())
         process = self.start(**changes)
         errors = process.communicate(timeout=600)[1]
@@ -70,18 +70,18 @@ class Run:
         return self.records()[before:]
 
     def records(self) -> Records:
-        """Everything recorded so far; a line cut short by a kill is left out."""
+        """Return all records so far, except a line truncated by a kill."""
         lines = self.out.read_text().splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def value(records: Records, key: str, default: Any = None) -> Any:
-    """The last value of a key."""
+    """Return the last value of a key."""
     return next((r[key] for r in reversed(records) if key in r), default)
 
 
 def losses(records: Records) -> dict[int, list[str]]:
-    """Step -> loss; every repetition of a step must have given the same bits."""
+    """Return step -> loss; every repetition of a step must be bit-identical."""
     seen: dict[int, list[str]] = {}
     for record in records:
         if "step" in record and seen.setdefault(record["step"], record["loss"]) != record["loss"]:
@@ -90,7 +90,7 @@ def losses(records: Records) -> dict[int, list[str]]:
 
 
 def saved_steps(records: Records) -> list[int]:
-    """Steps whose commit was logged."""
+    """Return the steps whose commit was logged."""
     logged = [record["log"] for record in records if " saved: " in record.get("log", "")]
     return [int(line.split()[1]) for line in logged]
 
@@ -103,10 +103,10 @@ def restore_seconds(records: Records) -> float:
 
 
 def kill_at_random(run: Run, chance: random.Random, **changes: Any) -> Records:
-    """Start, and SIGKILL at a random moment; what was recorded.
+    """Start, send SIGKILL at a random moment, and return the records.
 
-    The moment is counted from an event: the directory is opened, a restore begins, training begins,
-    a save begins. Within a restore it falls into the time that the last one took.
+    The delay starts at an event: the directory is opened, a restore begins, training begins, or a
+    save begins. After the start of a restore it is at most the duration of the last restore.
     """
     earlier = run.records()
     kinds = [("opening", 2.5), ("start", 1.5), ("saving", 0.06), ("saving", 0.06)]
@@ -134,20 +134,20 @@ def moment_of(records: Records) -> str:
 
 
 def oldest_resume(records: Records, before: int) -> int:
-    """The oldest step that the next start may go on from.
+    """Return the oldest step from which the next start may resume.
 
-    What was logged as saved counts, and so does the last save but one that was begun, because a
-    save waits for the one before it.
+    Saves that were logged count, and so does the second-to-last save that was begun, because a save
+    waits for the previous one.
     """
     begun = [record["saving"] for record in records if "saving" in record]
     return max([before, *begun[:-1], *saved_steps(records)])
 
 
 def stores_page(stores: list[str]) -> str:
-    """Kill at every named point on each store; the results as Markdown.
+    """Kill at every named point on each store; return the results as Markdown.
 
     Raises:
-        AssertionError: something wrong was loaded, or bits differ.
+        AssertionError: a wrong checkpoint was loaded, or bits differ.
     """
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import object_servers
@@ -193,7 +193,7 @@ def stores_page(stores: list[str]) -> str:
 
 
 def main() -> int:
-    """Kill, compare, print one line; 1 if a bit or more than an interval was lost."""
+    """Kill, compare, print one line; return 1 if a bit or more than an interval was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results" / "checkpoint_store.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-import object_servers  # noqa: E402, after the path
+import object_servers  # noqa: E402, needs sys.path
 from checkpoint import NUM_ARRAYS, QUIET, make_state  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -56,7 +56,7 @@ BUCKET = "s3://bucket"
 
 
 class Times(NamedTuple):
-    """Seconds of one save and of its restore."""
+    """Seconds of one save and of the following restore."""
 
     blocked: float
     total: float
@@ -64,7 +64,7 @@ class Times(NamedTuple):
 
 
 Contender = Callable[[int], Times]
-"""Saves and restores once, under a number of its own."""
+"""Save and restore once, under the given number."""
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def main() -> int:
 
 @contextmanager
 def contenders(folder: Path, gb: float) -> Iterator[dict[str, Contender]]:
-    """Name -> contender; PyTorch's where it is installed."""
+    """Yield name -> contender; with PyTorch only if it is installed."""
     state = make_state(MeshSpec(fsdp=2).build(), P("fsdp"), gb)
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -123,9 +123,9 @@ def contenders(folder: Path, gb: float) -> Iterator[dict[str, Contender]]:
 
 
 def torch_contender(gb: float) -> dict[str, Contender]:
-    """The same number of bytes through PyTorch's fsspec writer, where it is installed."""
+    """Return a contender that saves as many bytes with PyTorch's fsspec writer, if installed."""
     try:
-        import s3fs  # noqa: F401, which fsspec needs for s3://
+        import s3fs  # noqa: F401, needed by fsspec for s3://
         import torch
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
@@ -150,7 +150,7 @@ def torch_contender(gb: float) -> dict[str, Contender]:
 
 
 def plain_client(gb: float) -> Contender:
-    """As many bytes by the client alone: what the server lets through."""
+    """Transfer as many bytes with the client alone, to measure the limit of the server."""
     import obstore
     from obstore.store import S3Store
 
@@ -170,7 +170,7 @@ def plain_client(gb: float) -> Contender:
 
 
 def timed(save: Callable[[], Any], wait: Callable[[], Any], restore: Callable[[], Any]) -> Times:
-    """Save, wait for its end, restore."""
+    """Time a save, the wait for its end, and a restore."""
     start = time.perf_counter()
     save()
     blocked = time.perf_counter() - start
@@ -181,13 +181,13 @@ def timed(save: Callable[[], Any], wait: Callable[[], Any], restore: Callable[[]
 
 
 def same(restored: Any, state: Any) -> None:
-    """Raise unless a restored tree of arrays [...] is the one that was saved."""
+    """Raise if a restored tree of arrays [...] differs from the saved one."""
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
     assert all(jnp.array_equal(x, y) for x, y in pairs)
 
 
 def page(times: dict[str, list[Times]], gb: float) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     packages = ("jax", "orbax-checkpoint", "torch", "s3fs", "obstore", "moto")
     versions = ", ".join(f"{name} {version(name)}" for name in packages if version(name))
     load = os.getloadavg()[0]
@@ -218,7 +218,7 @@ def page(times: dict[str, list[Times]], gb: float) -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package; "" without it."""
+    """Return the version of an installed package; "" if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

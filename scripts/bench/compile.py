@@ -3,9 +3,9 @@
     python scripts/bench/compile.py                        # every schedule
     python scripts/bench/compile.py 1f1b_lockstep --layers 64
 
-Each schedule is a run of its own, `python -m jaxdist.train` for one step with an empty compile
-cache; the seconds are those that the run itself records (trace, lowering and compilation), with its
-wall time and largest memory beside them. One thread of XLA:CPU does most of it.
+Each schedule is a separate run of `python -m jaxdist.train` for one step with an empty compile
+cache. The table shows the seconds that the run records (trace, lowering and compilation), its wall
+time and its peak memory. One thread of XLA:CPU does most of the work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(schedule: str, chunks: int, num_layers: int) -> tuple[float, float]:
-    """(seconds of the train step's compilation, of the whole run)."""
+    """Return (seconds of compiling the train step, seconds of the complete run)."""
     with tempfile.TemporaryDirectory(prefix="bench-compile-") as place:
         run = Path(place) / "run"
         start = time.perf_counter()

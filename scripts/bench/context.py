@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def attention() -> None:
-    """Time and memory of both kernels by row length."""
+    """Measure time and memory of both kernels by row length."""
     from jaxdist.core.attention import kernels
     from jaxdist.core.types import AttentionMask
 
@@ -71,7 +71,7 @@ def attention() -> None:
 
 
 def long() -> None:
-    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where they fit."""
+    """Measure memory of both kernels for rows of 8k, 32k and 128k, and CPU time if they fit."""
     from jaxdist.core.attention import kernels
     from jaxdist.core.types import AttentionMask
 
@@ -93,7 +93,7 @@ def long() -> None:
 
 
 def memory() -> None:
-    """Temporaries of one device: a row that grows with cp, and one that does not."""
+    """Measure temporaries of one device for a row that grows with cp and for a fixed row."""
     print("| row | cp | exchange | row / cp | temporaries, MiB |\n|---|---|---|---|---|")
     for exchange in ("ring", "all_to_all", "all_gather"):
         for length, size in ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (16384, 4), (16384, 2)):
@@ -103,7 +103,7 @@ def memory() -> None:
 
 
 def temporaries(length: int, size: int, exchange: str) -> int:
-    """Bytes of temporaries of one device in a compiled train step of one row."""
+    """Return the temporary bytes of one device in a compiled train step of one row."""
     from jaxdist.config import read_run
     from jaxdist.run.setup import assemble
 
@@ -124,7 +124,7 @@ def temporaries(length: int, size: int, exchange: str) -> int:
 
 
 def reading() -> None:
-    """Time to build one process's part of a batch: of whole rows, and alone."""
+    """Time building a process's part of a batch: from complete rows, and directly."""
     from jaxdist.core.parallel.context import device_order
     from jaxdist.data import DataConfig, open_datasets
     from jaxdist.data.packing import cut

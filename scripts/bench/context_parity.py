@@ -42,7 +42,7 @@ MASKS = {
     "packed": {"starts": [(3, 9), (1, 5, 15), (7,), (11, 13)]},
     "window": {"sliding_window": WINDOW},
 }
-"""Mask -> what makes it. Devices' parts meet at even positions, so that documents start at odd."""
+"""Mask -> its settings. Device parts start at even positions; documents start at odd ones."""
 STAGES = [
     PipelineConfig(schedule=schedule, num_virtual_stages=virtual)
     for schedule, virtual in [
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def name(self) -> tuple[str, ...]:
-        """Its first cells."""
+        """Return the first cells of the row."""
         mesh, stages = self.mesh, self.pipeline
         if "pp=" in mesh:
             mesh += f", {stages.schedule}"
@@ -74,19 +74,19 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """The whole product."""
+    """Yield every combination."""
     for exchange, mask in itertools.product(EXCHANGES, MASKS):
         for mesh in ("cp=4", "dp=2,cp=4", "fsdp=2,cp=4", "cp=4,tp=2"):
             yield Row(exchange, mask, "grouped", mesh)
         for stages in STAGES:
             yield Row(exchange, mask, "grouped", "pp=2,cp=4", stages)
-        if exchange in ("ring", "all_gather"):  # the others need heads that divide
+        if exchange in ("ring", "all_gather"):  # others need divisible heads
             for mesh in ("cp=4", "fsdp=2,cp=4"):
                 yield Row(exchange, mask, "odd", mesh)
 
 
 def batch_of(mask: str) -> dict[str, np.ndarray]:
-    """Random tokens in documents that begin where the mask says."""
+    """Return random tokens in documents that begin as the mask requires."""
     batch = tiny.text_batch(packed=False)
     if starts := MASKS[mask].get("starts"):
         first = np.zeros((tiny.ROWS, tiny.SEQ), np.int32)
@@ -99,7 +99,7 @@ def batch_of(mask: str) -> dict[str, np.ndarray]:
 
 
 def model_name(mask: str, heads: str) -> str:
-    """The decoder of a row, where `tiny` finds it."""
+    """Register the decoder of a row in `tiny`, and return its name."""
     name = f"context_parity {heads} {mask}"
     num_heads, num_kv_heads = HEADS[heads]
     tiny.CONFIGS[name] = dataclasses.replace(
@@ -113,12 +113,12 @@ def model_name(mask: str, heads: str) -> str:
 
 @functools.cache
 def reference(mask: str, heads: str) -> tiny.Trace:
-    """The run on one device, by hand."""
+    """Return the trace of the hand-written step on one device."""
     return tiny.train_by_hand(model_name(mask, heads), batch_of(mask))
 
 
 def measure(row: Row) -> tuple[float, float, float]:
-    """Differences: of the first loss, of gradients by the largest, the largest of 20 losses."""
+    """Return differences: first loss, gradients relative to the largest, maximum of 20 losses."""
     case = tiny.Case(
         model_name(row.mask, row.heads),
         row.mesh,
@@ -133,14 +133,14 @@ def measure(row: Row) -> tuple[float, float, float]:
 
 
 def read(table: Path) -> dict[tuple[str, ...], list[str]]:
-    """First cells of a row -> all its cells, of a table that is there."""
+    """Return first cells -> all cells of each row of an existing table."""
     lines = table.read_text().splitlines() if table.exists() else []
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {tuple(row[:4]): row for row in cells if len(row) == len(TITLES) and row[0] in EXCHANGES}
 
 
 def write(table: Path, done: dict[tuple[str, ...], list[str]], num_rows: int) -> None:
-    """The table with its head."""
+    """Write the table with its header."""
     bounds = FIRST_LOSS, GRADIENTS, LOSSES
     worst = [max(float(row[column]) for row in done.values()) for column in (4, 5, 6)]
     inside = sum(all(map(float.__le__, map(float, row[4:7]), bounds)) for row in done.values())
@@ -165,7 +165,7 @@ def write(table: Path, done: dict[tuple[str, ...], list[str]], num_rows: int) ->
 
 
 def main() -> int:
-    """Run what is missing; 1 where a row left its bounds."""
+    """Run the missing rows; return 1 if a row exceeds its bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--exchange", nargs="*", choices=EXCHANGES, default=EXCHANGES)
     parser.add_argument("--out", type=Path, help="Markdown file to go on with")

@@ -3,10 +3,10 @@
     pip install -e '.[plan]'
     python scripts/bench/context_program.py      # writes results/context_program.md
 
-Two layers of `configs/llama3_8b_128k.toml`, every other shape as it is: one row of 131,072 tokens
-on 8 H100. Every exchange: kernels, bytes on the wire beside the planner's, what runs beside the
-permutes; then memory against the number of devices that share the row, and under a sliding window;
-every exchange of a million tokens; and the configs of long rows as they are.
+The model has two layers and otherwise the shapes of `configs/llama3_8b_128k.toml`: one row of
+131,072 tokens on 8 H100. For every exchange the page lists kernels, bytes on the wire (compiled and
+planned) and the work that overlaps with permutes. Then it lists memory by devices per row and with
+a sliding window, every exchange for a million tokens, and the unchanged configs of long rows.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
 NUM_LAYERS = 2
 WINDOW = 4096
 LENGTHS = (65_536, 131_072)
-"""Rows of which the longer one's memory beyond the shorter one's is activations."""
+"""Row lengths; the memory difference between both is activations."""
 LOSS_CHUNK = 1024
-"""Tokens of these rows whose logits exist at once: so few that a layer's backward needs most."""
+"""Tokens per logits chunk for these rows: small, so that a layer's backward is the peak."""
 TIMEOUT_S = 600.0
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
 
 
 def main() -> int:
-    """Compile all, write the table."""
+    """Compile all programs and write the table."""
     rows = [compiled(exchange, 8) for exchange in EXCHANGES]
     rows.append(compiled("ring", 8, packing="documents"))
     rows.append(compiled("ring", 8, window=WINDOW))
@@ -60,8 +60,8 @@ class Row:
 
     Attributes:
         label: exchange and window.
-        job: what the planner estimates from.
-        step: what the compiler made.
+        job: input of the planner.
+        step: the compiled step.
     """
 
     label: str
@@ -78,14 +78,14 @@ def compiled(
     seq_len: int = 0,
     config: str = "llama3_8b_128k",
 ) -> Row:
-    """The step with `size` devices on each row; ends the script where there is none.
+    """Compile the step with `size` devices per row; exit if it does not compile.
 
-    A `seq_len` of 0 is the config's. With another, logits exist in chunks of `LOSS_CHUNK` tokens.
+    `seq_len=0` uses the config's. Other lengths compute logits in chunks of `LOSS_CHUNK` tokens.
     """
     label = f"{exchange}, window {window:,}" if window else exchange
     label += ", documents" if packing == "documents" else ""
     mesh, cluster = MeshSpec(context=size), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8)
-    # A hybrid needs a second node: its groups are those of one.
+    # A hybrid needs a second node, because a group is one node.
     nodes = 2 if exchange == "hybrid" else 1
     cluster = dataclasses.replace(cluster, num_nodes=nodes, gpus_per_node=size // nodes)
     run = cut_down(stored_run(REPOSITORY / "configs" / f"{config}.toml"), exchange, window)
@@ -98,7 +98,7 @@ def compiled(
 
 
 def compiled_row(label: str, job: Job) -> Row:
-    """The step of a job; ends the script where there is none."""
+    """Compile the step of a job; exit if it does not compile."""
     step = compile_step(job.config, job.spec, job.cluster, timeout_s=TIMEOUT_S)
     if isinstance(step, NotCompiled):
         raise SystemExit(f"{label}: {step.reason}. {step.fix}\n{step.details}")
@@ -107,7 +107,7 @@ def compiled_row(label: str, job: Job) -> Row:
 
 
 def cut_down(config: RunConfig, exchange: str, window: int) -> RunConfig:
-    """The config with fewer layers and one row a step."""
+    """Return the config with fewer layers and one row per step."""
     model = dataclasses.replace(config.model, num_layers=NUM_LAYERS, sliding_window=window)
     train = dataclasses.replace(config.train, global_batch_size=1, num_microbatches=1)
     mesh = dataclasses.replace(config.mesh, context_attention=exchange)
@@ -131,7 +131,7 @@ def head(step: CompiledStep) -> list[str]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Kernels, bytes and overlap of every exchange, over 8 devices."""
+    """Return kernels, bytes and overlap of every exchange over 8 devices."""
     lines = [
         "## Eight devices on a row",
         "",
@@ -174,7 +174,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def memory(sizes: list[list[Row]]) -> list[str]:
-    """Temporary memory of rows of `LENGTHS` against the devices that share them."""
+    """Return temporary memory of rows of `LENGTHS` by the number of devices per row."""
     short, full = LENGTHS
     lines = [
         f"## Memory of one row of {full:,} tokens, ring",
@@ -200,7 +200,7 @@ def memory(sizes: list[list[Row]]) -> list[str]:
 
 
 def long(rows: list[Row]) -> list[str]:
-    """Memory of a million tokens by exchange, beside the plan's."""
+    """Return compiled and planned memory of a million tokens by exchange."""
     lines = [
         "## One row of 1,048,576 tokens on 32 devices",
         "",
@@ -218,7 +218,7 @@ def long(rows: list[Row]) -> list[str]:
 
 
 def whole() -> list[str]:
-    """The configs of long rows, whole and as they are: what a GPU needs, planned and compiled."""
+    """Return planned and compiled memory per GPU of the unchanged configs of long rows."""
     lines = [
         "## Configs of long rows",
         "",
@@ -243,7 +243,7 @@ def whole() -> list[str]:
 
 
 def gib(size: float) -> str:
-    """Two decimals."""
+    """Format GiB with two decimals."""
     return f"{size / 2**30:.2f}"
 
 

@@ -3,10 +3,10 @@
     python scripts/bench/cpu_products.py
 
 The shapes are those of `versus.py` with a vocabulary of 256: 2,048 tokens, d_model 384. Each
-product is taken forward, for the gradient of its input and for that of its weight. `xla` is the
-form of our step; `xla, transposed` holds weights as [outputs, inputs] and makes their gradient so.
-Each library is a process of its own with one thread on one core, which keeps freed memory; they
-take turns. Reported are medians of processor time over the rounds.
+product is timed in the forward pass, for its input gradient and for its weight gradient. `xla` is
+the form of our step; `xla, transposed` stores weights and their gradients as [outputs, inputs].
+Each library runs in a separate process with one thread on one core and keeps freed memory. The
+processes take turns. The script prints medians of CPU time over the rounds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SHAPES = {
 
 PASSES = ("forward", "input gradient", "weight gradient")
 LIBRARIES = ("xla", "xla, transposed", "pytorch")
-BLOCK_FLOPS = 8e9  # of one measurement
+BLOCK_FLOPS = 8e9  # per measurement
 
 
 def xla(is_transposed: bool) -> Callable[[int, int], dict[str, Callable[[], Any]]]:
-    """(inputs, outputs) -> pass -> what computes it and waits."""
+    """Return (inputs, outputs) -> pass -> function that computes it and waits."""
     import jax
     import jax.numpy as jnp
 
@@ -67,7 +67,7 @@ def xla(is_transposed: bool) -> Callable[[int, int], dict[str, Callable[[], Any]
 
 
 def pytorch(inputs: int, outputs: int) -> dict[str, Callable[[], Any]]:
-    """The same by PyTorch, as `nn.Linear` and its backward write it."""
+    """Return the passes in PyTorch, in the form of `nn.Linear` and its backward."""
     import torch
 
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def measure(children: dict[str, subprocess.Popen], what: list[str], rounds: int) -> list[str]:
-    """Median GFLOP/s of each library."""
+    """Return the median GFLOP/s of each library."""
     found: dict[str, list[float]] = {name: [] for name in children}
     for _ in range(rounds):
         for name, child in children.items():
@@ -131,7 +131,7 @@ def measure(children: dict[str, subprocess.Popen], what: list[str], rounds: int)
 
 
 def row(*cells: str) -> str:
-    """One row of a Markdown table."""
+    """Return one row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 

@@ -3,15 +3,15 @@
     python scripts/bench/data.py                       # every case, about five minutes
     python scripts/bench/data.py --case text --rounds 9 --json results.json
 
-Each variant is a process of its own that takes a block of batches when it is told to. Rounds go
-through all variants one after the other, so that a noisy machine disturbs all alike; reported are
-medians over the rounds, and the median of the ratios to the earlier loader within a round. The
-earlier loader is read from git (`--old`), not kept as a copy. Processor time is that of the
-process that trains, all its threads, without workers; it says what a batch costs on a busy machine.
+Each variant is a separate process that reads a block of batches per request. A round runs all
+variants in turn, so that noise of the machine affects all equally. The script reports medians over
+the rounds, and the median of the ratios to the earlier loader within a round. The earlier loader is
+read from git (`--old`). CPU time covers all threads of the training process, without workers; it is
+the cost of a batch on a busy machine.
 
 Cases: `text` (stream of bytes), `chat` (conversations packed by best_fit), and two grain pipelines:
 `images` (two milliseconds of numpy per image), `remote` (two milliseconds of waiting per image).
-Each block first takes what lies ready.
+Each block first reads the batches that are already prefetched.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 ROWS = 64
 SEQ_LEN = 512
-READY = 8  # batches that may lie ready when a block begins
+READY = 8  # batches that may be prefetched when a block begins
 VARIANTS = ("old", "0 workers", "1 worker", "2 workers", "grain by row")
 CASES = {"text": 400, "chat": 60, "images": 12, "remote": 12}  # batches of a block
-OWN = ("images", "remote")  # rows of a user's function, in Python
+OWN = ("images", "remote")  # rows from a user-defined Python function
 
 ROWS_MODULE = """
 import time
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def write_sources(folder: Path) -> None:
-    """20 MB of text, 20,000 conversations, and the module of the grain pipelines."""
+    """Write 20 MB of text, 20,000 conversations, and the module of the grain pipelines."""
     library = Path(os.__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))
     (folder / "text.txt").write_bytes((text * (1 + 20_000_000 // len(text)))[:20_000_000])
@@ -106,7 +106,7 @@ def write_sources(folder: Path) -> None:
 
 
 def write_old(commit: str, folder: Path) -> None:
-    """The package as it was at a commit."""
+    """Write the package at a commit into a folder."""
     packed = subprocess.run(
         ["git", "archive", commit, "jaxdist"], cwd=ROOT, check=True, capture_output=True
     )
@@ -115,7 +115,7 @@ def write_old(commit: str, folder: Path) -> None:
 
 
 def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
-    """Rows per second and processor seconds per row of each variant, one pair per round."""
+    """Return rows per second and CPU seconds per row of each variant, one pair per round."""
     processes = {}
     for variant in VARIANTS:
         package = folder / "old" if variant == "old" else ROOT
@@ -123,7 +123,7 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": f"{package}:{folder}",
-            # Each keeps its tokens in its own form.
+            # Each variant stores its tokens in another format.
             "JAXDIST_CACHE": str(folder / ("cache_old" if variant == "old" else "cache")),
         }
         processes[variant] = subprocess.Popen(
@@ -131,7 +131,7 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
             cwd=folder, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        answer(processes[variant])  # started, and its first batch was made
+        answer(processes[variant])  # started, and its first batch is ready
     rates: dict[str, list[list[float]]] = {variant: [] for variant in processes}
     for number in range(rounds):
         for variant in list(processes)[:: 1 if number % 2 else -1]:
@@ -146,7 +146,7 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
 
 
 def answer(process: subprocess.Popen) -> list[float]:
-    """The next line of numbers that a process prints."""
+    """Return the next line of numbers that a process prints."""
     line = process.stdout.readline()
     if not line:
         sys.exit(f"a measuring process ended with code {process.wait()}")
@@ -154,7 +154,7 @@ def answer(process: subprocess.Popen) -> list[float]:
 
 
 def measure(case: str, variant: str) -> None:
-    """Runs in a process of its own: a block of batches for each line of standard input."""
+    """Read a block of batches for each line of stdin; runs in a separate process."""
     import jax
 
     started = time.perf_counter()
@@ -174,7 +174,7 @@ def measure(case: str, variant: str) -> None:
 
 
 def open_batches(case: str, variant: str) -> Iterator[Any]:
-    """Batches of one variant, without end."""
+    """Return an endless iterator over the batches of one variant."""
     import jax
     import numpy as np
 
@@ -187,7 +187,7 @@ def open_batches(case: str, variant: str) -> Iterator[Any]:
         "remote": {"sources": ["bench_rows:remote"]},
     }[case]
     if variant == "old" and case in OWN:
-        settings["vocab_size"] = 10  # had to be said then
+        settings["vocab_size"] = 10  # was required then
     train, _ = open_datasets(DataConfig(**settings), seq_len=SEQ_LEN)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -223,7 +223,7 @@ def conditions(old: str) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: conditions, then a row per case and variant."""
+    """Return Markdown: conditions, then a row per case and variant."""
     lines = [f"- {name}: {value}" for name, value in report["conditions"].items()]
     lines += ["", "| case | variant | rows/s | tokens/s | × earlier | CPU µs/row | × earlier |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|"]

@@ -3,13 +3,13 @@
     python scripts/bench/faults.py                      # 20 of each kind; about an hour
     python scripts/bench/faults.py --repeats 3 --seed 7
 
-A tiny training of two processes runs under `python -m jaxdist.launch`. Each fault of
-`tests/fault_scenarios.py` is injected again and again in random order, two thirds of the time at a
-random moment of training (steps and saves), one third while it starts and compiles. After every
-round the job must end with exit code 0 and with the bits of an undisturbed run, each step once. The
-table is written after every round, so that no measurement is lost.
+A small training job of two processes runs under `python -m jaxdist.launch`. Each fault of
+`tests/fault_scenarios.py` is injected repeatedly in random order: two thirds at a random moment of
+training (steps and saves), one third during startup and compilation. After every round the job must
+end with exit code 0 and results bit-identical to an undisturbed run, with each step once. The table
+is written after every round, so that no measurement is lost.
 
-Faults that need a file system of their own need root; without it they are left out.
+Faults that need a separate file system need root; without root they are skipped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results" / "fault_scenarios.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import fault_scenarios as harness  # noqa: E402, after the path
+import fault_scenarios as harness  # noqa: E402, needs sys.path
 from fault_scenarios import FAULTS, FaultResult  # noqa: E402
 from launched_job import PACE_S, Job, ScenarioFailed, no_mounts  # noqa: E402
 
 _STEPS_PER_FAULT = 80
-_TENSORBOARD = "--monitoring.tensorboard=true"  # one file more that a full disk can refuse
+_TENSORBOARD = "--monitoring.tensorboard=true"  # one more file that fails on a full disk
 
 
 def main() -> int:
-    """Strike, write the table, and fail if one ending was bad."""
+    """Inject faults, write the table, and fail if a job ended badly."""
     arguments = _arguments()
     faults = [
         fault
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _undisturbed(folder: Path, steps: int) -> dict[int, tuple[str, str]]:
-    """The bits of a run that nothing happens to, under every guard: none may find anything."""
+    """Return the bits of an undisturbed run with all guards on; no guard may report anything."""
     job = Job(folder, steps, _TENSORBOARD, *harness.GUARDS)
     try:
         job.start()
@@ -93,7 +93,7 @@ def _one_round(
     expected: dict[int, tuple[str, str]],
     until: float,
 ) -> tuple[list[FaultResult], str]:
-    """Strike one job in this order; what was results, and what was wrong with its end."""
+    """Inject faults into one job in this order; return the results, and errors at its end."""
     job = Job(folder, steps, _TENSORBOARD, disk_mb=0 if no_mounts() else 48)
     results: list[FaultResult] = []
     try:
@@ -101,7 +101,7 @@ def _one_round(
         job.start()
         for fault in order:
             if time.monotonic() > until or job.process.poll() == 0:
-                break  # what is left belongs to the next round
+                break  # the remaining faults belong to the next round
             moment = generator.choice(["start", "training", "training"])
             results.append(harness.inject(job, fault, generator, moment))
             print(results[-1], flush=True)

@@ -2,15 +2,15 @@
 
     python scripts/bench/first_hour.py [--python PYTHON] [--environment DIR] [--out TABLE.md]
 
-README's first command makes an environment, installs the package and trains. A copy of the files
-that git tracks gets a folder and a home of its own, and there:
+README's first command creates an environment, installs the package and trains. The script copies
+the files that git tracks into a new folder with an empty home, and times there:
 
-    1. the environment and the installation, as README writes them (not with `--environment`)
-    2. training as README writes it, twice: cold (nothing tokenised or compiled yet), then warm.
-       The clock runs from the start of the process to the first line of a step with its loss
-    3. the same twice more from another empty home, with a clock around each part
+    1. environment and installation, as in README (not with `--environment`)
+    2. training as in README, twice: cold (nothing tokenized or compiled yet), then warm. The time
+       is from the start of the process to the first step line with its loss
+    3. training twice more from another empty home, with a timer around each part
 
-About 4 minutes on 2 quiet cores, of which the installation depends on the network.
+This takes about 4 minutes on 2 quiet cores; the installation time depends on the network.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ROOT = Path(__file__).parent.parent.parent
 STATES = ("cold", "warm")
 GOALS_S = {"cold": 40.0, "warm": 15.0}
 LIMIT_S = 600.0
-"""A first step that has not come by then will not come."""
+"""Timeout of the first step."""
 
 
 def first_command() -> tuple[list[str], list[str]]:
-    """README's first command in two: how to install, and how to train."""
+    """Return the installation and the training part of README's first command."""
     readme = (ROOT / "README.md").read_text()
     (line,) = re.findall(r"<!-- install: train -->\n```bash\n(.*?)\n```", readme)
     *install, train = line.split(" && ")
@@ -51,7 +51,7 @@ def first_command() -> tuple[list[str], list[str]]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """The files that git tracks, as a clone has them."""
+    """Copy the files that git tracks, as in a clone."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
         target = folder / name
@@ -60,7 +60,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def environ_of(home: Path) -> dict[str, str]:
-    """Return the environment of a new user: none of our variables, and an empty home."""
+    """Return the environment of a new user: no jaxdist variables, and an empty home."""
     ours = ("PYTHON", "JAX", "XLA", "XDG", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     home.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def environ_of(home: Path) -> dict[str, str]:
 
 
 def install(commands: list[str], python: str, folder: Path) -> dict[str, float]:
-    """Seconds of each command that makes the environment."""
+    """Return the seconds of each command that creates the environment."""
     seconds = {}
     for command in commands:
         words = shlex.split(command)
@@ -80,7 +80,7 @@ def install(commands: list[str], python: str, folder: Path) -> dict[str, float]:
 
 
 def seconds_to_loss(words: list[str], folder: Path, home: Path) -> float:
-    """Seconds from the start of a command to its first line of a step; it is killed then."""
+    """Return the seconds from the start of a command to its first step line; then kill it."""
     begin = time.perf_counter()
     running = subprocess.Popen(
         words, cwd=folder, env=environ_of(home), stdout=subprocess.PIPE, text=True
@@ -97,7 +97,7 @@ def seconds_to_loss(words: list[str], folder: Path, home: Path) -> float:
 
 
 def phases_to_loss(python: str, folder: Path, home: Path) -> dict[str, float]:
-    """Seconds of each part of the same run up to its first record."""
+    """Return the seconds of each part of this run up to its first record."""
     words = [python, str(Path(__file__)), "--inside"]
     done = subprocess.run(
         words, cwd=folder, env=environ_of(home), capture_output=True, text=True, timeout=LIMIT_S
@@ -108,7 +108,7 @@ def phases_to_loss(python: str, folder: Path, home: Path) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of this thread by what it does; the inner of two parts gets the time."""
+    """Times the parts of this thread's work; nested parts do not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
@@ -127,7 +127,7 @@ class Clock:
             self._parts.pop()
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part so far."""
+        """Return the seconds of each part so far."""
         self._turn()
         return dict(self.seconds)
 
@@ -162,9 +162,9 @@ class Clock:
 
 
 def inside() -> None:
-    """Train as the command does, a clock around each part; prints the seconds and ends."""
+    """Train as the command does with a timer around each part; print the seconds and exit."""
     begun = _process_age_s()
-    sys.path[0] = ""  # as `python -m` has it, instead of this script's folder
+    sys.path[0] = ""  # as with `python -m`, instead of this script's folder
     clock = Clock()
     clock.imports()
     import jaxdist.data
@@ -199,7 +199,7 @@ def inside() -> None:
 
 
 def _process_age_s() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process was started."""
     started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return up - started / os.sysconf("SC_CLK_TCK")
@@ -208,7 +208,7 @@ def _process_age_s() -> float:
 def table(
     totals: dict[str, float], phases: dict[str, dict[str, float]], installed: dict[str, float]
 ) -> list[str]:
-    """The results in Markdown."""
+    """Return the results as Markdown."""
     lines = ["| from the command to the first loss line | seconds | goal |", "|---|---|---|"]
     lines += [f"| training, {name} | {totals[name]:.1f} | {GOALS_S[name]:.0f} |" for name in STATES]
     lines += [f"| installing: {name} | {took:.1f} | |" for name, took in installed.items()]
@@ -225,7 +225,7 @@ def table(
 
 
 def conditions(python: str, load: float) -> str:
-    """Versions, cores, load and time."""
+    """Return versions, cores, load and time."""
     told = (
         "import jax, platform; print('Python', platform.python_version(), 'jax', jax.__version__)"
     )
@@ -238,7 +238,7 @@ def conditions(python: str, load: float) -> str:
 
 
 def main() -> int:
-    """Install, train, print the tables; 1 where a goal is missed."""
+    """Install, train, print the tables; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default="python3", help="makes the environment")
     parser.add_argument("--environment", help="one that is installed already: install nothing")

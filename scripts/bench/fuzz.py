@@ -1,9 +1,9 @@
-"""Tries inputs of any kind on every reader, for longer than CI does.
+"""Fuzz every reader with random inputs, for longer than CI does.
 
     python scripts/bench/fuzz.py [EXAMPLES]     5000 by default: about an hour on one core
 
-It is `tests/test_fuzz.py` with more examples, and with other ones each time. A failure prints the
-smallest input that shows it, which belongs in that file's corpus.
+It runs `tests/test_fuzz.py` with more examples, which differ each time. A failure prints the
+smallest failing input; add it to the corpus in that file.
 """
 
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def main() -> int:
-    """Run the property tests; pytest's exit code."""
+    """Run the property tests; return pytest's exit code."""
     examples = sys.argv[1] if len(sys.argv) > 1 else "5000"
     environment = {**os.environ, "JAXDIST_FUZZ_EXAMPLES": examples, "PYTHONPATH": str(ROOT)}
     tests = [sys.executable, "-m", "pytest", "-q", "tests/test_fuzz.py"]

@@ -34,21 +34,21 @@ from jaxdist.plan.compiled.check import NotCompiled, compile_step
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "results" / "gpu_program.json"
-"""Case -> its commit, date, versions and figures, as last recorded."""
+"""Case -> commit, date, versions and figures of the last recording."""
 
-_SHARE_OF_STEP = 0.01  # by which a class, or the step, may move
+_SHARE_OF_STEP = 0.01  # allowed change of a class or of the step
 _SHARE_OF_MEMORY = 0.02
-_MEMORY = ("temporary", "total")  # GiB; `mfu` and `again` are shares, all else is in seconds
+_MEMORY = ("temporary", "total")  # GiB; `mfu` and `again` are shares, the others seconds
 
 MEDIUM = (
     "--mesh dp=1 --model.d_model 2048 --model.num_layers 24 --model.num_heads 16"
     " --model.num_kv_heads 16 --model.mlp_dim 5632 --train.seq_len 4096"
     " --train.global_batch_size 4 --train.num_microbatches 1 --train.remat dots"
 )
-ROWS_OF_TWO = "--train.num_microbatches 16"  # eight need more than a GPU has
+ROWS_OF_TWO = "--train.num_microbatches 16"  # rows of eight exceed GPU memory
 LONG = "--train.seq_len 8192 --train.remat dots --train.num_microbatches 8"
 
-# name, GPUs, config, flags; the mesh is the config's where no flag names one.
+# name, GPUs, config, flags; the mesh is the config's unless a flag sets it.
 CASES = f"""
 gpt2_124m       h100:8   gpt2_124m --train.remat none
 1.7b_4096       h200:1   llama3_8b {MEDIUM}
@@ -64,7 +64,7 @@ gpt2_124m       h100:8   gpt2_124m --train.remat none
 
 
 def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[str, str]]:
-    """(name, figures: seconds by class, memory and utilisation, versions) of one case."""
+    """Return (name, figures: seconds by class, memory and utilization, versions) of a case."""
     name, gpus, config_name, *flags = line.split()
     path = ROOT / "configs" / f"{config_name}.toml"
     data = ["--data.sources", "stdlib", "--data.tokenizer", "bytes"]
@@ -93,8 +93,8 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[st
 def differences(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
     """Return the differences between two sets of figures of one case, one sentence each.
 
-    A class may move by a hundredth of the recorded step, so that a small class is not held to the
-    launch of a kernel; memory by a fiftieth of itself; shares of FLOPs by a hundredth.
+    A class may change by 1 % of the recorded step, so that a single kernel launch does not fail a
+    small class. Memory may change by 2 %, and shares of FLOPs by 0.01.
     """
     moved = []
     for key in sorted({*found, *recorded}):
@@ -113,7 +113,7 @@ def differences(found: Mapping[str, float], recorded: Mapping[str, float]) -> li
 
 
 def table(rows: list[tuple[str, dict[str, float]]]) -> str:
-    """The cases as Markdown."""
+    """Return the cases as Markdown."""
     classes = ("products", "fp8 products", "attention", "element-wise", "copies")
     heads = ("program", "step ms", "MFU %", "FLOPs run / useful", *(f"{c} ms" for c in classes))
     lines = ["| " + " | ".join((*heads, "exposed ms", "temporaries GiB", "total GiB")) + " |"]
@@ -132,7 +132,7 @@ def table(rows: list[tuple[str, dict[str, float]]]) -> str:
 
 
 def _record(name: str, figures: dict[str, float], versions: dict[str, str]) -> None:
-    """Put a case's figures among those recorded."""
+    """Store the figures of a case in the recorded ones."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -162,7 +162,7 @@ def _check(name: str, figures: dict[str, float], versions: dict[str, str]) -> bo
 
 
 def main() -> None:
-    """Compile, take apart, print the table; record or check it."""
+    """Compile, analyze, print the table; record or check it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
