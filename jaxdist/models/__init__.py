@@ -12,7 +12,7 @@ PYTHON_MODEL = "python:model"
 
 
 def build(config: ModelConfig, *, seq_len: int) -> Model:
-    """Return the `Model` of a config; imports Flax, starts no device."""
+    """Return the `Model` of a config; imports Flax but starts no device."""
     if isinstance(config, DecoderConfig):
         from jaxdist.models.decoder import build_decoder
 
@@ -29,7 +29,7 @@ def build(config: ModelConfig, *, seq_len: int) -> Model:
 
 
 def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
-    """Import the factory and call it; the current directory is importable, as for a script."""
+    """Import and call the factory; the current directory is importable, as for a script."""
     if config.factory == PYTHON_MODEL:
         raise ConfigError(
             "model.factory: the model of this run was passed as a Python object and is not "

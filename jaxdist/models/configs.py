@@ -1,14 +1,14 @@
-"""Settings of the models, with their rules. Imports no Flax.
+"""Settings of the models, with their validation. Does not import Flax.
 
-Each kind has the facts that are needed before it is built:
+Each config has the facts that are needed before the model is built:
 
     dims, rules          as in `Model`; {} if only the built model has them
     attention_call       as in `Model`
-    sequence             whether sequence parallelism may split its rows
-    context_parallel     whether the context axis may
+    sequence             whether sequence parallelism may split rows
+    context_parallel     whether the context axis may split rows
     reads                "text", "images" or "" for any data
     size_settings        logical dim or size -> its setting, for messages
-    shrunken             the same model, as small as a mesh allows
+    shrunken             the model with the smallest sizes that a mesh allows
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
     },
 }
 """Type of `rope_scaling` -> its other keys and defaults (None = required), as in Hugging Face's
-config.json. An `attention_factor` of 0 is computed from the factor."""
+config.json. If `attention_factor` is 0, it is computed from `factor`."""
 
 IMAGE_CHANNELS = 3
 
@@ -171,13 +171,13 @@ class DecoderConfig:
 
     @property
     def windows(self) -> list[int]:
-        """Keys that a query attends to, by layer; 0 = all."""
+        """Attention window of each layer in keys; 0 = no window."""
         every = self.full_attention_every or self.num_layers + 1
         return [self.sliding_window if (i + 1) % every else 0 for i in range(self.num_layers)]
 
     @property
     def attention_call(self) -> AttentionCall:
-        """Arguments of its layers to `Context.attend`."""
+        """Arguments that the layers pass to `Context.attend`."""
         return AttentionCall(
             sliding_window=self.sliding_window,
             full_every=self.full_attention_every,
@@ -217,7 +217,7 @@ class DecoderConfig:
     def run_problems(
         self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
     ) -> list[str]:
-        """Return the errors between this model and a run; `num_tokens` may be 0 = unknown."""
+        """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
         errors = []
         if self.positions == "learned" and seq_len > self.max_seq_len:
             errors.append(
@@ -394,11 +394,11 @@ class ResnetConfig:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Logical dim -> its smallest size, which divides the others."""
+        """Logical dim -> its smallest size, which divides its other sizes."""
         return {"hidden": self.width, "channels": self.width}
 
     def shrunken(self, *, num_layers: int, multiple: int) -> ResnetConfig:
-        """Return this model, which is small."""
+        """Return this model unchanged, because it is small."""
         del num_layers, multiple
         return self
 
@@ -450,12 +450,12 @@ class CustomConfig:
         return []
 
     def shrunken(self, *, num_layers: int, multiple: int) -> CustomConfig:
-        """Return this model, whose sizes only the factory has."""
+        """Return this model unchanged, because only the factory has its sizes."""
         del num_layers, multiple
         return self
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Return []: nothing is available before the factory is called."""
+        """Return []: nothing can be checked before the factory is called."""
         return []
 
 

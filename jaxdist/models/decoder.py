@@ -1,8 +1,8 @@
 """The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one configurable block.
 
-Query, key and value are one product, stored by key/value head as [d_model, kv_heads, heads/kv_heads
-+ 2, head_dim] (queries of the group, key, value), so that the tensor axis splits it by groups. Gate
-and up are one product too, [d_model, 2, mlp].
+Query, key and value use one fused weight, [d_model, kv_heads, heads/kv_heads + 2, head_dim]: the
+queries of a group, its key, its value. The tensor axis splits it by groups. Gate and up are fused
+too, [d_model, 2, mlp].
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from jaxdist.models.weights import weights_of
 from jaxdist.objectives import cross_entropy
 
 Bind = Callable[[Params], Any]
-"""Parameters of a part of the model -> its module with them."""
+"""Map the parameters of a part of the model to a module that uses them."""
 
-# Sites of dropout, folded into the key so that no two share random bits.
+# Dropout sites, folded into the key so that each site has its own random bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
 
 
@@ -74,7 +74,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         return bind_block(params)(x, aux, context)
 
     def head(params: Params, x: Array, _: Batch, context: Context) -> tuple[TokenHead, Sums]:
-        """Return the head's product of x [batch, seq_shard, d_model], and no sums."""
+        """Return the output head of x [batch, seq_shard, d_model], and no sums."""
         x = context.enter(bind_head(params["head"]).norm(x))
         kernel = _head_kernel(config, params).astype(x.dtype)
         return TokenHead(x, kernel, config.vocab_size, config.logit_softcap), {}
@@ -100,7 +100,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
 
 def _head_kernel(config: DecoderConfig, params: Params) -> Array:
-    """Return the output kernel, [d_model, vocab] of this device; tied, the embedding table."""
+    """Return this device's output kernel [d_model, vocab]; if tied, from the embedding table."""
     if config.tie_embeddings:
         return params["embed"]["table"].T
     return params["head"]["kernel"]
@@ -153,14 +153,14 @@ def _make_decoding(
 def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:
     """Return forward and backward FLOPs per token: 6 per matrix weight, plus attention.
 
-    "causal" counts half of the S² attention, as the causal mask does, "full" all of it (Chowdhery
-    et al. 2022, "PaLM", appendix B). The head counts, tied or not, without vocabulary padding.
+    "causal" counts S²/2 of attention (causal mask), "full" S² (Chowdhery et al. 2022, "PaLM",
+    appendix B). The head is included, tied or not, without vocabulary padding.
     """
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
     products += config.vocab_size * config.d_model
     keys = [min(seq_len, window or seq_len) for window in config.windows]
     attention = 12.0 * config.num_heads * config.head_width
-    # Mean number of keys of a query under the causal window; S/2 without a window.
+    # Mean number of keys per query with causal mask and window; S/2 without a window.
     causal = [seen - seen * seen / (2 * seq_len) for seen in keys]
     return {
         "causal": 6.0 * products + attention * sum(causal),
@@ -186,23 +186,23 @@ class Embedding(nnx.Module):
             x = x + self.learned(context.split(positions_of(batch, context)), context)
         if not self.config.dropout or context.dropout_key is None:
             return x
-        # After the last layer's index, so that no layer has this key.
+        # Layers use the indices below num_layers, so this key is unique.
         key = jax.random.fold_in(context.dropout_key, self.config.num_layers)
         index = context.split(context.position_ids(batch["tokens"].shape[1])[None])[0]
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
-        """Return partial sums [batch, seq, d_model] of tokens [batch, seq], 0 for other shards."""
+        """Return partial sums [batch, seq, d_model]; 0 for tokens [batch, seq] of other shards."""
         table = self.table[...]
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
         rows = layers.look_up(table, jnp.clip(local, 0, table.shape[0] - 1), context.dtype)
-        if self.config.scale_embeddings:  # rounded to the compute dtype first, as in Gemma's code
+        if self.config.scale_embeddings:  # the factor is rounded, as in Gemma's code
             rows = rows * jnp.asarray(math.sqrt(self.config.d_model), rows.dtype)
         return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
 
     def learned(self, positions: Array, context: Context) -> Array:
-        """Return position vectors of positions [batch or 1, seq_shard]."""
+        """Return the learned vectors of positions [batch or 1, seq_shard]."""
         return layers.look_up(self.positions[...], positions, context.dtype)
 
 
@@ -222,7 +222,7 @@ class Block(nnx.Module):
         """Map the residual stream [batch, seq_shard, d_model] to the same shape; no sums."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
-            # Named after `leave`: the saved value is this device's share and is not reduced again.
+            # Name it after `leave`: the saved value is this device's shard, already reduced.
             branch = checkpoint_name(context.leave(branch), "attention_out")
             branch = self._normed("attention_out_norm", branch)
             x = x + self._drop(branch, _ATTENTION_SITE, aux, context)
@@ -235,7 +235,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Return the stream [batch, n, d_model] and one layer's cache with n positions written."""
+        """Return the residual stream [batch, n, d_model] and the layer's cache plus n positions."""
         before = self._normed("attention_norm", x)
         branch, cache = self.attention.decode(before, cache, aux, context)
         x = x + self._normed("attention_out_norm", context.leave(branch))
@@ -243,7 +243,7 @@ class Block(nnx.Module):
         return x + self._normed("mlp_out_norm", context.leave(branch)), cache
 
     def _normed(self, name: str, x: Array) -> Array:
-        """Apply the norm of that name to x [batch, seq_shard, d_model], if the block has it."""
+        """Apply the norm `name` to x [batch, seq_shard, d_model] if the block has it."""
         norm = getattr(self, name, None)
         return x if norm is None else norm(x)
 
@@ -317,7 +317,7 @@ class Attention(nnx.Module):
         if self.config.positions == "rotary":
             angles = angles_of_layer(self.config, aux, context)
             query, key = layers.rotate(query, *angles), layers.rotate(key, *angles)
-        if self.config.query_pre_attn_scalar:  # kernels divide by the square root of the width
+        if self.config.query_pre_attn_scalar:  # kernels divide by sqrt(head_dim)
             share = self.config.head_width / self.config.query_pre_attn_scalar
             # Bfloat16 would round the factor itself, by up to 0.4 %.
             wide = query.dtype if query.dtype.itemsize > 4 else jnp.float32
@@ -335,7 +335,7 @@ class Attention(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Write the keys and values of x [batch, n, d_model] to the cache, then attend to it.
+        """Write keys and values of x [batch, n, d_model] to the cache, then attend to the cache.
 
         Cache leaves are [batch, max_len, kv_heads, head_dim]. Returns partial sums and the cache.
         """
@@ -351,7 +351,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """SwiGLU, GeGLU (Shazeer 2020) or GELU MLP on this device's part of the hidden width."""
+    """SwiGLU, GeGLU (Shazeer 2020) or GELU MLP on this device's shard of the hidden width."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, hidden = config.d_model, config.mlp_dim
@@ -366,7 +366,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
-        # Free the inputs of weight gradients before the backward pass of attention.
+        # Free the inputs of weight gradients before the backward pass of attention starts.
         x, up_kernel, down_kernel = context.gradient_barrier((x, self.up[...], self.down[...]))
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
         up = context.dot(dims, x, up_kernel)
@@ -408,8 +408,8 @@ def _rms_norm(config: DecoderConfig, size: int, dim: str) -> nnx.Module:
 def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
     """Split fused [batch, seq, kv_heads, group + 2, head_dim] into queries, keys and values.
 
-    Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim]. The
-    gradient of one split is a concatenation; that of slices would be a sum of padded arrays.
+    Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim]. One
+    split has a concatenation as gradient; slices would have a sum of padded arrays.
     """
     *rows, kv_heads, parts, width = qkv.shape
     queries = (parts - 2) * width
@@ -421,7 +421,7 @@ def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
 def _split_ways(up: Array, platform: str) -> list[Array]:
     """Split fused [batch, seq, ways, mlp] into one [batch, seq, mlp] per way.
 
-    XLA:CPU is faster with one split. XLA:GPU fuses the sum of padded slices into other kernels.
+    XLA:CPU is faster with one split. On XLA:GPU slices are used: their gradient is fused.
     """
     ways = up.shape[2]
     if platform == "cpu":
@@ -436,6 +436,6 @@ def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
 
 
 def _once(bias: Array, context: Context) -> Array:
-    """Return the bias [d_model] on the first tensor device, else zeros: a sum counts it once."""
+    """Return the bias [d_model] on tensor index 0, else zeros, so that the sum adds it once."""
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))

@@ -2,8 +2,8 @@
 
     python -m jaxdist.train --model=custom --model.factory=jaxdist.models.example:build
 
-`RULES` lists the named dims of weights that `fsdp` and `tp` split; `tensor="auto"` leaves products
-over `tp` to XLA. For pipeline stages see decoder.py.
+`RULES` lists the named dims of weights that `fsdp` and `tp` split. With `tensor="auto"` XLA
+partitions the products over `tp`. For pipeline stages see decoder.py.
 """
 
 import jax
@@ -36,7 +36,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """Token embedding, which is also the head's kernel, and two blocks."""
+    """Token embedding (tied with the head) and two blocks."""
 
     def __init__(self, vocab: int, width: int, heads: int, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(vocab, width, rngs=rngs)

@@ -22,7 +22,7 @@ from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ROPE_SCALING
 
 
 class RunningAverage(nnx.Variable):
-    """An array that training updates from batch statistics and evaluation uses."""
+    """A running average that training updates from batch statistics and evaluation reads."""
 
 
 _STORED = nnx.Any(nnx.Param, RunningAverage)
@@ -33,15 +33,15 @@ def functional(
 ) -> tuple[Callable[[Array], Params], Params, Callable[[Params], Any]]:
     """Convert an NNX module to plain functions.
 
-    `make` maps rngs to a module. Its `nnx.Param`s and `RunningAverage`s have `dims=Dims(...)` or a
+    `make` maps rngs to a module. Its `nnx.Param`s and `RunningAverage`s need `dims=Dims(...)` or a
     `Parameter` in their metadata (`weight` and `filled` do so; Flax's layers take
-    `kernel_metadata`); no mesh axis splits those without. Raises `ValueError` if the module has
-    other state, such as Flax's BatchNorm.
+    `kernel_metadata`); without either, an array is replicated. Raises `ValueError` if the module
+    has other state, such as Flax's BatchNorm.
 
     Returns:
         init: PRNG key [] -> plain nested dict of float32 arrays, with the module's shapes.
         axes: the same tree with a `Dims` at each leaf.
-        bind: params -> the module with them (of any shape), to call its methods.
+        bind: params (of any shape) -> the module with these params, to call its methods.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     split: Any = nnx.split(module, _STORED, ...)
@@ -95,9 +95,9 @@ def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param
 class BatchNorm(nnx.Module):
     """Batch norm over all dims but the last, in float32 (Ioffe and Szegedy 2015, algorithm 1).
 
-    Statistics are those of the global (micro)batch in training; this moves one sum of [2, size]
-    float32, and one in the backward pass. As in PyTorch, the running average is of the unbiased
-    variance. A head with such layers adds `batch_statistics(module, context)` to its sums.
+    Training uses statistics of the global (micro)batch: one all-reduce of [2, size] float32 in the
+    forward pass and one in the backward pass. As in PyTorch, the unbiased variance is averaged. A
+    head with such layers adds `batch_statistics(module, context)` to its sums.
     """
 
     def __init__(self, size: int, dim: str | None, eps: float = 1e-5):
@@ -149,7 +149,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadsRMSNorm(nnx.Module):
-    """RMS norm over all heads of a token together, which the tensor axis may split (OLMo 2)."""
+    """RMS norm over all heads of a token, also if the tensor axis splits the heads (OLMo 2)."""
 
     def __init__(self, heads: int, head_dim: int, eps: float, dim: str):
         self.scale = filled(1.0, (heads, head_dim), dim, "head_dim")
@@ -157,7 +157,7 @@ class HeadsRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array, context: Context) -> Array:
-        """Normalize [batch, seq, heads, head_dim] of this device; same shape and dtype."""
+        """Normalize this device's [batch, seq, heads, head_dim]; same shape and dtype."""
         wide = x.astype(jnp.float32)
         squares = context.sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True), "tensor")
         wide = wide * jax.lax.rsqrt(squares / self.size + self.eps)
@@ -188,7 +188,7 @@ def rotary_angles(
     stretch: Callable[[Array], Array] | None = None,
     length: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return cosines, sines of positions [..., seq] × `length`, float32 [..., seq, head_dim / 2].
+    """Return `length` × cosines, sines of positions [..., seq]: float32 [..., seq, head_dim / 2].
 
     Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's weights.
     """
@@ -202,10 +202,10 @@ def rotary_angles(
 
 
 def computed_once(tables: Any) -> Any:
-    """Return the same arrays [..., size, width], which XLA:CPU computes before reading them.
+    """Return the arrays [..., size, width] unchanged, and force XLA:CPU to compute them only once.
 
-    Otherwise it would fuse their computation into every reader. It does not fuse across loops, so
-    each array with an even width passes through one in halves.
+    Otherwise XLA would fuse their computation into every consumer. It does not fuse across loops,
+    so each array with an even width passes through a loop in two halves.
     """
 
     def halves(x: Array) -> Array:
@@ -219,7 +219,7 @@ def computed_once(tables: Any) -> Any:
 def rope_stretch(
     scaling: Mapping[str, Any], head_dim: int, theta: float
 ) -> tuple[Callable[[Array], Array], float]:
-    """Return how `rope_scaling` changes frequencies [head_dim / 2], and a vector length."""
+    """Return `rope_scaling` as a map of frequencies [head_dim / 2], and its factor of cos, sin."""
     values = {**ROPE_SCALING[scaling["type"]], **scaling}
     factor = values["factor"]
     if values["type"] == "linear":
@@ -237,7 +237,7 @@ def rope_stretch(
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Return frequencies [head_dim / 2] of Llama 3.1: low ones / `factor`, with a ramp between.
+    """Scale frequencies [head_dim / 2] as Llama 3.1: low ones by 1 / `factor`, with a linear ramp.
 
     Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
     """
@@ -251,7 +251,7 @@ def llama3_stretch(
 
 
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
-    """Return frequencies [head_dim / 2] of YaRN: from `last` on / `factor`, a ramp from `first`.
+    """Scale frequencies [head_dim / 2] as YaRN: 1 / `factor` from index `last`, ramp from `first`.
 
     Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), rounded outwards as in its code.
     """
@@ -279,7 +279,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def look_up(table: Array, index: Array, dtype: Any) -> Array:
     """Return rows of a table [rows, width] at int32 `index` [...]: [..., width] in `dtype`.
 
-    Gradients of a row are summed in float32 or wider and rounded once: in bfloat16 256 + 1 = 256.
+    Gradients of a row are summed in float32 or wider and rounded once: bfloat16 has 256 + 1 = 256.
     """
     axes = tuple(collectives.varying_axes(table) | collectives.varying_axes(index))
     table, index = collectives.vary((table.astype(dtype), index), axes)
@@ -293,7 +293,7 @@ def _rows(num_rows: int, table: Array, index: Array) -> Array:
 
 
 _SUM_BYTES = 256 << 20
-"""Largest part of a table's gradient in the wide dtype at a time."""
+"""Most bytes of a table's gradient that exist in the wide dtype at a time."""
 
 
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
@@ -326,12 +326,12 @@ _rows.defvjp(lambda num_rows, table, index: (table[index], index), _rows_backwar
 
 
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
-    """Drop features; random bits depend on a token's row and position alone, on every mesh.
+    """Drop features; random bits depend only on a token's row and position, not on the mesh.
 
     Args:
         x: [batch, seq_shard, d_model].
         rate: dropout rate; 0 or a key of None drops nothing.
-        key: consumed once; fold in a layer and a site before.
+        key: consumed once; the caller folds in the layer and the dropout site.
         rows: int32 [batch], index in the global batch.
         index: int32 [seq_shard], index in the row.
     """
@@ -355,7 +355,7 @@ def image_row(size: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def conv(x: Array, kernel: Array, stride: int = 1) -> Array:
     """Convolve x [batch, height, width, in] to [batch, height / stride, width / stride, out]."""
-    pad = ((KERNEL_SIZE // 2,) * 2,) * 2  # equal on both sides, also for an odd rest of a stride
+    pad = ((KERNEL_SIZE // 2,) * 2,) * 2  # symmetric for every stride
     dims = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
         x, kernel.astype(x.dtype), (stride, stride), pad, dimension_numbers=dims

@@ -1,4 +1,4 @@
-"""Prepare positions for the decoder's blocks: rotary angles and masks, by layer if they differ."""
+"""Compute rotary angles and masks for the decoder's blocks, per layer if they differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, 
 
 
 def positions_of(batch: Batch, context: Context) -> Array:
-    """Return positions [batch or 1, seq]; by default counted from the row's start."""
+    """Return positions [batch or 1, seq]; by default they count from the row's start."""
     if "positions" in batch:
         return batch["positions"]
     return context.position_ids(batch["tokens"].shape[1])[None]

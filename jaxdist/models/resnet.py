@@ -1,11 +1,11 @@
 """The residual network for CIFAR-10 of He et al. 2015, section 4.2: ResNet-20 to ResNet-110.
 
-A 3 × 3 convolution, three stages of n residual blocks with 1, 2 and 4 times the channels at full,
-half and quarter image size, the mean over pixels, one dense layer: 6 n + 2 layers. Shortcuts have
-no weights (option A of the paper). Images are channels-last.
+It has 6 n + 2 layers: a 3 × 3 convolution, three stages of n residual blocks (1, 2 and 4 times the
+channels at full, half and quarter image size), the mean over pixels, one dense layer. Shortcuts
+have no weights (option A of the paper). Images are channels-last.
 
-Tensor parallelism splits the two convolutions of a block like a transformer's MLP: the first by its
-outputs, the second by its inputs.
+Tensor parallelism splits the two convolutions of a block like a transformer's MLP: the first along
+its outputs, the second along its inputs.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Resnet(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Convolution, norm, relu; convolution, norm; plus the input; relu.
+    """Convolution, norm, relu, convolution, norm, residual addition, relu.
 
-    With more output than input channels it halves height and width.
+    It halves height and width if it has more output than input channels.
     """
 
     def __init__(self, width: int, out: int, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""The parameters of a built model, leaf by leaf, without making any: names, dims and shapes."""
+"""List names, dims and shapes of a model's parameters without allocating them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Weight:
 
     @functools.cached_property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an element as it is stored."""
+        """Bytes per stored element."""
         return jnp.dtype(self.dims.storage).itemsize
 
     @property
@@ -43,8 +43,8 @@ class Weight:
 
 @functools.lru_cache(maxsize=64)
 def weights_of(model: Model) -> tuple[Weight, ...]:
-    """The parameters of a model, in the order of its tree. Starts no device."""
-    # The key's shape only: a real key would start a device.
+    """Return the parameters of a model in tree order; starts no device."""
+    # Use only the key's shape, because a real key would start a device.
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, key))
     return tuple(

@@ -2,8 +2,8 @@
 
 config_keys   keys of `config.json`: used, harmless or rejected
 families      model settings from `config.json` and back
-tensors       the tensors that our arrays are made of
+tensors       map of tensors to our arrays
 safetensors   the file format, read block by block, written tensor by tensor
 directory     `config.json` and the tensors of a directory, checked against each other
-loading       weights onto a mesh, each process reading the shards of its devices
+loading       weights onto a mesh; each process reads the shards of its devices
 """

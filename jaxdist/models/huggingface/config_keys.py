@@ -1,6 +1,6 @@
-"""Check the keys of Hugging Face's `config.json`: used, without effect, or rejected.
+"""Check the keys of Hugging Face's `config.json`: used, harmless, or rejected.
 
-An unknown key may change the result of the model although the weights load, so it is an error.
+An unknown key is an error, because it may change the model's output although the weights load.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPTIONAL = {
     "tie_word_embeddings": bool,
 }
 _LLAMA_ONLY = {"attention_bias": bool, "mlp_bias": bool}
-"""Biases of all four products of attention and all three of the MLP."""
+"""Biases of all four projections of attention and all three of the MLP."""
 
 _GEMMA = {
     "query_pre_attn_scalar": int,
@@ -85,10 +85,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
 
 _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
                  "attn_logit_softcapping")  # fmt: skip
-"""Keys whose null turns the feature off instead of meaning the default."""
+"""Keys for which null disables the feature; for other keys null means the default."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
-"""Family with differing layers -> default interval of layers without a window."""
+"""Family that mixes layers with and without window -> default interval of those without."""
 
 _WORDS = {
     int: "a whole number above 0",
@@ -120,10 +120,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
 }
-"""Values with which our decoder computes the same as transformers."""
+"""Values for which our decoder computes the same function as transformers."""
 
 _DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
-"""Dropout rates of training, see `families.left_out`."""
+"""Dropout rates for training, which are ignored; see `families.left_out`."""
 
 _HARMLESS = frozenset(
     """
@@ -144,7 +144,7 @@ _HARMLESS = frozenset(
     output_past eos_token_ids _num_labels xla_device cross_attention_hidden_size _commit_hash
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
-"""Keys on which no forward pass depends, except for rounding (`reorder_and_upcast_attn` and
+"""Keys that do not affect the forward pass, except for rounding (`reorder_and_upcast_attn` and
 `pretraining_tp`)."""
 
 
@@ -191,7 +191,7 @@ def key_problems(hf: Any, family: str) -> list[str]:
 
 
 def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions; of Gemma 3, those of layers without a window."""
+    """Return the settings of rotary positions; for Gemma 3, of the layers without a window."""
     parameters = hf.get("rope_parameters") or {}
     rope = {**(hf.get("rope_scaling") or {}), **(parameters.get("full_attention") or parameters)}
     rope.setdefault("rope_theta", hf["rope_theta"])
@@ -279,7 +279,7 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
 
 
 def _layer_type_problems(kinds: Any, hf: Mapping[str, Any], family: str) -> list[str]:
-    """Return an error unless layers are equal, or in a Gemma every n-th has no window."""
+    """Return an error unless all layers are equal or, for Gemma, every n-th has no window."""
     if family in GEMMAS:
         if isinstance(kinds, list) and full_every(hf, family):
             return []
@@ -301,5 +301,5 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)  # as in the file
+    text = json.dumps(value)  # spelled as in the file
     return text if len(text) <= 60 else text[:57] + "..."

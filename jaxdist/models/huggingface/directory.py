@@ -21,31 +21,31 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 HEAD = "lm_head.weight"
-"""Tensor of an output head that is not the embedding table."""
+"""Name of the tensor of an untied output head."""
 
 _COMPARED_ROWS = 4096  # rows of two tables compared at a time
-_CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # stored, but not weights
+_CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants, not weights
 
 
 def is_model(path: str | os.PathLike[str]) -> bool:
     """Return whether a path, URL or hub name is a Hugging Face model, not a run of ours."""
     if hub.is_hub_name(path):
         return True
-    if url_problem(path):  # its use reports the error
+    if url_problem(path):  # opening it reports the error
         return False
     folder = locate(path)
     return (folder / "config.json").exists() and not (folder / "config.toml").exists()
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:
-    """Return the directory of a model; download a hub name, with `weights` if set."""
+    """Return the directory of a model; downloads a hub name, weights only if `weights`."""
     if not hub.is_hub_name(path):
         return locate(path)
     name = os.fspath(path)
     folder = locate(hub.fetch(name, ("config.json", safetensors.INDEX, *TOKENIZER_FILES)))
     if weights:
         hub.fetch(name, (safetensors.SINGLE,))
-        if not (folder / safetensors.SINGLE).exists():  # shards, or another name and no index
+        if not (folder / safetensors.SINGLE).exists():  # sharded, or a single file of another name
             hub.fetch(name, tuple(safetensors.indexed_files(folder)) or ("*.safetensors",))
     return folder
 
@@ -66,7 +66,7 @@ def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
     model = read_config(hf)
     try:
         return _resolve_head(model, hf["model_type"], safetensors.open_all(folder))[0]
-    except ConfigError:  # not downloaded, or damaged: loading them reports it
+    except ConfigError:  # weights missing or damaged: loading them reports the error
         return model
 
 
@@ -75,7 +75,7 @@ class Weights:
     """The tensors of a directory.
 
     Attributes:
-        pieces: name of the array in jaxdist -> its parts, one per layer if stacked.
+        pieces: name of our array -> its parts, one per layer if stacked.
         tensors: name in the directory -> tensor, read on demand.
     """
 
@@ -126,9 +126,9 @@ def _with_stored_names(piece: Piece, tensors: dict[str, safetensors.StoredTensor
 def _resolve_head(
     model: DecoderConfig, family: str, tensors: dict[str, safetensors.StoredTensor]
 ) -> tuple[DecoderConfig, dict[str, safetensors.StoredTensor]]:
-    """Return the model, untied if the stored head is not the embedding table, and the tensors.
+    """Return the model and its tensors; untie the model if the stored head differs from the table.
 
-    A tied head without a table becomes the table, as in transformers 5.
+    If a tied model has a head but no table, the head becomes the table, as in transformers 5.
     """
     head = tensors.get(HEAD)
     if not model.tie_embeddings or head is None:

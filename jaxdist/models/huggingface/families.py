@@ -33,7 +33,7 @@ _ARCHITECTURES = {
 }
 
 FAMILIES = (*_ARCHITECTURES, "phi3")
-"""Supported `model_type`s. Phi-3 is written as Llama, or with a window as Mistral."""
+"""Supported `model_type`s. Phi-3 is exported as Llama, or as Mistral if it has a window."""
 
 
 _GPT2_SIZES = {
@@ -64,14 +64,14 @@ _GEMMA_SETTINGS = (
     "attention_softcap",
     "logit_softcap",
 )
-"""Settings of ours that no other family has; false or 0 if unset."""
+"""Our settings that only Gemma has; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {"qwen3": "head", "olmo2": "all", "gemma3_text": "head"}
 _WINDOWED = ("mistral", "phi3", *GEMMAS)
 
 
 def read_config(hf: Any) -> DecoderConfig:
-    """Return the settings of a `config.json`; absent keys have the defaults of transformers."""
+    """Return the settings of a `config.json`; missing keys get the defaults of transformers."""
     if not isinstance(hf, Mapping):
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
     family = hf.get("model_type")
@@ -103,7 +103,7 @@ def left_out(hf: Mapping[str, Any]) -> list[str]:
 
 
 def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
-    """Return the model of a run if it is a decoder; else raise `ConfigError` with `where` it is."""
+    """Return `model` if it is a decoder, else raise `ConfigError`; `where` names its source."""
     if not isinstance(model, DecoderConfig):
         raise ConfigError(
             f"{where} has a {model.kind}. Only decoders can be exported to Hugging Face."
@@ -112,7 +112,7 @@ def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
 
 
 def family_of(config: DecoderConfig) -> str:
-    """Return the family that can express a model of ours; raises `ConfigError` if none can."""
+    """Return the family that can represent the model; raises `ConfigError` if none can."""
     parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
     if family := _gemma_of(config):
@@ -128,7 +128,7 @@ def family_of(config: DecoderConfig) -> str:
             return "olmo2"
         if norms == ("pre", "none") and biases == {"qkv"}:
             return "qwen2"
-        # Llama has biases on all four products of attention or on none.
+        # Llama has biases on all four projections of attention or on none.
         if norms == ("pre", "none") and biases & {"qkv", "out"} in (set(), {"qkv", "out"}):
             return "llama"
     if rotary and config.sliding_window and norms == ("pre", "none") and not biases:
@@ -146,7 +146,7 @@ def family_of(config: DecoderConfig) -> str:
 
 
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Return a Hugging Face `config.json` for a model of ours, stored in `dtype`."""
+    """Return a Hugging Face `config.json` for a model whose weights are stored in `dtype`."""
     family = family_of(config)
     sizes = _GPT2_SIZES if family == "gpt2" else _LLAMA_SIZES
     hf: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Load weights of a Hugging Face directory onto a mesh.
 
-Each process reads the shards of its devices, in blocks of at most `BLOCK_BYTES`; larger shards are
-assembled on the device. So the host holds only a few blocks, and reads each byte about once.
+Each process reads the shards of its devices in blocks of at most `BLOCK_BYTES`, and assembles
+larger shards on the device. Host memory holds only a few blocks; each byte is read about once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
 
 BLOCK_BYTES = 64 << 20
-"""Bytes of an array in host memory at a time, in its dtype on the device."""
+"""Most bytes of an array in host memory at a time, in the device dtype."""
 
 
 def load_params(
@@ -40,8 +40,8 @@ def load_params(
 
     Args:
         folder: path or URL of a Hugging Face model directory that every process can read.
-        target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
-            `reinit` are arrays and are returned unchanged.
+        target: tree of `jax.ShapeDtypeStruct` with sharding; values are cast to its dtypes. Leaves
+            under `reinit` are arrays and are returned unchanged.
         reinit: names or prefixes of parameters or stored weights that are not read.
     """
     weights = open_weights(folder)
@@ -120,14 +120,14 @@ def _assembled(
             _written(shard, jax.device_put(values, device), corner)
             for shard, device in zip(shards, devices, strict=True)
         ]
-        jax.block_until_ready(shards)  # otherwise many blocks would stay in host memory
+        jax.block_until_ready(shards)  # limits the blocks in host memory
     return shards
 
 
 def _blocks(
     weights: Weights, parts: list[Piece], bounds: tuple[tuple[int, int], ...], dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """Yield a shard in blocks: index in the shard, values [its lengths] in `dtype`."""
+    """Yield the blocks of a shard: index in the shard, values [its lengths] in `dtype`."""
     stacked = parts[0].layer is not None
     layers = range(*bounds[0]) if stacked else (0,)
     inner = bounds[1:] if stacked else bounds
@@ -146,7 +146,7 @@ def _blocks(
 
 
 def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> Iterator[Index]:
-    """Yield blocks of a part of at most `BLOCK_BYTES`, split in the order of storage."""
+    """Yield the blocks (at most `BLOCK_BYTES`) of a part, split along its slowest stored dims."""
     steps = [stop - start for start, stop in bounds]
     for dim in piece.stored_order:
         rest = math.prod(steps) // max(1, steps[dim]) * itemsize
@@ -162,14 +162,14 @@ def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> 
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
-    """Return zeros [*shape] in `dtype`, made on the device."""
+    """Return zeros [*shape] in `dtype`, created on the device."""
     where = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=where)()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
-    """Return the shard [*dims], donated, with values [*part] written from index `corner` on."""
+    """Return the shard [*dims] (donated) with values [*part] written at index `corner`."""
     return jax.lax.dynamic_update_slice(shard, values, corner)
 
 

@@ -1,9 +1,9 @@
 """Read and write safetensors files tensor by tensor.
 
-Hugging Face's library checks the headers; values are memory-mapped. The library can only write
-tensors that are all in memory; `write` streams. A file is the length of its header (8 bytes, little
-endian), the header (JSON: name -> dtype, shape, offsets after the header), and the tensors in
-row-major order, without gaps.
+Hugging Face's library checks the headers; values are memory-mapped. We write files ourselves,
+because the library needs all tensors in memory; `write` streams them. A file has the length of its
+header (8 bytes, little endian), the header (JSON: name -> dtype, shape, offsets after the header),
+and the tensors in row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 SINGLE = "model.safetensors"
-"""File of a model in one file."""
+"""Name of the weights file of an unsharded model."""
 
 INDEX = "model.safetensors.index.json"
-"""File with the map from tensor to file, by Hugging Face's convention."""
+"""Name of the index file of a sharded model, which maps tensors to files."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -56,12 +56,12 @@ DTYPES = {
 """NumPy's name of a dtype -> the name in the format."""
 
 _HEADER_BYTES = 100 << 20  # the library rejects longer ones
-_REQUESTS = 8  # concurrent, to an object store
+_REQUESTS = 8  # concurrent requests to an object store
 _ALIGNMENT = 8  # the header is padded with spaces, so that tensors start aligned
 
 
 class Tensor(NamedTuple):
-    """A tensor to write: shape and dtype, and its values as parts (rows in order)."""
+    """A tensor to write: shape, dtype, and its values in parts (consecutive rows)."""
 
     shape: Sequence[int]
     dtype: np.dtype
@@ -91,7 +91,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             for part in tensor.parts:
-                # As bytes, because NumPy cannot write bfloat16.
+                # Write bytes, because NumPy cannot write bfloat16.
                 stream.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
@@ -150,14 +150,14 @@ class StoredTensor:
         return dataclasses.replace(self, shape=shape)
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """Return `count` rows from `first` on as a tensor."""
+        """Return `count` rows, starting at row `first`, as a tensor."""
         each = math.prod(self.shape[1:]) * self.dtype.itemsize
         return dataclasses.replace(
             self, offset=self.offset + first * each, shape=(count, *self.shape[1:])
         )
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read its values, or a block by index, [*lengths of `index`] in the stored dtype."""
+        """Read all values, or a block [*lengths of `index`], in the stored dtype."""
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)[index]
         if not self.file.is_local:
@@ -177,7 +177,7 @@ class StoredTensor:
         step = max(1, BLOCK_BYTES // row)
 
         def part(start: int) -> np.ndarray:
-            """Return rows from `start` on, [at most `step`, *lengths of the other dims]."""
+            """Return at most `step` rows from `start`: [rows, *lengths of the other dims]."""
             count = min(step, end - start)
             data = self.file.part(self.offset + start * row, count * row) if count else b""
             if len(data) != count * row:
@@ -192,7 +192,7 @@ class StoredTensor:
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Open every tensor of a model directory, from the files that transformers would load.
 
-    These are `model.safetensors`, else the files in the index, else the only safetensors file.
+    These are `model.safetensors`, else the files in the index, else the single safetensors file.
     """
     directory = locate(directory)
     entries = directory.entries()
@@ -254,7 +254,7 @@ def _open(file: Location) -> dict[str, StoredTensor]:
     dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
     tensors: dict[str, StoredTensor] = {}
     try:
-        offset = 8 + int.from_bytes(file.part(0, 8), "little")  # rejects pipes; the library waits
+        offset = 8 + int.from_bytes(file.part(0, 8), "little")  # rejects pipes: the library blocks
         with _header_of(file) as header, safe_open(header, framework="np") as stored:
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
@@ -274,7 +274,7 @@ def _open(file: Location) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def _header_of(file: Location) -> Iterator[str]:
-    """Yield a local file with the header and size of `file`; a copy has holes for tensors."""
+    """Yield a local path with header and size of `file`; a stored object becomes a sparse copy."""
     if file.is_local:
         yield file.path
         return

@@ -1,6 +1,6 @@
-"""Map Hugging Face's tensors to our arrays.
+"""Map Hugging Face's tensors to our arrays and back.
 
-Both directions move values without arithmetic, so that a round trip is exact.
+Values are moved without arithmetic, so a round trip is exact.
 
 References:
     The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, OLMo 2,
@@ -23,12 +23,12 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor as a block of a part of ours, with dims split and reordered.
+    """A Hugging Face tensor that fills a block of one of our pieces, with dims split and reordered.
 
     Attributes:
-        view: shape with some dims split, for the rows in use.
-        order: dim i of our part is dim `order[i]` of the view.
-        dim, start: dim of our part along which tensors are concatenated, and start of this one.
+        view: shape of the used rows, with some dims split.
+        order: dim i of our piece is dim `order[i]` of the view.
+        dim, start: dim of our piece along which tensors are concatenated, and this tensor's start.
         first_row: row of the tensor at which the view begins (Phi-3: fused query, key, value).
     """
 
@@ -42,18 +42,18 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tensor in the view."""
+        """Number of the tensor's rows in the view."""
         return math.prod(self.view) // math.prod(self.shape[1:])
 
     @property
     def block(self) -> Index:
-        """Index of the tensor in our part."""
+        """Index of the tensor's block in our piece."""
         index = [slice(0, self.view[dim]) for dim in self.order]
         index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
         return tuple(index)
 
     def of_view(self, index: Index) -> Index:
-        """Convert an index in our part, inside `block`, to one in the view."""
+        """Convert an index in our piece, inside `block`, to an index in the view."""
         inside: list[slice] = [slice(0)] * len(self.view)
         for ours, hf_dim in enumerate(self.order):
             shift = self.start if ours == self.dim else 0
@@ -63,12 +63,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of one of our arrays, and the Hugging Face tensors that it is made of.
+    """A part of one of our arrays, and the Hugging Face tensors that it consists of.
 
     Attributes:
         name: our array, e.g. `params/layers/attention/qkv`.
         layer: index in the stacked dim, or None if the array is not stacked.
-        shape: shape of the part; padding, without a tensor, is zeros.
+        shape: shape of the part; entries without a tensor are padding, which is zero.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Piece:
 
     @property
     def stored_order(self) -> tuple[int, ...]:
-        """Our dims in the order of storage, slowest first."""
+        """Our dims in the tensors' storage order, slowest first."""
         order = self.sources[0].order
         return tuple(order.index(dim) for dim in range(len(order)))
 
@@ -140,11 +140,11 @@ _NORMS = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }
-"""`norm_placement` -> our norm of a layer -> the name of Hugging Face."""
+"""`norm_placement` -> name of our norm in a layer -> name in Hugging Face."""
 
 
 def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
-    """Yield every part of every array of ours, by array and layer."""
+    """Yield every part of each of our arrays, ordered by array and layer."""
     return _gpt2_pieces(config) if family == "gpt2" else _llama_pieces(config, family)
 
 
@@ -205,7 +205,7 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
     def of_layer(
         ours: str, shape: tuple[int, ...], hf_name: str, *views: tuple[int, ...]
     ) -> Iterator[Piece]:
-        """Yield one tensor per layer; `views`: its shape, its dims split, their order."""
+        """Yield one tensor per layer; `views`: shape, shape with split dims, order."""
         stored, view, order = views or (shape, shape, tuple(range(len(shape))))
         for layer in range(config.num_layers):
             source = Source(f"transformer.h.{layer}.{hf_name}", stored, view, order)
@@ -256,7 +256,7 @@ def _head(config: DecoderConfig) -> Piece:
 
 
 def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
-    """Yield the same sources in one tensor with query, key and value stacked by rows."""
+    """Yield the sources as row ranges of one tensor that stacks query, key and value."""
     rows = sum(source.num_rows for source in sources)
     first = 0
     for source in sources:
