@@ -23,7 +23,7 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Make this process use `num_devices` CPU devices; raises `ConfigError` if others run."""
+    """Use `num_devices` simulated CPU devices; raises `ConfigError` if other devices run."""
     import jax
 
     if num_devices < 1:
@@ -44,11 +44,11 @@ def simulate(num_devices: int) -> None:
 
 
 def enable_debug_checks() -> None:
-    """Before a device starts, enable jax's checks and bit-reproducible kernels; `XLA_FLAGS` win."""
+    """Enable jax's checks and deterministic kernels, except options in `XLA_FLAGS`; call first."""
     import jax
 
     flags = os.environ.get("XLA_FLAGS", "")
-    # Autotuning could choose another kernel next time.
+    # Autotuning could choose other kernels in each run.
     deterministic = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
     missing = [flag for flag in deterministic if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
@@ -59,16 +59,16 @@ MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """JAX's variable for the fraction of GPU memory that a process allocates."""
 
 DEFAULT_MEMORY_FRACTION = 0.92
-"""JAX's default is 0.75. The rest is for the CUDA context and NCCL."""
+"""JAX's default is 0.75. The remainder is for the CUDA context and NCCL."""
 
 
 def reserve_memory() -> None:
-    """Set `DEFAULT_MEMORY_FRACTION` of each GPU, unless the environment does, before jax starts."""
+    """Set the GPU memory fraction unless the environment does; call before jax starts."""
     os.environ.setdefault(MEMORY_FRACTION, f"{DEFAULT_MEMORY_FRACTION:g}")
 
 
 def memory_fraction() -> float:
-    """Return the fraction of GPU memory that a run allocates: of the environment or default."""
+    """Return the fraction of GPU memory that a run allocates: environment, else default."""
     try:
         return float(os.environ.get(MEMORY_FRACTION, ""))
     except ValueError:
@@ -85,7 +85,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     """Cache compiled programs on disk, so that restarts compile nothing; return the folder in use.
 
     `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE` or
-    `~/.cache/jaxdist/xla`; "off" disables the cache. An unusable one gives None and a warning.
+    `~/.cache/jaxdist/xla`; "off" disables the cache. If unusable: logs a warning, returns None.
     """
     import jax
 
@@ -93,7 +93,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     if chosen == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    # XLA compiles CPU code for this processor; on another one it could be an illegal instruction.
+    # XLA compiles CPU code for this processor; another one may lack its instructions.
     folder = Path(chosen).expanduser() / _machine()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,13 +116,13 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
 
 
 def _keep_programs_of_every_process() -> None:
-    """On CPUs, let every process write to the cache: there keys of programs differ by process."""
+    """On CPUs, let every process write to the cache, because cache keys differ by process."""
     compiler: Any = importlib.import_module("jax._src.compiler")
     write = compiler._cache_write
     if not isinstance(write, types.FunctionType) or hasattr(write, "by_process_0"):
         return
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-    # The same function, with the process id of process 0.
+    # jax lets only process 0 write: copy its function with process id 0.
     anyone = types.FunctionType(write.__code__, {**write.__globals__, "distributed": first})
 
     def write_here(key: str, seconds: float, name: str, backend: Any, *program: Any) -> None:
@@ -138,13 +138,13 @@ _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for 
 def _watch_for_damage(folder: Path) -> None:
     """Remove cache entries that jax cannot read, because it never overwrites them."""
     show = warnings.showwarning
-    if isinstance(show, _DamageWatch):  # of a previous cache
+    if isinstance(show, _DamageWatch):  # set up for a previous cache
         show = show.show
     warnings.showwarning = _DamageWatch(folder, show)
 
 
 class _DamageWatch:
-    """Handler of jax's warnings of unreadable entries in `folder`; passes others to `show`."""
+    """Delete the entries in `folder` that jax reports as unreadable; pass other warnings on."""
 
     def __init__(self, folder: Path, show: Callable[..., None]) -> None:
         self.folder = folder
@@ -156,7 +156,7 @@ class _DamageWatch:
         if match is None:
             return self.show(message, *args, **options)
         name, reason = match.groups()
-        # Matches all entries of the program; intact ones are only compiled once more.
+        # Deletes all entries of the program; intact ones are compiled once more.
         with contextlib.suppress(OSError):  # a warning must not end the run
             for entry in self.folder.glob(f"{glob.escape(name)}-*"):
                 entry.unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def _unsafe(folder: Path) -> str:
         return "is not writable"
     for path in (folder, folder.parent):
         info = path.stat()
-        is_sticky_parent = path is not folder and info.st_mode & stat.S_ISVTX  # as /tmp
+        is_sticky_parent = path is not folder and info.st_mode & stat.S_ISVTX  # like /tmp
         if info.st_uid not in (os.geteuid(), *_TRUSTED):
             return f"belongs to another user ({path})"
         if info.st_mode & stat.S_IWOTH and not is_sticky_parent:

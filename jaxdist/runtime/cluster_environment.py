@@ -13,8 +13,8 @@ All functions are pure: they open no socket, read no file and do not import jax.
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
-The first row that applies wins. The launcher closest to the process comes first, because a process
-has the variables of outer launchers too. A row with only some variables set is an error.
+The first matching row wins. The launcher closest to the process comes first, because a process
+also inherits the variables of outer launchers. A row with only some variables set is an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class JoinPlan:
     Attributes:
         source: launcher, for a log line.
         coordinator_address: host:port of process 0; empty if alone.
-        num_hosts, num_local_processes: of the job, and on this host; 0 = unknown.
+        num_hosts: hosts of the job; num_local_processes: processes on this host; 0 = unknown.
         local_device_ids: indices of this process's GPUs among the visible ones; None: all.
         attempt: number of restarts of the job.
-        token: `JAXDIST_JOB_TOKEN`, a secret of job and attempt, else the scheduler's job name.
+        token: `JAXDIST_JOB_TOKEN` (a secret per job and attempt), else the scheduler's job name.
     """
 
     source: str = "alone"
@@ -59,7 +59,7 @@ class JoinPlan:
 def resolve(
     environ: Mapping[str, str], settings: RuntimeConfig | None = None, num_gpus: int = 0
 ) -> JoinPlan:
-    """Return the plan of this process from `environ` and the user's `settings`, which win.
+    """Return the plan of this process from `environ`; the user's `settings` take precedence.
 
     `num_gpus` is the number of GPUs that this process sees, 0 if unknown. It matters only if
     several processes share a host without `CUDA_VISIBLE_DEVICES`.
@@ -172,7 +172,7 @@ _SPELLINGS = (
 
 
 def _reject_incomplete(environ: Mapping[str, str]) -> None:
-    """Reject a coordinator with only part of the other variables; an address alone is allowed."""
+    """Reject an incomplete set of a coordinator's variables; an address alone is allowed."""
     for address, _, processes, process_id in _SPELLINGS:
         rest = [name for name in (processes, process_id) if name in environ]
         if address in environ and len(rest) == 1:
@@ -249,7 +249,7 @@ def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
 
 
 def _open_mpi_job(environ: Mapping[str, str]) -> str:
-    # Unique per job: the mpirun process of Open MPI 4, the job of Open MPI 5.
+    # Unique per job: identifies the mpirun process (Open MPI 4) or the job (Open MPI 5).
     return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
 
 
@@ -262,7 +262,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     attempt = _number(environ, "SLURM_RESTART_COUNT", 0)
     num_processes = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     if "SLURM_STEP_NODELIST" not in environ:
-        # The batch shell or salloc's shell: one process, even in a large allocation.
+        # The shell of a batch job or salloc is one process, even in a large allocation.
         if _number(environ, "SLURM_NTASKS", 1) > 1 or _number(environ, "SLURM_NNODES", 1) > 1:
             raise ConfigError(
                 f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
@@ -277,7 +277,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     coordinator = _coordinator_of(environ)
     name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
     if not coordinator:
-        # The port of jax depends on the job id alone, and steps would share it by SO_REUSEPORT.
+        # jax's own port depends only on the job id, so steps would share it through SO_REUSEPORT.
         coordinator = f"{hosts[0]}:{_port_of(name)}"
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
@@ -300,9 +300,9 @@ def _local_devices(
 ) -> tuple[int, ...] | None:
     """Return the indices of this process's GPUs among the visible ones; None = all.
 
-    A process alone on its host uses all. So does one with bound GPUs (`--gpus-per-task`,
-    `--gpu-bind`): it sees fewer than the host has, or exactly its share per task. GPUs that all
-    processes of the host see are divided in order, equally.
+    The only process of a host uses all GPUs. A process with bound GPUs (`--gpus-per-task`,
+    `--gpu-bind`) uses all it sees: fewer than the host has, or exactly its share per task. GPUs
+    visible to all processes of the host are divided equally, in order.
     """
     if plan.num_local_processes <= 1:
         return None

@@ -87,9 +87,9 @@ class JoinedJob:
         return {row.process: row.host for row in self.devices}
 
     def table(self) -> str:
-        """Return a table of process, host, device, kind and UUID; equal devices share a line."""
+        """Return a table of process, host, device, kind and UUID; identical rows are merged."""
         lines: dict[tuple[str, ...], list[int]] = {}
-        for row in self.devices:  # devices without a UUID differ only in their number
+        for row in self.devices:  # rows of devices without a UUID differ only in the index
             line = (str(row.process), row.host, row.kind, row.uuid or "-")
             lines.setdefault(line, []).append(row.device)
         rows = [("process", "host", "device", "kind", "uuid")]
@@ -108,10 +108,10 @@ def join(
 ) -> JoinedJob:
     """Connect this process to its job and start its devices, after all agree.
 
-    All compare versions, code, settings and GPUs before devices start, then devices. `same` maps
-    each setting that must be equal in all processes to its text. A request to `stop` ends the wait
-    with `SystemExit` (code 75). Raises `ConfigError` in every process, and `RendezvousError` if
-    processes are missing or the port is taken (a restart may succeed).
+    The processes compare versions, code, settings and GPUs before devices start, then devices.
+    `same` maps each setting that must be equal in all processes to its text. A request to `stop`
+    ends the wait with `SystemExit` (code 75). Raises `ConfigError` in every process if they differ,
+    and `RendezvousError` if processes are missing or the port is taken (a restart may succeed).
     """
     environ = os.environ if environ is None else environ
     # Number the GPUs as nvidia-smi does.
@@ -131,7 +131,7 @@ def join(
 def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     import jax
 
-    # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
+    # If jax's C++ threads abort, each CPU process would write a core file of 300 MB.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     host = plan.coordinator_address.rsplit(":", 1)[0]
     if on_cpu:
@@ -152,12 +152,12 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
         coordinator_bind_address=bind_address,
         initialization_timeout=settings.join_timeout_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
-        shutdown_timeout_seconds=60,  # processes end within a save of each other
+        shutdown_timeout_seconds=60,  # processes end at most the duration of a save apart
     )
 
 
 def _check_gloo_address(plan: JoinPlan) -> None:
-    """Reject a host that gloo would announce to its peers by a loopback address."""
+    """Reject a host whose name resolves to loopback: gloo would send this address to its peers."""
     if plan.num_hosts <= 1:
         return
     name = socket.gethostname()
@@ -194,7 +194,7 @@ def _gpus_of_host() -> list[str]:
 
 
 def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of this process's GPUs, "" if only the index is available."""
+    """Return the UUIDs of this process's GPUs; "" for a GPU without known UUID."""
     visible = visible_gpus(environ)
     uuids = []
     for entry in [str(i) for i in range(len(gpus))] if visible is None else visible:
@@ -208,7 +208,7 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
-    """Show this process only its MIG slice: CUDA enumerates only the first of a list."""
+    """Make only its own MIG slice visible, because CUDA enumerates only the first of a list."""
     visible = visible_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
@@ -260,13 +260,13 @@ _EQUAL_PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must agree between processes, with a digest of our code."""
+    """Return the versions that must be equal in all processes, with a digest of our code."""
     own = {"python": machine.python_version(), "jaxdist's code": code_digest()}
     return {**own, **installed_versions(_EQUAL_PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return package -> version of the installed ones."""
+    """Return package -> version, for the installed packages only."""
     installed = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -275,7 +275,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def code_digest(package: Path = Path(__file__).parents[1]) -> str:
-    """Return a digest of a package's sources: an edited checkout keeps its version number."""
+    """Return a digest of a package's sources, because edits do not change the version number."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
@@ -283,7 +283,7 @@ def code_digest(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def _check_settings(same: dict[str, str], timeout_s: int) -> None:
-    """Reject settings that differ between processes; equal ones exchange digests only."""
+    """Reject settings that differ between processes; if equal, only digests are exchanged."""
     text = json.dumps(same, sort_keys=True)
     if len(set(gather("settings", hashlib.sha256(text.encode()).hexdigest(), timeout_s))) == 1:
         return
@@ -329,7 +329,7 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
 
 
 def odd_ones(values: list[str]) -> tuple[str, list[int]]:
-    """Return the most common value and the indices with another one."""
+    """Return the most common value, and the indices of all other values."""
     common = Counter(values).most_common(1)[0][0]
     return common, [i for i, value in enumerate(values) if value != common]
 

@@ -32,9 +32,9 @@ from jaxdist.settings import ConfigError
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # any other failure
 EXIT_CONFIG = 2  # bad usage or configuration: a restart cannot help
-EXIT_PREEMPTED = 75  # saved, stopped before all processes joined, or too few hosts: start it again
-EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
-EXIT_HANG = 86  # the watchdog ended a process that made no progress
+EXIT_PREEMPTED = 75  # saved, stopped while joining, or too few hosts: start it again
+EXIT_SDC = 85  # silent data corruption: replicas of a value differ; test the devices
+EXIT_HANG = 86  # the watchdog killed a process that made no progress
 EXIT_DIVERGED = 87  # losses, gradients or parameters stayed NaN or infinite
 EXIT_INTERRUPTED = 130  # from the keyboard
 FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_DIVERGED, EXIT_INTERRUPTED)
@@ -42,7 +42,7 @@ FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_DIVERGED, EXIT_INTERRUPTED)
 
 
 class Agreed(int):
-    """An exit code on which all processes agreed, as opposed to the failure of one."""
+    """An exit code on which all processes agreed; the failure of one process is a plain int."""
 
 
 HOST_MEMORY_ADVICE = (
@@ -87,7 +87,7 @@ _ADVICE = (
 )
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
 """Default advice of commands that train."""
-_PROMPTLY_S = 2.0  # uploads that take longer are logged
+_PROMPTLY_S = 2.0  # uploads that take longer are announced
 _EXIT_S = 60.0
 _FIX = "fix the error above, then start the same command again"
 
@@ -95,12 +95,12 @@ _FIX = "fix the error above, then start the same command again"
 def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoReturn:
     """Run `main` and end the process with its exit code, without hanging at exit.
 
-    `ConfigError` prints its problems to stderr without traceback and exits with 2. `OSError` of a
-    URL and Ctrl-C print one line (1 and 130); other exceptions a block with traceback and advice
-    (1). `kill -QUIT` prints the stacks of all threads. `resumes`: the same command continues from
-    saved state, and the advice includes that.
+    `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL (code
+    1) and Ctrl-C (130) print one line. Other exceptions print a traceback and advice (1). `kill
+    -QUIT` prints the stacks of all threads. With `resumes`, the advice explains that the same
+    command continues from saved state.
     """
-    # Tracing creates millions of long-lived objects; garbage collection takes a fifth of a start.
+    # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
     raise_limits()
     faulthandler.enable()
@@ -126,10 +126,10 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the reader of stdout is gone; if so, redirect stdout to /dev/null."""
+    """Return whether the reader of stdout has closed it; if so, redirect stdout to /dev/null."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLERR)  # the reader of the pipe is gone
+        poll.register(sys.stdout.fileno(), select.POLLERR)  # set if the reader closed the pipe
         if not poll.poll(0):
             return False
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -149,7 +149,7 @@ def _report(error: BaseException, otherwise: str) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
     if isinstance(error, ConfigError):
-        text, code, advice = str(error), EXIT_CONFIG, ""  # every problem includes a fix
+        text, code, advice = str(error), EXIT_CONFIG, ""  # each problem already includes a fix
         print(text, file=sys.stderr)
     elif isinstance(error, OSError) and is_url(str(error.filename)):
         text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
@@ -157,7 +157,7 @@ def _report(error: BaseException, otherwise: str) -> int:
         _print_error(f"{text}; {advice}")
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
-        # Errors of the guards have their own exit code and advice.
+        # Some errors (e.g. of the loss guard) have their own exit code and advice.
         code = getattr(error, "exit_code", EXIT_FAILURE)
         advice = getattr(error, "advice", "") or advice_for(
             f"{type(error).__name__}: {error}", otherwise
@@ -196,7 +196,7 @@ def advice_for(message: str, otherwise: str = RERUN) -> str:
 
 
 def is_consequence(error: str) -> bool:
-    """Return whether an error text reports the end of another process, not a cause."""
+    """Return whether an error is only a consequence of the end of another process."""
     return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
 
 
@@ -206,7 +206,7 @@ def _exit(code: int, line: str) -> NoReturn:
         _flush()
         _limit_exit_time(code)
         sys.exit(code)
-    # jax's atexit hook waits for every process, and after a failure the others wait for this one.
+    # Avoid jax's atexit hook: it waits for every process, which deadlocks after a failure.
     _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
         try:
@@ -235,7 +235,7 @@ def _flush() -> None:
         with contextlib.suppress(OSError, ValueError):  # a full disk must not change the exit code
             handler.flush()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # neither must a closed pipe
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not change it either
             stream.flush()
     if flush_appended(_PROMPTLY_S):
         return
@@ -255,7 +255,7 @@ def _show_waiting(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _limit_exit_time(code: int) -> None:
-    """From Python's exit on, give threads and exit functions `_EXIT_S`, then end the process."""
+    """When Python exits, give threads and exit functions `_EXIT_S`, then kill the process."""
     leaving = threading.Event()
 
     def guard() -> None:
@@ -268,7 +268,7 @@ def _limit_exit_time(code: int) -> None:
         os._exit(code)
 
     threading.Thread(target=guard, name="exit", daemon=True).start()
-    # Functions of atexit run only after all threads have ended.
+    # Functions registered with `atexit` would run only after all threads have ended.
     threading._register_atexit(leaving.set)  # type: ignore[attr-defined]  # as Executors do
 
 

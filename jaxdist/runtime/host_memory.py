@@ -1,9 +1,9 @@
 """Tune how much freed memory the process keeps, if its C library is glibc.
 
 XLA:CPU allocates the temporary memory of a step as one block and frees it after the step. By
-default glibc returns such a block to the system, which clears it page by page for the next step: an
-eighth to a third of a step's time (`scripts/bench/results/cpu.md`). So on CPUs freed memory is
-kept. Freed blocks fragment, so free memory is returned when the process has doubled.
+default glibc returns this block to the system, and the next step waits while its pages are zeroed:
+1/8 to 1/3 of a step's time (`scripts/bench/results/cpu.md`). So on CPUs freed memory is kept. To
+limit fragmentation, free memory is returned when the process has doubled in size.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import os
 import resource
 from typing import Any
 
-# Numbers of parameters in glibc's `malloc.h`.
+# Parameters of `mallopt` in glibc's `malloc.h`.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 _ON_GPUS = {_ARENA_MAX: 2}
 _ON_CPUS = {
     _ARENA_MAX: 1,  # other arenas hold only blocks of up to 64 MB
-    _MMAP_MAX: 0,  # mmapped blocks would be returned when freed
+    _MMAP_MAX: 0,  # never use mmap, because freed mmapped blocks are returned
     _TRIM_THRESHOLD: -1,  # keep the memory behind the last block
 }
 
 _SLACK_BYTES = 256 << 20
-"""Growth of a small process before memory is returned."""
+"""Extra growth before memory is returned, for small processes."""
 
 
 def tune_malloc() -> bool:
     """Configure glibc's handling of freed memory; return whether it is kept.
 
-    On CPUs it is kept, in one arena, until `give_back_memory` detects that the process has doubled.
-    On GPUs there are two arenas: glibc's eight per core keep tens of megabytes per hour
-    (`scripts/bench/results/soak.md`). Call it before a device is started. Variables of this
-    allocator in the environment disable it.
+    On CPUs, memory is kept in one arena until `give_back_memory` detects that the process has
+    doubled. On GPUs the limit is two arenas, because glibc's default of eight per core keeps tens
+    of megabytes per hour (`scripts/bench/results/soak.md`). Call it before a device is started. It
+    does nothing if the environment sets variables of this allocator.
     """
     global _kept
     _kept = None
@@ -59,12 +59,12 @@ _STATISTICS = "/proc/self/statm"
 
 
 class _KeptMemory:
-    """Freed memory that this process keeps; the first checks set the size that must double."""
+    """Return freed memory when the process doubles; the first checks measure the base size."""
 
     def __init__(self, libc: Any):
         self._libc = libc
-        self._usual = 0  # resident bytes during a step; 0: return all free memory first
-        self._settling = 0  # remaining checks that set it
+        self._usual = 0  # base size: resident bytes during a step; 0: not measured
+        self._settling = 0  # remaining checks that measure it
 
     def trim_if_doubled(self) -> bool:
         """Return free memory if the process has doubled; return whether it did."""

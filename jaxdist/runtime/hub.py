@@ -17,11 +17,11 @@ from jaxdist.settings.declare import ConfigError
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}(@[A-Za-z0-9][A-Za-z0-9._/-]{{0,200}})?")
 _COMMIT = re.compile("[0-9a-f]{40}")
-_FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".toml", ".txt")  # probably a missing file
+_FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".toml", ".txt")  # not hub names
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether this is a hub name; an existing path never is."""
+    """Return whether this is a hub name and not an existing path."""
     text = os.fspath(path)
     repo = text.partition("@")[0]
     if not _NAME.fullmatch(text) or repo.endswith(_FILE_ENDINGS):
@@ -43,11 +43,11 @@ def with_commit(name: str) -> str:
 
 
 def fetch(name: str, files: tuple[str, ...]) -> Path:
-    """Download the files or patterns of a hub name that exist; return their directory."""
+    """Download those of `files` (names or patterns) that exist; return their directory."""
     return _download(with_commit(name), files)
 
 
-@functools.cache  # one commit per process, even if the branch changes
+@functools.cache  # pins the commit in this process, even if the branch changes
 def _download(name: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 

@@ -9,8 +9,8 @@ import resource
 from jaxdist.settings import ConfigError
 
 _RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
-_MOST_FILES = 1 << 20  # some libraries visit every possible file number
-_SPARE_FILES = 192  # unidentified connections, logs, checkpoints, libraries
+_MOST_FILES = 1 << 20  # limited, because some libraries loop over every possible descriptor
+_SPARE_FILES = 192  # for unidentified connections, logs, checkpoints, libraries
 
 
 def raise_limits() -> None:

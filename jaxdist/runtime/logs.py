@@ -1,4 +1,4 @@
-"""Set up logging: console on process 0, a file per process, C output only in the file."""
+"""Set up logging: console on process 0, one file per process; C output goes to the file only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.runtime.storage import Location, locate
 
 
 class _Console(logging.Formatter):
-    """Formatter of bare messages; warnings and errors have a prefix, `styled` records color."""
+    """Formatter without timestamps; prefixes warnings and errors, colors `styled` records."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -22,7 +22,7 @@ class _Console(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Log file that prints one warning if it cannot be written, not a traceback each time."""
+    """Log file that prints one warning if it cannot be written, instead of many tracebacks."""
 
     def __init__(self, location: Location) -> None:
         self._location, self._warned = location, False
@@ -46,7 +46,7 @@ class _File(logging.FileHandler):
 
 
 class _Held(logging.Handler):
-    """Handler that keeps the newest records in memory, for the log file of a later call."""
+    """Handler that keeps the newest records in memory until a log file is opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ def setup_logging(
 ) -> logging.Logger:
     """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
-    Earlier records go to the file too, and so does C output on stdout (gloo, NCCL), unless
-    `owns_stdout` is false, in a program that calls us.
+    Earlier records go to the file too. C output on stdout (gloo, NCCL) also goes there, unless
+    `owns_stdout` is false because a user's program called us.
     """
     held = [
         handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
@@ -107,7 +107,7 @@ def close_logs() -> logging.Logger:
 
 
 def divert_c_stdout(path: str | os.PathLike[str]) -> None:
-    """Append file descriptor 1 to `path`, unless stdout is captured; `sys.stdout` stays."""
+    """Redirect file descriptor 1 to `path`, unless stdout is captured; `sys.stdout` is kept."""
     if not isinstance(sys.stdout, _Stdout):
         try:
             if sys.stdout.fileno() != 1:
@@ -125,4 +125,4 @@ def divert_c_stdout(path: str | os.PathLike[str]) -> None:
 
 
 class _Stdout(io.TextIOWrapper):
-    """Console stream after fd 1 is redirected; its type marks that."""
+    """Console stream after fd 1 was redirected; the type marks the redirection."""

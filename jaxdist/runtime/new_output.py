@@ -1,4 +1,4 @@
-"""Write outputs that appear complete or not at all: next to their path, renamed at the end."""
+"""Write outputs atomically: under a temporary name in the same directory, renamed at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 def new_output(path: Path) -> Iterator[Path]:
     """Yield a path next to `path` for a new file or folder; rename it to `path` on success.
 
-    Delete it after an error. Outputs of killed processes of this host are deleted first.
+    Delete the new output after an error. Leftovers of killed processes of this host are deleted.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

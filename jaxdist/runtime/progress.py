@@ -92,7 +92,7 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Report a wait of unknown length, after `SHORT_S` and then each half minute."""
+    """Report a wait of unknown length after `SHORT_S`, then every half minute."""
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
@@ -111,10 +111,10 @@ def waiting(what: str) -> Iterator[None]:
 def in_time(
     what: str, action: Callable[[], object], timeout_s: float, *, announce: bool = True
 ) -> bool:
-    """Run `action`, but wait for it no longer than `timeout_s`; return whether it finished.
+    """Run `action` and wait for it at most `timeout_s`; return whether it finished.
 
-    Otherwise it continues on a daemon thread and a warning is logged. Waits are shown as in
-    `waiting` unless `announce` is false.
+    After the time-out the action continues on a daemon thread and a warning is logged. The wait is
+    reported as in `waiting` unless `announce` is false.
     """
     raised: list[BaseException] = []
 
@@ -139,5 +139,5 @@ def in_time(
 def _log_line(line: str) -> None:
     if log.handlers:
         log.info("%s", line)
-    else:  # a command without a log
+    else:  # the command has no log
         print(line, file=sys.stderr, flush=True)

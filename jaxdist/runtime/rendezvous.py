@@ -1,13 +1,13 @@
-"""Wait until all processes of a job are there before jax connects them, or name the missing ones.
+"""Wait until all processes of a job have started, before jax connects them; report missing ones.
 
-jax's own coordinator aborts every process in C++ without a name. So the port first serves a
-check-in over plain TCP. Each process sends one line: a proof of the job's token, its process id,
-the number of processes, its host. After the last one, process 0 closes the port and answers all
-with its own proof, and jax uses the port.
+If a process is missing, jax's coordinator aborts all others in C++ without reporting which. So the
+port first serves a check-in over plain TCP. Each process sends one line: a proof of the job's
+token, its process id, the number of processes, its host. When all have checked in, process 0 closes
+the port, which jax then uses, and answers all with its own proof.
 
-A process that is early, or that meets another job or attempt, retries until its time is up. The
-token separates jobs on one port; it does not encrypt, and jax's service needs no token, so only the
-cluster's network should reach the port.
+A process that starts early, or reaches another job or attempt, retries until its time-out. The
+token separates jobs on one port. Nothing is encrypted and jax's service accepts any client, so only
+the cluster's network should reach the port.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from jaxdist.runtime.limits import check_open_files
 log = logging.getLogger("jaxdist")
 
 _RETRY_S = 0.1
-_LINE_S = 5.0  # for one short line after connecting
-_SERVICE_S = 30.0  # at least, for jax's service to listen after the check-in
+_LINE_S = 5.0  # to receive one short line after connecting
+_SERVICE_S = 30.0  # minimum time for jax's service to start after the check-in
 _LINE_BYTES = 4096
 _NAMED = 8  # missing processes listed in a message
-_SILENT = 64  # unidentified connections; beyond it the oldest is closed
+_SILENT = 64  # most unidentified connections; the oldest are closed
 _LINE = re.compile(rb"jaxdist ([0-9a-f]{64}) (\d{1,7}) (\d{1,7}) ([!-~]{1,255})\n")
 _ANSWER = re.compile(rb"jaxdist ([0-9a-f]{64}) ([^\n]*)\n")
 
 
 class RendezvousError(RuntimeError):
-    """The processes of a job have not met; the next attempt may succeed."""
+    """The processes of a job did not all check in; the next attempt may succeed."""
 
     advice = (
         "see the logs of the named processes: they may have failed or been stopped before. Other "
@@ -52,10 +52,10 @@ class RendezvousError(RuntimeError):
 
 
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
-    """Wait until all have checked in; return host:port at which jax's service should listen.
+    """Wait until all processes have checked in; return host:port for jax's service.
 
     The port is then free. Raises `RendezvousError` if the port is taken or processes are missing,
-    and `ConfigError` if process 0 may not open a file per process.
+    and `ConfigError` if process 0's limit of open files is below the number of processes.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
@@ -74,7 +74,7 @@ def _proof(plan: JoinPlan, sender: str) -> bytes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Open the port, or raise why not: gRPC would share a taken port between two jobs."""
+    """Open the port; raise if it is taken, because gRPC would share it between two jobs."""
     try:
         return listen(host, port)
     except OSError as failure:
@@ -91,7 +91,7 @@ def _accept_all(server: socket.socket, plan: JoinPlan, until: float, timeout_s: 
     try:
         while not check_in.is_complete() and (rest := until - time.monotonic()) > 0:
             check_in.serve(min(1.0, rest))
-        # Close before answering: after the answer the others must reach only jax's service.
+        # Close the port before answering: after the answer the others connect to jax's service.
         server.close()
         words = "" if check_in.is_complete() else check_in.missing_text(timeout_s)
         for connection in check_in.joined.values():
@@ -113,8 +113,8 @@ class _CheckInServer:
         self._plan, self._server = plan, server
         self._hosts = {0: socket.gethostname()}
         self._rejected: Counter[str] = Counter()
-        self._refusal = ""  # why a connection was not accepted
-        # Unidentified connections, oldest first: deadline and bytes received.
+        self._refusal = ""  # reason for the last failed accept
+        # Unidentified connections, oldest first -> (deadline, bytes received).
         self._silent: dict[socket.socket, tuple[float, bytes]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -159,7 +159,7 @@ class _CheckInServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError as failure:  # it is closed, or there are too many open files
+        except OSError as failure:  # the connection is closed, or too many files are open
             if failure.errno in (errno.EMFILE, errno.ENFILE):
                 self._refusal = f"{failure.strerror}; raise ulimit -n or fs.file-max"
             time.sleep(0.01)
@@ -175,7 +175,7 @@ class _CheckInServer:
         with contextlib.suppress(OSError):
             part = connection.recv(_LINE_BYTES)
         index = next((i for i, other in self.joined.items() if other is connection), None)
-        if index is not None:  # it exited or will reconnect
+        if index is not None:  # the process exited or will reconnect
             self._forget(self.joined.pop(index))
             return
         until, line = self._silent[connection]
@@ -194,7 +194,7 @@ class _CheckInServer:
             self._reject(connection, f"process {index} of {count}")
         else:
             del self._silent[connection]
-            if index in self.joined:  # it was restarted
+            if index in self.joined:  # the process restarted
                 self._forget(self.joined[index])
             self.joined[index] = connection
             self._hosts[index] = fields[4].decode()
@@ -211,7 +211,7 @@ class _CheckInServer:
 
 
 def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> str:
-    """Return the only address of this host that all processes used, else the wildcard."""
+    """Return the host address that all processes connected to; if they differ, the wildcard."""
     host, port = plan.coordinator_address.rsplit(":", 1)
     if is_loopback(host):
         return plan.coordinator_address
@@ -246,7 +246,7 @@ def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: flo
         try:
             with socket.create_connection((host, port), timeout=_LINE_S) as connection:
                 connection.sendall(line)
-                # Process 0 may time out a little later, and reports which processes are missing.
+                # Wait longer than process 0, whose time-out message lists the missing processes.
                 answer = _ANSWER.fullmatch(
                     _read_line(connection, until - time.monotonic() + _LINE_S)
                 )
@@ -264,7 +264,7 @@ def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: flo
 
 
 def _wait_for_service(host: str, port: int, plan: JoinPlan, until: float) -> None:
-    """Wait until jax's service listens; jax itself would abort without a Python error."""
+    """Wait until jax's service listens; otherwise jax would abort without a Python error."""
     begin = time.monotonic()
     while True:
         try:
@@ -284,7 +284,7 @@ def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
-    """Return one line of at most `_LINE_BYTES`; shorter if the peer closes or time is up."""
+    """Return one line of at most `_LINE_BYTES`; shorter at the time-out or if the peer closes."""
     until = time.monotonic() + timeout_s
     data = b""
     with contextlib.suppress(OSError):

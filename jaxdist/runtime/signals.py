@@ -1,8 +1,8 @@
 """Handle stop requests: SIGTERM, SIGUSR1 or Ctrl-C stops all processes after the same step.
 
-The handlers only set a flag. The loop calls `preempted()` once per step in every process, then
-saves and exits with `EXIT_PREEMPTED`. A second Ctrl-C ends the process at once, or raises
-`KeyboardInterrupt` in a program that called us.
+The handlers only set a flag. The loop calls `preempted()` once per step in every process. If it
+returns True, the loop saves and exits with `EXIT_PREEMPTED`. A second Ctrl-C kills the process, or
+raises `KeyboardInterrupt` if a user's program called us.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ABORT_S = 2.0
 class Preemption:
     """Stop requests to this process, and the step at which all processes act on them.
 
-    Create it first in a command, in the main thread. As a context manager it restores the previous
-    handlers.
+    Create it at the start of a command, in the main thread. As a context manager it restores the
+    previous handlers.
 
     Args:
-        in_program: the process is not ours: a second Ctrl-C raises `KeyboardInterrupt`, and outside
-            the main thread, where Python allows no handlers, only `request` stops it.
+        in_program: a user's program called us: a second Ctrl-C raises `KeyboardInterrupt`. Outside
+            the main thread Python allows no handlers, so only `request` stops the run.
 
     Attributes:
         requested: whether `request` was called.
@@ -46,7 +46,7 @@ class Preemption:
         self.requested = False
         self.on_abort: Callable[[], None] = lambda: None
         self._noticed = False
-        self._calls = 0  # of the service, equal in all processes
+        self._calls = 0  # calls of the stop service, equal in all processes
         self._shared = False  # requests are forwarded to other processes
         self._agreed = False
         self._at_once = False
@@ -54,16 +54,16 @@ class Preemption:
         if in_program and threading.current_thread() is not threading.main_thread():
             return
         for number in NOTICES:
-            # Once connected, SIGTERM belongs to jax's coordination service; see _share.
+            # After joining, jax's coordination service handles SIGTERM; see _share.
             if number != signal.SIGTERM or not service.has_stop_service():
                 self._before[number] = signal.signal(number, self._remember)
-        # A background job of a shell ignores Ctrl-C.
+        # Background jobs of a shell must keep ignoring Ctrl-C.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             answer = self._interrupted if in_program else self._remember
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, answer)
             if not in_program:
                 _answer_interrupts(self)
-        # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
+        # jaxdist.launch blocks these signals until here, so that none is lost during imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
     def __enter__(self) -> Preemption:
@@ -81,23 +81,23 @@ class Preemption:
     def preempted(self) -> bool:
         """Return whether the job stops after this step; equal in every process.
 
-        All processes must call it equally often. On a notice they agree on a call number, one more
-        than the most calls of any process so far, and all return True from that call. Calls are
-        counted because step numbers would fail: with a notice during its start, a run that resumes
-        at step 150 would never reach step 1.
+        All processes must call it equally often. After a signal they agree on a call number, one
+        more than the most calls in any process. From that call on all return True. Step numbers
+        would not work: if the signal arrives before the first step, a run that resumes at step 150
+        would never reach the agreed step 1.
         """
         if not self._share():
             return self._noticed
         if not self._agreed:
             self._calls += 1
             self._agreed = service.reached_agreed_stop(self._calls)
-            if self._agreed:  # the service is done; another SIGTERM must not kill
+            if self._agreed:  # the service no longer handles SIGTERM, which must not kill
                 signal.signal(signal.SIGTERM, self._remember)
         return self._agreed
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """While processes wait for each other, let a stop request end the command with code 75."""
+        """In this block, exit with code 75 on a stop request (for waits on other processes)."""
         self._at_once = True
         try:
             if self._noticed:
@@ -116,9 +116,9 @@ class Preemption:
         raise SystemExit(EXIT_PREEMPTED)
 
     def _share(self) -> bool:
-        """Return whether there are other processes; forward an earlier request to them.
+        """Forward an earlier request to the other processes; return whether there are any.
 
-        jax's coordination service has replaced our SIGTERM handler by then and chooses the step.
+        By then jax's coordination service has replaced our SIGTERM handler and chooses the call.
         """
         if not self._shared:
             if not service.has_stop_service():
@@ -146,7 +146,7 @@ _SAVING = "\nCtrl-C: saving after this step; a second one ends at once, unsaved"
 
 
 def _answer_interrupts(preemption: Preemption) -> None:
-    """Handle Ctrl-C in a thread: the main one runs no Python while jax compiles or waits."""
+    """Handle Ctrl-C in a thread: the main thread runs no Python while jax compiles or waits."""
     answered, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -168,7 +168,7 @@ def _answer_interrupts(preemption: Preemption) -> None:
 
 
 class TraceRequests:
-    """SIGUSR2, which requests a trace of the next steps. Create it first, in the main thread."""
+    """Handle SIGUSR2, which requests a trace of the next steps; create it in the main thread."""
 
     def __init__(self) -> None:
         self._requested = False

@@ -1,4 +1,4 @@
-"""Measure the parts of a start in seconds, up to the first trained step."""
+"""Measure the duration of each part of a start, up to the first training step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 FAILED_AT = "JAXDIST_FAILED_AT"
-"""Variable of the launcher with the monotonic time at which the previous attempt failed."""
+"""Variable set by the launcher: monotonic time at which the previous attempt failed."""
 
 
 class StartTimes:
@@ -15,7 +15,7 @@ class StartTimes:
 
     | part | ends when |
     |---|---|
-    | `relaunch` | this process runs; begins at the failure that the launcher detected |
+    | `relaunch` | this process runs; begins when the launcher detected the failure |
     | `imports` | modules are imported, and settings read |
     | `join` | all processes have joined, and devices are started |
     | `setup` | data, run directory and step are set up |
@@ -23,7 +23,7 @@ class StartTimes:
     | `compile` | the step is compiled, or read from the compile cache |
     | `first_step` | the first step is done |
 
-    `begun` is in seconds of `time.monotonic`, `failed_at` the previous one's failure (0 = none).
+    In seconds of `time.monotonic`: `begun`, and `failed_at` of the previous attempt (0 = none).
     """
 
     def __init__(self, begun: float | None = None, failed_at: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class StartTimes:
         return sum(self.parts.values())
 
     def mark(self, part: str) -> None:
-        """Add the time since the last mark to a part."""
+        """Add the time since the previous mark to `part`."""
         now = time.monotonic()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now

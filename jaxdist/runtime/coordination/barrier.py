@@ -1,6 +1,6 @@
-"""A barrier that a process can abort, for work that may fail on one process (saving a checkpoint).
+"""A barrier that any process can abort, for work that can fail on one process (saving).
 
-In jax's barrier the others wait for a failed process until the time-out.
+At jax's own barrier the others would wait for a failed process until the time-out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class GivenUp(Exception):
 
 
 class Barrier:
-    """Barrier among the processes of a job, for one piece of work after the other."""
+    """Barrier among the processes of a job, reused for successive pieces of work."""
 
     def __init__(self, name: str) -> None:
         self._group = Group(name)  # for a unique prefix
@@ -26,22 +26,22 @@ class Barrier:
         self._put: list[str] = []
 
     def begin(self) -> None:
-        """Start the next piece of work on every process, after all have left the previous one."""
+        """Start the next piece of work; call it when all processes have left the previous one."""
         self._round += 1
         for key in self._put:
             service.delete(key)
         self._put.clear()
 
     def give_up(self) -> None:
-        """Abort: this process will not reach any further barrier of this work."""
+        """Abort this piece of work, because this process will not reach its next barrier."""
         if self._group.num_processes > 1:
             self._set(self._abort_key)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Return when every process is here; has the signature that Orbax expects."""
+        """Return when every process has called this; has the signature that Orbax expects."""
         here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
-        # Process 0 waits for each of the others and then releases all: 2n requests, not n².
+        # Process 0 waits for each process and then releases all: 2n requests instead of n².
         if self._group.process_id == 0:
             for process in range(1, self._group.num_processes):
                 self._await(f"{here}/{process}", until)

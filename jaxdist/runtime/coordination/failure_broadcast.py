@@ -1,9 +1,9 @@
-"""End all processes of a job when one fails, each with the cause, before jax notices it.
+"""End all processes of a job when one fails, and report the cause, before jax detects the failure.
 
-1. The process can still run code: it puts one line into the key-value store. A thread in every
-   other process waits for it and ends its process with the same exit code.
-2. The process was killed (SIGKILL): its launcher ends the others on its host and writes
-   `abort.json` next to the logs, for which every watchdog checks each second.
+1. The process can still run code: it puts one line into the key-value store. A thread in each
+   other process waits for this line and exits with the same code.
+2. The process was killed (SIGKILL): its launcher kills the others on its host and writes
+   `abort.json` next to the logs. Every watchdog checks for this file each second.
 3. The host lost power or network: jax's heartbeat times out.
 """
 
@@ -40,7 +40,7 @@ def announce_failure(code: int, line: str) -> None:
         "code": code,
         "line": line[:300],
     }
-    # Fails if another process was first or process 0 is gone; then the others have a cause.
+    # Fails if another process was first or process 0 exited; then the others have a cause already.
     with contextlib.suppress(Exception):
         service.put(_KEY, failure)
     if process_id == 0:
@@ -60,7 +60,7 @@ def _watch() -> None:
         except TimeoutError:
             continue
         except Exception:
-            return  # disconnected: the process exits, or jax ends it
+            return  # disconnected: the process exits, or jax kills it
         process_id, _ = service.process_id_and_count()
         if failure["process"] != process_id:
             _follow(failure, process_id)
@@ -93,7 +93,7 @@ def write_error_file(code: int, text: str, advice: str) -> None:
     process_id, num_processes = service.process_id_and_count()
     job = {"process": process_id, "num_processes": num_processes, "host": socket.gethostname()}
     record = {"time": time.time(), **job, "pid": os.getpid(), "exit_code": code}
-    record["monotonic"] = time.monotonic()  # for the launcher's order: the wall clock may jump
+    record["monotonic"] = time.monotonic()  # orders errors in the launcher; wall clocks jump
     record |= {"error": text, "advice": advice}
     try:
         locate(path).write(json.dumps(record))

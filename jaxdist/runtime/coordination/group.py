@@ -1,7 +1,7 @@
 """Exchange values between all processes, in the same order everywhere.
 
-A decision that depends on a file or a clock must be made once: `Group.decide` runs it on process 0
-and returns its result in all processes.
+A decision that depends on a file or a clock must be made by one process: `Group.decide` makes it on
+process 0 and returns the result on all processes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from jaxdist.runtime.coordination import service
 
 _WAIT_S = 3600.0
-"""Default time-out; verifying a large checkpoint may keep one process busy this long."""
+"""Default time-out: one process may verify a large checkpoint while the others wait."""
 
 _MOST_KEPT = 64
 """Calls of `decide` in a row whose results are kept until all processes synchronize."""
 
-_made: Counter[str] = Counter()  # groups by name: all processes make the same ones in order
-_topics: dict[str, Group] = {}  # of the function `gather`
+_made: Counter[str] = Counter()  # name -> number of groups created; equal in all processes
+_topics: dict[str, Group] = {}  # groups of the function `gather`
 
 
 class Group:
-    """All processes of a job, exchanging values under a name; trivial for one process.
+    """Exchanges of values between all processes of a job, under a name.
 
     Every process must make the same calls on a group in the same order; each thread needs its own
-    group. The n-th groups of a name belong together.
+    group. If a name is used again, the n-th groups of all processes match.
 
-    `decide` raises the classes `errors`, each made from one text, in all processes. Any other error
-    of process 0 is raised as `otherwise` in the others.
+    `decide` raises an error of process 0 in all processes. If its class is in `errors` (constructed
+    from one text), the others raise the same class, else `otherwise`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Group:
         self._otherwise = otherwise
         self._calls = itertools.count()
         self._put: list[str] = []  # keys that this process has put and not yet deleted
-        self._unmet = 0  # calls of `decide` since all processes last met
+        self._unmet = 0  # calls of `decide` since all processes last synchronized
 
     @property
     def is_leader(self) -> bool:
@@ -60,7 +60,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all processes, by process id; also a barrier.
 
-        Raises `TimeoutError` if a process is late; the missing key ends in its process id.
+        Raises `TimeoutError` if a process is late; the key in the message ends in its process id.
         """
         if self.num_processes == 1:
             return [value]
@@ -84,7 +84,7 @@ class Group:
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Run `decide` on the JSON values of all processes, with fewer reads than `gather`."""
+        """Run `decide` with the JSON values of all processes; needs fewer reads than `gather`."""
         if self.num_processes == 1:
             return decision([value])
         self._unmet = 0
@@ -127,7 +127,7 @@ class Group:
         self._put.append(key)
 
     def _delete(self, put_before: int) -> None:
-        """Delete the oldest keys of this process, which the others have read by a later call."""
+        """Delete this process's oldest keys, which all others have read by now."""
         for key in self._put[:put_before]:
             service.delete(key)
         del self._put[:put_before]
@@ -150,7 +150,7 @@ def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
     """
     if not service.is_joined():
         return [value]
-    if topic not in _topics:  # its next call deletes the keys of this one
+    if topic not in _topics:  # kept, because its next call deletes the keys of this call
         _topics[topic] = Group(topic)
     _topics[topic].timeout_s = timeout_s
     return _topics[topic].gather(value)

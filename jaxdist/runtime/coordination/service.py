@@ -1,7 +1,7 @@
-"""Access jax's coordination service; no other file does.
+"""Access jax's coordination service; only this file does.
 
-Importing this module does not import jax. Values are JSON. Keys begin with `jaxdist/` and stay in
-the store until deleted.
+Importing this module does not import jax. Values are JSON. Keys begin with `jaxdist/` and remain in
+the store until they are deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_joined() -> bool:
 
 
 def process_id_and_count() -> tuple[int, int]:
-    """Return (process id, number of processes) without touching a device; (0, 1) if alone."""
+    """Return (process id, number of processes) without starting a device; (0, 1) if alone."""
     state = _state()
     if state is not None:
         return state.process_id, state.num_processes
@@ -37,10 +37,10 @@ def put(key: str, value: Any, *, overwrite: bool = False) -> None:
 
 
 def get(key: str, timeout_s: float) -> Any:
-    """Return the value of a key; raises `TimeoutError`, or `RuntimeError` if process 0 is gone."""
+    """Return the value of a key; raises `TimeoutError`, or `RuntimeError` if process 0 exited."""
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
-    except Exception as error:  # jax's error class differs between versions, its text does not
+    except Exception as error:  # only the text of jax's error is stable between versions
         if "DEADLINE_EXCEEDED" in str(error):
             raise TimeoutError(f"no process has set {_ROOT}{key} within {timeout_s:g} s") from None
         raise
@@ -53,7 +53,7 @@ def delete(key: str) -> None:
 
 
 def publish(topic: str, value: Any) -> None:
-    """Replace this process's latest value for `topic`; never wait."""
+    """Replace this process's latest value for `topic`; never blocks."""
     if is_joined():
         with contextlib.suppress(Exception):
             put(f"{topic}/{process_id_and_count()[0]}", value, overwrite=True)
@@ -65,20 +65,20 @@ def published(topic: str) -> dict[int, Any]:
         return {}
     try:
         entries = _client().key_value_dir_get(f"{_ROOT}{topic}/")
-    except Exception:  # nobody has published yet, or process 0 is gone
+    except Exception:  # no value has been published, or process 0 has exited
         return {}
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in sorted(entries)}
 
 
 def own_address() -> str:
-    """Return the name or address of this host for the other processes of the job."""
+    """Return the name or address at which other processes reach this host."""
     host, _, port = str(_state().coordinator_address).rpartition(":")
     host = host.strip("[]")
     if process_id_and_count()[0] == 0:
         return host
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # selects the interface without sending
+        probe.connect(address)  # selects the interface, sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -89,14 +89,14 @@ def has_stop_service() -> bool:
 
 
 def reached_agreed_stop(call: int) -> bool:
-    """Return whether all processes agreed to stop at this call, by their equal count."""
+    """Return whether all processes agreed to stop at call number `call`."""
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.reached_preemption_sync_point(call))
 
 
 def leave() -> None:
-    """Disconnect, waiting for the others to do the same; no-op if alone."""
+    """Disconnect after all processes are ready to; no-op if alone."""
     state = _state()
     if state is not None:
         state.shutdown()

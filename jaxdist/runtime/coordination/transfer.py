@@ -1,7 +1,7 @@
 """Transfer files between hosts of a job: a server in each process, and a client.
 
-Processes need the job's secret: each request and answer carries a proof made of it and a random
-challenge. Contents are not encrypted, so only the cluster's network should reach the port.
+Each request and answer carries a proof: an HMAC of a random challenge with the job's secret.
+Contents are not encrypted, so only the cluster's network should reach the port.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from jaxdist.runtime.cluster_environment import is_loopback
 from jaxdist.runtime.storage import Location
 
-_REQUEST_S = 30.0  # for a request of one short line
-_IDLE_S = 300.0  # without data inside a file, whose disk may be slow
+_REQUEST_S = 30.0  # to receive a request (one short line)
+_IDLE_S = 300.0  # without data inside a file, because disks may be slow
 _CLOSING_S = 0.1  # until a closed server notices
 _LINE_BYTES = 1024
 _PATH = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")

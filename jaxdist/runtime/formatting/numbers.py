@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def money(amount: float, currency: str = "") -> str:
-    """Format an amount with two decimals; from 1,000 on none, below 1 four."""
+    """Format an amount with two decimals, with none from 1,000, with four below 1."""
     digits = 0 if amount >= 1000 else 2 if amount >= 1 else 4
     return f"{amount:,.{digits}f} {currency}".rstrip()
 
@@ -62,7 +62,7 @@ def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
 
 
 def relative_speed(seconds: float, other: float) -> str:
-    """Compare two times, relative to the shorter: "9 % slower", "10.6 times as fast" (from 2)."""
+    """Compare two times: "9 % slower"; from a factor of 2 on "10.6 times as fast"."""
     ratio = max(seconds, other) / min(seconds, other)
     if ratio < 2:
         return f"{percent(ratio - 1, 0)} {'faster' if seconds < other else 'slower'}"
@@ -70,7 +70,7 @@ def relative_speed(seconds: float, other: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Format 2.35e9 as "2.35 GB/s": powers of ten, at least three digits."""
+    """Format 2.35e9 as "2.35 GB/s": decimal units, at least three digits."""
     units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
     size, unit = next((one for one in units if bytes_per_s >= one[0]), (1.0, "B/s"))
     value = bytes_per_s / size

@@ -1,18 +1,18 @@
 """Store the files of a run. All reads, writes and listings of a run directory use this package.
 
-The methods of a `Location` (from `locate(path)`) are limited to what an object store offers too:
+A `Location` (from `locate(path)`) has only operations that object stores support too:
 
 | operation | guarantee |
 |---|---|
 | `write` | atomic: a reader sees the old content or the new one. Durable unless `durable=False` |
-| `create` | exactly one of several writers succeeds; durable |
+| `create` | exactly one of several concurrent writers succeeds; durable |
 | `appender` | appended data survive a kill of the process, in order; on an object store only data \
 older than a few seconds, or before `flush_appended` |
 | `entries`, `files` | sorted names; files that are still being written are not listed |
 | `delete_tree` | not atomic: the file that makes a directory valid must be deleted first |
-| `lock` | excludes other processes if the storage can, and identifies the holder |
+| `lock` | excludes other processes if the storage has locks, and identifies the holder |
 
-There is no rename. Several files become valid together when a file that lists them is written last
+There is no rename. To make several files valid together, write a file that lists them last
 (`checkpoint.manifest`).
 """
 
@@ -36,7 +36,7 @@ from jaxdist.settings.declare import ConfigError
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the location of a path (`~` is the home) or a URL; a `Location` is returned as is."""
+    """Return the location of a path (`~` is the home) or URL; return a `Location` unchanged."""
     if isinstance(path, Location):
         return path
     if not is_url(path):
@@ -52,7 +52,7 @@ def read_url(url: str) -> bytes:
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if it can, or for a path of a file system."""
+    """Return why a URL cannot be used; "" if it can be used or is a path of a file system."""
     return problem_of(path) if is_url(path) else ""
 
 

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Self
 
 BLOCK_BYTES = 8 << 20
-"""Bytes of a file in memory while it is streamed."""
+"""Bytes per block when a file is streamed."""
 
 _MODE = 0o644
 _UNFINISHED = ".writing"  # suffix of files that `write` has not renamed yet
-_OWN = uuid.uuid4().hex[:8]  # several processes may replace one file concurrently
+_OWN = uuid.uuid4().hex[:8]  # id of this process, because several may replace a file concurrently
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; pipes and devices could block or never end."""
+    """Open a regular file for reading; reject pipes and devices, which could block or never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is not a regular file but a pipe or device", str(path))
@@ -87,9 +87,9 @@ class Location(os.PathLike[str]):
         return {name: (self / name).size() for name in self.files()}
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return bytes and tag of every file below; a file itself has the path "".
+        """Return bytes and tag of every file below; if this is a file, its path is "".
 
-        A tag changes with the content; "" on file systems, which have none.
+        A tag changes with the content; file systems have no tags, so it is "".
         """
         if self.exists() and not self.is_directory():
             return {"": (self.size(), "")}
@@ -166,7 +166,7 @@ class Location(os.PathLike[str]):
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(temporary, self.path)  # the atomic step of POSIX
+            os.replace(temporary, self.path)  # atomic in POSIX
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -221,9 +221,9 @@ class Location(os.PathLike[str]):
 
 
 class Appender:
-    """A file open for appending, one `write` call at a time, so that a kill leaves whole lines.
+    """A file open for appending. Each append is one `write` call, so a kill leaves complete lines.
 
-    `pending` has the bytes that the storage refused; they are written first the next time.
+    `pending` has the bytes that could not be written; the next call writes them first.
     """
 
     def __init__(self, path: str) -> None:
@@ -232,11 +232,11 @@ class Appender:
         self._descriptor = self._open(os.O_CREAT)
 
     def append(self, data: bytes) -> None:
-        """Append data; raises `OSError` if not all are written, and keeps the rest in `pending`."""
+        """Append data; if not all is written, raises `OSError` and keeps the rest in `pending`."""
         was_refused = bool(self.pending)
         self.pending += data
         if was_refused:  # after an outage a file server may not accept the old descriptor
-            reopened = self._open()  # do not create a file below a lost mount
+            reopened = self._open()  # without O_CREAT, to create no file below a lost mount
             os.close(self._descriptor)
             self._descriptor = reopened
         self._drain()
@@ -285,7 +285,7 @@ class Locked(Exception):
 class LockFile:
     """A POSIX record lock: the kernel (or the NFS server) releases it when its process ends.
 
-    `is_exclusive` is False if the storage has no locks; then the content of the file decides.
+    `is_exclusive` is False if the storage has no locks; then the file's heartbeat decides.
     """
 
     def __init__(self, path: str) -> None:
@@ -300,7 +300,7 @@ class LockFile:
                     os.close(self._descriptor)
                     raise Locked(holder) from None
                 self.is_exclusive = False
-            # The holder may have deleted the file between the two calls.
+            # The previous holder may have deleted the file between open and lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(path)):
                     return
@@ -324,7 +324,7 @@ class LockFile:
 
 
 def remove_empty(directories: Iterable[Location]) -> None:
-    """Remove the empty ones of these directories, in this order."""
+    """Remove those directories that are empty, in the given order."""
     for directory in directories:
         with contextlib.suppress(OSError):
             os.rmdir(directory)

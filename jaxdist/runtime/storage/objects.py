@@ -1,7 +1,7 @@
 """Files on Amazon S3, Google Cloud Storage or S3-compatible stores, through `obstore`.
 
 Credentials, region and endpoint come from the environment. A growing file (`appender`) is a folder
-of objects `part-…` (`parts`). Errors show only the server's code: its text may repeat a request.
+of objects `part-…` (`parts`). Errors omit the server's text, because it may repeat a request.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _CREDENTIALS = {
 REQUESTS = 16
 """Concurrent requests to an object store; each mostly waits for the network."""
 
-# Google accepts any size in one request, which leaves no invisible parts behind.
+# Google accepts any size in one request; unlike multipart uploads, it leaves no hidden parts.
 _ONE_REQUEST_BYTES = {"s3": 64 << 20, "gs": sys.maxsize}
 _RENEWED = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_BEARER_TOKEN",
 }
 _CONNECT = {"allow_http": True, "connect_timeout": "5s"}
-_TIMEOUT_S = 30  # without data, then a request is repeated; large uploads get more time
+_TIMEOUT_S = 30  # without data before a request is repeated; longer for large uploads
 _RETRY_S = 60  # total time of retries of an unreachable server
-_BUSY_RETRY_S = 180  # the same if the server answers that it is busy (5xx)
+_BUSY_RETRY_S = 180  # total time of retries of a busy server (5xx)
 _QUICK_BYTES, MIN_BYTES_PER_S = 1 << 20, 128 << 10
 _DENIED = (401, 403)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
@@ -48,7 +48,7 @@ _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a URL and not a path of a file system."""
-    return bool(re.match("[a-z][a-z0-9+]*:/", os.fspath(path)))  # Path makes s3:/ of s3://
+    return bool(re.match("[a-z][a-z0-9+]*:/", os.fspath(path)))  # Path turns s3:// into s3:/
 
 
 def canonical(path: str | os.PathLike[str]) -> str:
@@ -113,7 +113,7 @@ def _upload_timeout_s(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Translate errors of `obstore` to an `OSError` of one line, its panics to `ConfigError`."""
+    """Convert errors of `obstore` to a one-line `OSError`, and its panics to `ConfigError`."""
     import obstore
 
     problem = (
@@ -142,7 +142,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     code = next(iter(re.findall(r"<Code>(\w+)</Code>", text)), "")
     status = int(next(iter(re.findall(r"status code: (\d+)", text)), 0))
     reply = " ".join(filter(None, [str(status or ""), code]))
-    # Without credentials obstore requests those of the machine.
+    # Without credentials obstore requests them from the cloud machine's metadata server.
     if re.search("/latest/(api|meta-data)|/computeMetadata/|Missing(AccessKey|Secret)", text):
         what = f"no credentials were found: set {_CREDENTIALS[scheme]}"
         return OSError(errno.EACCES, what, url)
@@ -278,7 +278,7 @@ class ObjectLocation(Location):
             yield self.part(start, min(BLOCK_BYTES, size - start))
 
     def blocks_backward(self) -> Iterator[bytes]:
-        """Yield the file in blocks, the last block first; a file that grew, one part at a time."""
+        """Yield the file in blocks, last block first; an appended file is read part by part."""
         try:
             self._head()
         except FileNotFoundError:
@@ -323,7 +323,7 @@ class ObjectLocation(Location):
         return spool(self, self._next_part)
 
     def lock(self) -> LockFile:
-        """Open the lock file; only its content shows who holds it."""
+        """Open the lock file; only its content identifies the holder."""
         return ObjectLock(self)
 
     def make_directory(self) -> None:
@@ -349,7 +349,7 @@ class ObjectLocation(Location):
                 self._repeat(functools.partial(obstore.delete, self._bucket, paths))
                 break
             except FileNotFoundError:
-                # Google fails on an object that is gone and skips later ones: list them again.
+                # Google fails on a missing object and skips later ones: list them again.
                 continue
         self.delete()
 
@@ -370,7 +370,7 @@ class ObjectLocation(Location):
         return self._parsed[2]
 
     def _repeat(self, request: Callable[[], Any]) -> Any:
-        """Run a request that may run twice; repeat it if the store is busy or cuts its answer."""
+        """Run an idempotent request; repeat it if the store is busy or truncates its answer."""
         begun, pauses_s = time.monotonic(), [6.4, 1.6, 0.4, 0.1]
         while True:
             try:
@@ -395,7 +395,7 @@ class ObjectLocation(Location):
             raise
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EIO):
-                self.is_directory()  # raises with the reason; the response to HEAD has no text
+                self.is_directory()  # raises with the reason, which a response to HEAD lacks
             raise
 
     def _get(self, key: str) -> tuple[bytes, Any]:
@@ -433,16 +433,16 @@ class ObjectLocation(Location):
 
 
 class ObjectLock(LockFile):
-    """A lock file that its holder replaces only if nobody else has; the heartbeat decides."""
+    """A lock file replaced by conditional writes; the heartbeat in it decides who holds it."""
 
     def __init__(self, location: ObjectLocation) -> None:
         self.is_exclusive = False
         self._location = location
-        self._seen: Any = "create"  # or the tag of the content read or written last
+        self._seen: Any = "create"  # or the tag of the content last read or written
         self._unanswered: set[bytes] = set()  # contents of failed writes that may still succeed
 
     def read(self) -> bytes:
-        """Return the content; b"" if there is none."""
+        """Return the content; b"" if there is no file."""
         try:
             content, meta = self._location._get(self._location._key)
         except FileNotFoundError:
@@ -452,7 +452,7 @@ class ObjectLock(LockFile):
         return content
 
     def write(self, data: bytes) -> None:
-        """Replace the content read or written last; raises `Locked` if another process has."""
+        """Replace the content last read or written; raises `Locked` if it changed since then."""
         self._unanswered.add(data)
         while True:
             try:
@@ -462,12 +462,12 @@ class ObjectLock(LockFile):
                 content = self.read()
                 if content == data:  # an earlier try of this request succeeded
                     break
-                if content not in self._unanswered:  # else an earlier request succeeded
+                if content not in self._unanswered:  # otherwise an earlier request succeeded
                     raise Locked(content) from None
         self._unanswered.clear()
 
     def close(self) -> None:
-        """Do nothing: the last content shows that the lock is released."""
+        """Do nothing: the content already shows that the lock is released."""
 
 
 def _tag(meta: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from jaxdist.settings.declare import ConfigError
 def panics_as(problem: str, *also: type[Exception]) -> Iterator[None]:
     """Raise `ConfigError` for a panic, or for an error of the types `also`.
 
-    `{}` in `problem` is the first line of the error. A panic derives from `BaseException`.
+    `{}` in `problem` is replaced by the error's first line. A panic derives from `BaseException`.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Files that grow on an object store, where objects can only be written whole.
+"""Append to files on an object store, where objects cannot grow.
 
 A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part every few
-seconds, and starts the next one at `PART_BYTES`. Process exit and `flush_appended` write at once.
+seconds, and starts another part at `PART_BYTES`. Process exit and `flush_appended` write at once.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ logger = logging.getLogger("jaxdist")
 
 PART_BYTES = 1 << 20
 _FLUSH_S = 5.0
-_END_S = 60.0  # for the rest when a file is closed or the process exits
-_LATE_S = 1.0  # the same if the thread is still busy after such a wait
+_END_S = 60.0  # to upload the remaining data at close or process exit
+_LATE_S = 1.0  # instead of `_END_S` if an earlier wait timed out
 
-_OWN = uuid.uuid4().hex[:8]  # two processes may append to one file
+_OWN = uuid.uuid4().hex[:8]  # id of this process, because several may append to one file
 _growing: set[_Uploaded] = set()
 _spools: dict[str, _Spool] = {}
 _start = threading.Lock()
 _thread: threading.Thread | None = None
 _turns = threading.Condition()
-_requested = _done = 0  # turns of the thread: requested, finished
-_late = 0  # the newest turn whose wait timed out
+_requested = _done = 0  # numbers of upload rounds: last requested, last finished
+_late = 0  # the newest round whose wait timed out
 _failed: list[Exception] = []  # unexpected errors of uploads; the first one is logged
 
 
 def part_of(path: str) -> tuple[str, bool]:
-    """Return the file that an object belongs to, and whether it is a part of it."""
+    """Return the file that an object belongs to, and whether the object is only a part."""
     match = re.fullmatch(r"(.+)/part-\d{8}-[0-9a-f]{8}", path)
     return (match[1], True) if match else (path, False)
 
@@ -49,13 +49,13 @@ def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> b
     """Write all data appended to all files; return whether the store answered all requests.
 
     A hanging store blocks the caller for at most `timeout_s` (default: a minute). If several files
-    are `ending` one after the other, only the first waits that long.
+    are closed in a row (`ending`), only the first waits that long.
     """
     global _requested, _late
     if not _growing or _thread is None or not _thread.is_alive():  # dead in a forked child
         return True
     timeout_s = _END_S if timeout_s is None else timeout_s
-    with _turns:  # at process exit no other thread can be started
+    with _turns:  # wait here: at process exit no helper thread can start
         _requested += 1
         turn = _requested
         _turns.notify_all()
@@ -67,19 +67,19 @@ def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> b
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
-    """Return a descriptor of a local file, one per location, whose content is copied there."""
+    """Return a descriptor of a local file, one per location, whose content is uploaded there."""
     if location.path not in _spools:
         _spools[location.path] = _Spool(location, next_part())
     return _spools[location.path].descriptor()
 
 
 def mirror(file: Path, location: Location) -> Mirror:
-    """Copy a local file that a library writes to a location whenever it has grown."""
+    """Start copying a local file (written by a library) to a location whenever it has grown."""
     return Mirror(file, location)
 
 
 class _Uploaded(abc.ABC):
-    """A file that the thread uploads; `OSError` means that an upload failed."""
+    """A file that the thread uploads; methods raise `OSError` if an upload failed."""
 
     _location: Location
     _failure: OSError | None = None  # of the last upload
@@ -95,10 +95,10 @@ class _Uploaded(abc.ABC):
 
     @abc.abstractmethod
     def upload(self) -> None:
-        """Upload new content, on the thread."""
+        """Upload new content; called on the thread."""
 
     def close(self) -> None:
-        """Upload the rest, waiting like `flush_appended`; raises `OSError` if it is lost."""
+        """Upload the remaining data, waiting like `flush_appended`; raises `OSError` if lost."""
         if self not in _growing:
             return
         is_answered = flush_appended(ending=True)
@@ -113,7 +113,7 @@ class _Uploaded(abc.ABC):
 class PartAppender(_Uploaded, Appender):
     """A file open for appending, in parts from number `first` on.
 
-    Refused data stay in memory; until they are written `append` raises the reason.
+    If an upload fails, its data stay in memory; `append` raises the error until a retry succeeds.
     """
 
     def __init__(self, location: Location, first: int) -> None:
@@ -125,19 +125,19 @@ class PartAppender(_Uploaded, Appender):
 
     @property
     def pending(self) -> bytes:  # type: ignore[override]
-        """Bytes that the store refused."""
+        """Bytes whose upload failed."""
         with self._memory:
             return bytes(self._part[max(self._written, 0) :]) if self._failure else b""
 
     def append(self, data: bytes) -> None:
-        """Append to the next upload; raises `OSError` if the last one failed, keeping the data."""
+        """Add data to the next upload; raises `OSError`, but keeps them, if the last one failed."""
         with self._memory:
             self._part += data
         if self._failure is not None:
             raise self._failure
 
     def cut_torn_tail(self) -> int:
-        """Return 0: parts end between calls of `append`."""
+        """Return 0: a part never ends inside the data of one `append`."""
         return 0
 
     def upload(self) -> None:
@@ -155,15 +155,15 @@ class PartAppender(_Uploaded, Appender):
 
 
 class _Spool(PartAppender):
-    """A local file that C code and others write to, appended to a location."""
+    """A local file, written by C code and child processes, that is appended to a location."""
 
     def __init__(self, location: Location, first: int) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, as long as the process
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, open until process exit
         self._taken, self._reading = 0, threading.Lock()
         super().__init__(location, first)
 
     def descriptor(self) -> int:
-        """Return a descriptor; all share one position."""
+        """Return a new descriptor; all descriptors share one file position."""
         return os.dup(self._file.fileno())
 
     def upload(self) -> None:
@@ -185,7 +185,7 @@ class Mirror(_Uploaded):
 
     def upload(self) -> None:
         """Copy the file if it has grown."""
-        with self._requests:  # older content must not replace newer
+        with self._requests:  # so that older content never replaces newer
             data = self._file.read_bytes()
             if len(data) != self._size:
                 self._location.write(data)
@@ -199,7 +199,7 @@ def _upload_all() -> None:
             one._failure = None
         except OSError as failure:  # the next `append` raises it
             one._failure = failure
-        except Exception as failure:  # the thread serves other files too
+        except Exception as failure:  # the thread must survive for other files
             if not _failed:
                 logger.exception("a growing file was not uploaded; retrying")
             _failed.append(failure)
