@@ -1,9 +1,9 @@
-"""Pods of a job on a bucket: what `tests/test_kubernetes_pods.py` plays, and more.
+"""Simulated pods of a job on a bucket: more scenarios than `tests/test_kubernetes_pods.py`.
 
     python -m pytest -s scripts/bench/kubernetes_pods.py      # as root; eight minutes on busy cores
 
-Processes on networks of their own play the pods. A start after a crash watches the lock of the one
-before for 30 s here, as object stores have no locks that end with their process.
+Processes in separate network namespaces simulate the pods. After a crash, a start watches the old
+lock for 30 s here, because locks on an object store do not end with their process.
 """
 
 import re
@@ -28,13 +28,13 @@ URL = "s3://bucket/run"
 
 
 def on_bucket(hosts, bucket, folder, *flags: str):  # noqa: F811, fixtures
-    """A cluster whose pods share nothing but a bucket."""
+    """Return a cluster whose pods share only a bucket."""
     env = {"AWS_ENDPOINT_URL": bucket}
     return cluster_for(hosts, folder, *flags, volume=(), run_dir=URL, env=env)
 
 
 def test_one_run_lives_through_all_of_it(hosts, bucket, tmp_path, undisturbed):  # noqa: F811
-    """Equal bits after a notice, a container that starts in place, and a lost node."""
+    """Equal bits after a preemption notice, a container restart, and a lost node."""
     cluster = on_bucket(hosts, bucket, tmp_path)
     cluster.start()
     cluster.wait_for_line(0, r"step 10/")
@@ -67,7 +67,7 @@ def test_one_run_lives_through_all_of_it(hosts, bucket, tmp_path, undisturbed): 
 
 
 def test_a_node_without_heir_is_named_until_the_job_gives_up(hosts, bucket, tmp_path):  # noqa: F811
-    """Its pod stays pending: the other one says who is missing, and ends with a failure."""
+    """A pod stays pending: the other pod names the missing one, and fails."""
     cluster = on_bucket(hosts, bucket, tmp_path, "--runtime.join-timeout-s=15")
     cluster.start()
     cluster.wait_for_line(0, r"step 10/")

@@ -29,7 +29,7 @@ SAVER = "checkpoint-local"
 
 
 def bind() -> None:
-    """Bind this process to a core before jax makes its threads, and the saver's to another."""
+    """Bind this process to a core before jax starts threads, and the saver thread to another."""
     os.sched_setaffinity(0, {TRAINING_CORE})
     run = threading.Thread.run
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(folder: Path, mb: float, step_s: float, saves: int) -> dict[str, list[float]]:
-    """Seconds of steps without a save, of those beside one, and of the saves' own parts."""
+    """Return seconds of steps without a save, of steps during a save, and of parts of the saves."""
     from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 
     step, state = make_step(mb, step_s)
@@ -85,7 +85,7 @@ def measure(folder: Path, mb: float, step_s: float, saves: int) -> dict[str, lis
                 break
         if block < 2:
             continue
-        if saved and events:  # else it was not written within the block: told below
+        if saved and events:  # else not written within the block: reported below
             found["beside"] += seconds
             found["blocked"].append(events[0]["blocked_s"])
             found["written"].append(events[0]["written_s"])
@@ -96,7 +96,7 @@ def measure(folder: Path, mb: float, step_s: float, saves: int) -> dict[str, lis
 
 
 def make_step(mb: float, step_s: float) -> tuple[Any, Any]:
-    """A step that waits for its own end, and its first state of `mb` MB."""
+    """Return a step that waits for its own end, and its first state of `mb` MB."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -105,7 +105,7 @@ def make_step(mb: float, step_s: float) -> tuple[Any, Any]:
     columns = int(mb * 1e6 / 4 / 3 / 1024)
     params = {"w": jax.random.normal(jax.random.key(0), (1024, columns))}
     moments = {name: jax.tree.map(jnp.zeros_like, params) for name in ("mu", "nu")}
-    # On a mesh, as in a run: else each checksum is waited for before the next step begins.
+    # Use a mesh, as in a run: otherwise each checksum would block the next step.
     placed = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
     state = jax.device_put({"params": params, "opt_state": moments}, placed)
 
@@ -125,7 +125,7 @@ def make_step(mb: float, step_s: float) -> tuple[Any, Any]:
 
 
 def report(found: dict[str, list[float]]) -> None:
-    """Print medians, and the ratio that the goal of 10 % is about."""
+    """Print medians, and the ratio that must stay within 10 %."""
     without = statistics.median(found["without"])
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"load averages {load}; {len(found['blocked'])} saves written within {BLOCK_STEPS} steps")

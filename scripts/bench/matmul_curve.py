@@ -3,10 +3,10 @@
     python scripts/bench/matmul_curve.py [--formats fp8 mxfp8 nvfp4] [--steps 160] [--batch 32]
         [--runs FOLDER] [--out TABLE.md]
 
-Runs of a byte-level model from the same weights and batches, all computing in bfloat16; in all but
-the first, the layers but the first and the last multiply in a format of `precision.matmul_dtype`,
-emulated on a CPU. The goal is a loss within 1 % at the end. A run whose curve lies in FOLDER whole
-is read, not repeated.
+All runs train a byte-level model in bfloat16 from the same weights and batches. The first run is
+the baseline. In the others, all layers except the first and the last multiply in a format of
+`precision.matmul_dtype`, emulated on a CPU. Goal: a final loss within 1 % of the baseline. A run
+whose complete curve is in FOLDER is not repeated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 ROOT = Path(__file__).parent.parent.parent
 GOAL = 0.01
 WINDOW = 20
-"""Steps that a row of the table averages: single batches differ by more than the formats do."""
+"""Steps averaged per table row, because single batches differ more than the formats do."""
 
 
 def losses(run: Path, matmul_dtype: str, steps: int, batch: int) -> np.ndarray:
-    """Training loss of each step, nats per token, [steps]."""
+    """Train, and return the loss of each step, nats per token, [steps]."""
     found = read(run)
     if len(found) == steps:
         return found
@@ -43,14 +43,14 @@ def losses(run: Path, matmul_dtype: str, steps: int, batch: int) -> np.ndarray:
 
 
 def read(run: Path) -> np.ndarray:
-    """Losses of the steps that a run has logged so far, [steps]."""
+    """Return the losses that a run has logged so far, [steps]."""
     path = run / "metrics.jsonl"
     records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return np.array([record["loss"] for record in records if record["kind"] == "train"])
 
 
 def table(curves: dict[str, np.ndarray]) -> str:
-    """Curves [steps] by format as Markdown, averaged over windows; the first is bfloat16's."""
+    """Return curves [steps] by format as Markdown, averaged over windows; bfloat16 is first."""
     plain, *others = curves
     lines = [
         "| steps | loss in bfloat16 | " + " | ".join(f"{name} | difference" for name in others),
@@ -66,7 +66,7 @@ def table(curves: dict[str, np.ndarray]) -> str:
 
 
 def main() -> int:
-    """Run all, print the table; 1 where a last window misses the goal."""
+    """Run all, print the table; return 1 if a last window misses the goal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--formats", nargs="+", default=["fp8", "mxfp8", "nvfp4"])
     parser.add_argument("--steps", type=int, default=160)

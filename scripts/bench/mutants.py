@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 900
 NO_TEST = 5
-"""Exit code of pytest where it was given files, and none of their tests is selected."""
+"""Exit code of pytest if the given files contain no selected test."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Fault:
     tests: str
 
     def plant(self, root: Path) -> str:
-        """Change the file below `root`; its text before.
+        """Change the file below `root`; return its text before the change.
 
         Raises:
             ValueError: the text to replace does not occur exactly once.
@@ -58,14 +58,14 @@ class Fault:
 
 
 def read_faults(only: list[str]) -> list[Fault]:
-    """The faults of mutants.toml, all or those named."""
+    """Return all faults of mutants.toml, or only the named ones."""
     tables = tomllib.loads((Path(__file__).with_suffix(".toml")).read_text())["fault"]
     faults = [Fault(**table) for table in tables]
     return [fault for fault in faults if not only or fault.name in only]
 
 
 def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int, str, float]:
-    """Exit code of pytest, the first test that failed, seconds."""
+    """Return pytest's exit code, the first test that failed, seconds."""
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command = [*pytest, *shlex.split(tests)]
@@ -83,7 +83,7 @@ def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int
             output, _ = process.communicate(timeout=timeout_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
+            os.killpg(process.pid, signal.SIGKILL)  # and processes of the tests
             code, output = 1, "FAILED (ran into the time limit)"
         except BaseException:  # Ctrl-C does not reach another session
             os.killpg(process.pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int
 
 
 def try_fault(fault: Fault, copies: queue.Queue[Path]) -> tuple[Fault, bool, str, float]:
-    """(fault, caught, the test that caught it, seconds) in a copy that is free."""
+    """Test a fault in a free copy; return (fault, caught, the test that caught it, seconds)."""
     root = copies.get()
     try:
         text = fault.plant(root)
@@ -127,7 +127,7 @@ def clones(count: int) -> Iterator[queue.Queue[Path]]:
 
 
 def table(results: list[tuple[Fault, bool, str, float]]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     lines = ["| room | fault | caught by | s |", "|---|---|---|---|"]
     for fault, caught, first, seconds in sorted(results, key=lambda r: (r[0].room, r[0].name)):
         test = f"`{first.removeprefix('tests/')}`" if caught else "**not caught**"
@@ -136,7 +136,7 @@ def table(results: list[tuple[Fault, bool, str, float]]) -> str:
 
 
 def main() -> int:
-    """Plant, test, print the table; 1 when a fault survives."""
+    """Plant, test, print the table; return 1 if a fault survives."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

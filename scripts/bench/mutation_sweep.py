@@ -52,23 +52,23 @@ from random_mutants import ROOMS, ROOT, Mutant, files_of, sample
 from warm_tests import NO_TEST, Job, Outcome, Server, block_at, servers
 
 LIMIT = 4.0
-"""A mutant is killed too when its tests take this many times as long as without it, and 60 s."""
+"""A mutant is also killed if its tests take longer than this × the normal time, plus 60 s."""
 
 NEAR_S, FILES_S = 10.0, 30.0
-"""Seconds of tests in the first round and in the second, as they took without a mutant."""
+"""Maximum seconds of tests in the first and second round, measured without a mutant."""
 
 MOST_FILES = 4
-"""Test files of a round: each costs its imports."""
+"""Maximum test files per round, because each needs its imports."""
 
 OTHER_ROOMS = (
     *("architecture", "coordination", "doctor", "formatting", "gpu_configs", "hardware", "hub"),
     *("kubernetes", "launch", "monitoring", "next_commands", "notebooks", "plan", "progress"),
     *("readme", "report", "runtime", "slurm", "sweep", "texts", "trackers", "wheel", "worker"),
 )
-"""Beginnings of test files about rooms without mutants, or that only start commands."""
+"""Prefixes of test files for rooms without mutants, or that only start commands."""
 
 PROGRAMS = Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla"
-"""Where the tests keep compiled programs and corpora (tests/conftest.py)."""
+"""Cache of compiled programs and corpora of the tests (tests/conftest.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class Result:
     Attributes:
         files: test files that were run.
         num_tests: tests of the last round; 0 for slow ones, which are not counted.
-        round: the last one, from 1.
+        round: number of the last round, from 1.
         killed_by: the first test that failed, "" if none did.
-        seconds: of all rounds.
+        seconds: total time of all rounds.
     """
 
     mutant: Mutant
@@ -102,7 +102,7 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Of the whole file."""
+        """Return the seconds of the complete file."""
         return self.collected_s + sum(self.tests.values())
 
 
@@ -119,7 +119,7 @@ class Workplace:
     def run(
         self, files: list[str], wanted: list[str], usual_s: float, **options: object
     ) -> Outcome:
-        """Run tests with what is planted; what it writes into the cache is thrown away."""
+        """Run tests with the planted mutant; discard its changes to the cache."""
         return self.server.run(
             Job(
                 root=str(self.root), files=files, wanted=wanted, cache=str(self._own_cache()),
@@ -128,7 +128,7 @@ class Workplace:
         )  # fmt: skip
 
     def _own_cache(self) -> Path:
-        """The tests' programs, and a copy of their corpora: a mutant may write wrong ones."""
+        """Return a cache with the tests' programs and copied corpora; a mutant may corrupt them."""
         corpora = self.cache / "corpora"
         shutil.rmtree(corpora, ignore_errors=True)
         for found in PROGRAMS.iterdir() if PROGRAMS.is_dir() else []:
@@ -140,7 +140,7 @@ class Workplace:
 
 
 def digest_of(*paths: Path) -> str:
-    """Of the contents of files."""
+    """Return a digest of the contents of files."""
     whole = hashlib.sha256()
     for path in paths:
         whole.update(path.read_bytes())
@@ -170,7 +170,7 @@ def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> lis
             name = f"tests/{path.name}"
             found = place.run([name], [], 150.0, watched=watched)
             free.put(place)
-            if found.failed and not found.tests:  # tried again by the next sweep
+            if found.failed and not found.tests:  # the next sweep tries again
                 print(f"{name} LEFT OUT, no test is green: {found.failed}", flush=True)
                 return
             print(
@@ -211,7 +211,7 @@ def _tree(file: str) -> ast.Module:
 
 @functools.cache
 def imports_of(file: Path) -> frozenset[str]:
-    """Modules and their members that a file imports, dotted."""
+    """Return the dotted modules and members that a file imports."""
     named: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -222,9 +222,9 @@ def imports_of(file: Path) -> frozenset[str]:
 
 
 def near(file: str, tests: Iterable[str]) -> list[str]:
-    """The test files closest to a module, the closest first.
+    """Return the test files closest to a module, the closest first.
 
-    They import it or have its name, import its package, or import a helper that does.
+    Close files import the module or have its name, import its package, or a helper that does.
     """
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     package = module.rpartition(".")[0]
@@ -248,7 +248,7 @@ Round = tuple[list[str], list[str], float]
 
 
 def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
-    """The first two rounds of a mutant; none where no test comes near."""
+    """Yield the first two rounds of a mutant; none if no test is related."""
     block = f"{mutant.file}:{block_at(_tree(mutant.file), mutant.line)}"
     ranked = sorted(
         (len(blocks) * (0.2 + one.tests[test]), test, one)
@@ -256,7 +256,7 @@ def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
         for test, blocks in one.blocks.items()
         if block in blocks
     )
-    if not ranked:  # a module's own statements, or what only other processes run
+    if not ranked:  # module-level statements, or code run only by other processes
         closest = near(mutant.file, [one.file for one in recorded])[:MOST_FILES]
         whole = [next(one for one in recorded if one.file == file) for file in closest]
         yield from filter(None, (_rest(whole[:2], set()), _rest(whole[2:], set())))
@@ -282,7 +282,7 @@ def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
 
 
 def _rest(whole: Sequence[Record], done: set[str]) -> Round | None:
-    """The tests of files that are not done; None where there are none."""
+    """Return the tests of files that are not done; None without any."""
     left = {one.file: [test for test in one.tests if test not in done] for one in whole}
     left = {file: tests for file, tests in left.items() if tests}
     if not left:
@@ -298,9 +298,9 @@ def try_mutant(
     free: queue.Queue[Workplace],
     end: float = float("inf"),
 ) -> Result | None:
-    """Plant it in a copy that is free, run its rounds, take it out again.
+    """Plant a mutant in a free copy, run its rounds, and remove the mutant.
 
-    None where no copy is free before `end`, on the clock of `time.monotonic`.
+    Return None if no copy is free before `end`, in seconds of `time.monotonic`.
     """
     steps: list[tuple[Round, bool]] = [(one, False) for one in rounds(mutant, recorded)]
     if slow:
@@ -358,7 +358,7 @@ def red_alone(killers: Iterable[str], free: queue.Queue[Workplace]) -> list[str]
 
 
 def table(results: list[Result]) -> str:
-    """Killed and survived by room, and the survivors, as Markdown."""
+    """Return killed and survived counts by room, and the survivors, as Markdown."""
     rooms: dict[str, collections.Counter[bool]] = collections.defaultdict(collections.Counter)
     for result in results:
         rooms[result.mutant.room][bool(result.killed_by)] += 1
@@ -421,7 +421,7 @@ def _head(options: argparse.Namespace, commit: str) -> str:
 
 
 def in_turn(chosen: Iterable[Mutant]) -> list[Mutant]:
-    """The rooms' first mutants, then their second ones: those tried so far are of all rooms."""
+    """Return mutants in round-robin order of rooms, so that a partial sweep covers all rooms."""
     rooms: dict[str, list[Mutant]] = collections.defaultdict(list)
     for mutant in chosen:
         rooms[mutant.room].append(mutant)
@@ -431,7 +431,7 @@ def in_turn(chosen: Iterable[Mutant]) -> list[Mutant]:
 def sweep(
     options: argparse.Namespace, places: list[Workplace], known: dict[Mutant, Result], log: Path
 ) -> list[Result]:
-    """Try what is not known; results of the sample so far, without what red tests killed."""
+    """Try new mutants; return all results of the sample except kills by failing tests."""
     end = time.monotonic() + 60 * options.minutes
     chosen = in_turn(sample(options.only or [*ROOMS], options.count, options.seed))
     recorded = records(options.work, places, options.tests)
@@ -457,7 +457,7 @@ def sweep(
 
 
 def main() -> int:
-    """Sample, run, print the table; 2 where a mutant is not tried, or killed by a red test."""
+    """Sample, run, print the table; return 2 if a mutant is untried or killed by a red test."""
     options = _options()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -476,7 +476,7 @@ def main() -> int:
                 root / "jaxdist",
                 quiet=1,
                 invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
-            )  # valid again once a mutant is taken out
+            )  # valid again after a mutant is removed
             places.append(Workplace(server, root, Path(folder) / str(number)))
         results = sweep(options, places, read_results(log), log)
     text = table(results)

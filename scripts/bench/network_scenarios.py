@@ -1,8 +1,8 @@
-"""A cut link between two hosts, beyond the one of `tests/test_launch_network.py`.
+"""A cut link between two hosts: more scenarios than `tests/test_launch_network.py`.
 
     python -m pytest -s scripts/bench/network_scenarios.py      # as root; about three minutes
 
-The watchdog finds the cut where the heartbeat is patient; a link that stays cut ends the job.
+With a long heartbeat timeout the watchdog detects the cut. A permanently cut link ends the job.
 """
 
 import sys

@@ -1,14 +1,14 @@
-"""Losses of meshes against one device, beside the run's own sensitivity to rounding.
+"""Compare losses of meshes with one device, relative to the run's sensitivity to rounding.
 
     python scripts/bench/parity.py [--meshes tp=2 dp=2,fsdp=2 ...] [--out TABLE.md] [-- FLAGS]
 
-FLAGS are those of `jaxdist.train`; `--chaotic` names a case that amplifies rounding. Every run
-takes 20 steps in float32 from equal parameters. Two things are printed of each:
+FLAGS are flags of `jaxdist.train`; `--chaotic` names a case that amplifies rounding. Every run
+takes 20 steps in float32 from equal parameters. Two results are printed for each run:
 
-- its first step, from an equal state: loss within 1e-6, gradient norm within 1e-5;
-- the largest difference of a loss over 20 steps, beside that of a run on one device whose initial
-  weights are one unit in the last place larger. Rounding grows as fast as the training amplifies
-  it, so the bound is 2e-5 or `FACTOR` times this sensitivity, whichever is larger.
+- the first step from an equal state: loss within 1e-6, gradient norm within 1e-5;
+- the largest loss difference over 20 steps, and the sensitivity: the same difference for a run on
+  one device whose initial weights are one unit in the last place larger. Training amplifies
+  rounding, so the bound is 2e-5 or `FACTOR` times the sensitivity, whichever is larger.
 
 About 20 s for each mesh on one core.
 """
@@ -54,7 +54,7 @@ sys.exit(train.main(sys.argv[1:]))
 def history(
     folder: Path, flags: list[str], *, perturbed: bool = False
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a run."""
+    """Train, and return (loss, gradient norm) of each step."""
     program = ["-c", ONE_ULP] if perturbed else ["-m", "jaxdist.train"]
     command = [sys.executable, *program, f"--run-dir={folder}", *BASE, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -64,13 +64,13 @@ def history(
 
 
 def distance(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> list[float]:
-    """Relative differences: of the first loss and gradient norm, and the largest of a loss."""
+    """Return relative differences: first loss, first gradient norm, largest of any loss."""
     losses = [abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(found, expected, strict=True)]
     return [losses[0], abs(found[0][1] - expected[0][1]) / expected[0][1], max(losses)]
 
 
 def main() -> int:
-    """Run, compare, print the table; 1 where a mesh left the contract."""
+    """Run, compare, print the table; return 1 if a mesh exceeds its bounds."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--meshes", nargs="*", default=MESHES)
     parser.add_argument("--chaotic", action="store_true", help="a model that amplifies rounding")

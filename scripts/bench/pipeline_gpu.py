@@ -3,8 +3,8 @@
     pip install -e '.[plan]'
     python scripts/bench/pipeline_gpu.py          # writes results/pipeline_gpu_compile.md
 
-Every schedule on dp=4,tp=4,pp=4 over 8 nodes of 8 H100: what one device needs, what it sends,
-whether permutes run beside other work; then memory against the number of microbatches.
+For every schedule on dp=4,tp=4,pp=4 over 8 nodes of 8 H100, the page lists memory and traffic of
+one device, and whether permutes overlap with compute; then memory by number of microbatches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEDULES = (
 
 
 def main() -> int:
-    """Compile all, write the table."""
+    """Compile all schedules and write the table."""
     config = stored_run(CONFIG)
     mesh = MeshSpec.parse(config.mesh.shape)
     schedules = [
@@ -63,20 +63,20 @@ def main() -> int:
 
 
 def with_schedule(config: RunConfig, name: str, virtual: int) -> RunConfig:
-    """The config with another schedule."""
+    """Return the config with another schedule."""
     pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=virtual)
     return dataclasses.replace(config, pipeline=pipeline)
 
 
 def with_microbatches(config: RunConfig, mesh: MeshSpec, count: int) -> RunConfig:
-    """The config with this many microbatches of the same size each."""
+    """Return the config with this many microbatches of unchanged size."""
     rows = ROWS_OF_A_MICROBATCH * count * mesh.num_replicas
     train = dataclasses.replace(config.train, global_batch_size=rows, num_microbatches=count)
     return dataclasses.replace(config, train=train)
 
 
 def compiled(config: RunConfig, mesh: MeshSpec, label: str) -> tuple[CompiledStep, Report]:
-    """The compiled step and its schedule's report; ends the script where there is none."""
+    """Return the compiled step and the schedule's report; exit if it does not compile."""
     step = compile_step(config, mesh, CLUSTER, timeout_s=TIMEOUT_S)
     if isinstance(step, NotCompiled):
         raise SystemExit(f"{label}: {step.reason}. {step.fix}\n{step.details}")
@@ -113,7 +113,7 @@ def head(step: CompiledStep) -> list[str]:
 
 
 def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[str]:
-    """Memory, permutes and bubble of every schedule."""
+    """Return memory, permutes and bubble of every schedule."""
     lines = [
         "## Schedules",
         "",
@@ -148,12 +148,12 @@ def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[s
 
 
 def exchanges(step: CompiledStep) -> list[Collective]:
-    """Ring permutes: activations and gradients of them in bfloat16, weights in float32."""
+    """Return ring permutes: activations and their gradients in bfloat16, weights in float32."""
     return [c for c in step.collectives if c.kind == "collective-permute"]
 
 
 def traffic(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[str]:
-    """Bytes on the wire by axis."""
+    """Return bytes on the wire by axis."""
     rows = list(rows)
     axes = ("tensor", "pipeline", "data")
     lines = [
@@ -179,7 +179,7 @@ def traffic(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list
 
 
 def grown(rows: list[tuple[str, int, CompiledStep, Report]]) -> list[str]:
-    """Temporary memory against the number of microbatches."""
+    """Return temporary memory by number of microbatches."""
     counts = sorted({count for _, count, _, _ in rows})
     lines = [
         f"## Temporary GiB against the number of microbatches ({ROWS_OF_A_MICROBATCH} rows each)",
@@ -196,7 +196,7 @@ def grown(rows: list[tuple[str, int, CompiledStep, Report]]) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """Two decimals."""
+    """Format GiB with two decimals."""
     return f"{size / 2**30:.2f}"
 
 

@@ -3,9 +3,9 @@
     python scripts/bench/plan_anchors.py [--out scripts/bench/results/plan_anchors.md]
 
 Each row is a published run described in our settings. The estimate uses one set of constants for
-all published software (`published_engine.PUBLISHED`) but for the attention kernel,
-where it is known; two of them are fitted. What a source does not say is assumed and named in the
-row. No GPU and no compiler are needed; takes ten seconds.
+all published software (`published_engine.PUBLISHED`), except for a known attention kernel. Two
+constants are fitted. Facts that a source omits are assumed and named in the row. The script needs
+no GPU and no compiler, and takes ten seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OUT = Path(__file__).parent / "results" / "plan_anchors.md"
 
 
 def job_of(row: Row) -> Job:
-    """The row in our settings."""
+    """Return the row as a job in our settings."""
     spec = MeshSpec.parse(row.mesh)
     rows = row.micro_rows * row.microbatches * spec.num_replicas
     config = RunConfig(
@@ -52,7 +52,7 @@ def job_of(row: Row) -> Job:
             seq_len=row.seq_len,
             num_microbatches=row.microbatches,
             remat=row.remat,
-            loss_chunk_tokens=4096,  # others form logits whole
+            loss_chunk_tokens=4096,  # others do not chunk logits
         ),
         pipeline=PipelineConfig(
             num_virtual_stages=row.chunks,
@@ -73,7 +73,7 @@ _BUILT: dict[str, Model] = {}
 
 
 def built(model: DecoderConfig, seq_len: int) -> Model:
-    """The model of several rows, built once."""
+    """Return the model, built once for several rows."""
     key = f"{model} {seq_len}"
     if key not in _BUILT:
         _BUILT[key] = build(model, seq_len=seq_len)
@@ -91,7 +91,7 @@ def tokens_per_gpu(row: Row, job: Job) -> float:
 
 
 def measure(row: Row) -> tuple[float, float, float]:
-    """Published and estimated tokens/s/GPU, and the error."""
+    """Return published and estimated tokens/s/GPU, and the error."""
     job = job_of(row)
     published = tokens_per_gpu(row, job)
     found = estimate_time(job).tokens_per_s / job.spec.num_devices
@@ -137,21 +137,21 @@ SECTIONS = {
     "Rows fitted on": FITTED,
     "Small models on A100, found later": LATER,
 }
-"""Title -> its rows."""
+"""Title of a section -> rows."""
 
 
 Result = tuple[Row, float, float, float]
-"""A row, its published and its estimated tokens/s/GPU, and the error."""
+"""A row, published and estimated tokens/s/GPU, and the error."""
 
 
 @functools.cache
 def results() -> dict[str, list[Result]]:
-    """Title of a section -> its rows, compared."""
+    """Return title of a section -> compared rows."""
     return {title: [(row, *measure(row)) for row in rows] for title, rows in SECTIONS.items()}
 
 
 def table() -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     lines = [
         "# Step time: estimated against published",
         "",
@@ -168,7 +168,7 @@ def table() -> str:
 
 
 def _summary(sections: dict[str, list[Result]]) -> list[str]:
-    """Return how many rows are within 15 %, with and without the software's kernel named."""
+    """Return how many rows are within 15 %, with and without a known attention kernel."""
     lines = [
         "| rows | number | within 15 % | median of \\|error\\| | largest | kernel not named |",
         "|---|---|---|---|---|---|",
@@ -185,7 +185,7 @@ def _summary(sections: dict[str, list[Result]]) -> list[str]:
 
 
 def _unnamed(row: Row) -> Row:
-    """The row as of software whose attention kernel is not known."""
+    """Return the row without its attention kernel, as if the kernel were unknown."""
     return dataclasses.replace(row, engine=published_engine(row.engine.products_dtype))
 
 

@@ -2,9 +2,9 @@
 
     python scripts/bench/plan_memory.py [--only NAME ...]
 
-Needs the extra `plan` (no GPU). Each case compiles the very train step of a config on a mesh, half
-a minute each on 2 cores. Results go to `results/plan_memory.json`, which a test compares with the
-estimate of today, and `results/plan_memory.md`. Cases already there are kept.
+Needs the extra `plan` (no GPU). Each case compiles the train step of a config on a mesh, which
+takes half a minute on 2 cores. Results go to `results/plan_memory.json`, which a test compares with
+the current estimate, and to `results/plan_memory.md`. Existing cases are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 NUMBERS, TABLE = RESULTS / "plan_memory.json", RESULTS / "plan_memory.md"
 
-# name, GPUs, config, flags; the mesh is the config's where no flag names one.
+# name, GPUs, config, flags; the mesh is the config's unless a flag sets it.
 CASES = """
 gpt2_dp8              h100:8   gpt2_124m
 gpt2_one              h100:1   gpt2_124m --mesh dp=1 --train.num_microbatches 32
@@ -74,8 +74,8 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 """
 
 
-# What the numbers were compiled with, where neither a line above nor its flags say it: the shipped
-# configs follow the planner's advice and change with it.
+# Settings of the compiled numbers that no line above and no flag sets. The shipped configs follow
+# the planner's advice, so they may change.
 SETTINGS = {
     "gpt2_124m": {"train.remat": "dots", "train.num_microbatches": "4"},
     "qwen3_0.6b": {"train.remat": "dots"},
@@ -97,7 +97,7 @@ class Case:
 
     @functools.cached_property
     def run(self) -> RunConfig:
-        """The settings; data need not exist."""
+        """Return the settings; data need not exist."""
         argv = ["--config", str(ROOT / "configs" / f"{self.config}.toml"), *self.flags]
         for name, value in SETTINGS.get(self.config, {}).items():
             if not any(flag.partition("=")[0] == f"--{name}" for flag in self.flags):
@@ -114,7 +114,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     found = []
     for line in CASES.strip().splitlines():
         name, gpus, config, *flags = line.split()
@@ -123,7 +123,7 @@ def cases() -> list[Case]:
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """Return the compiler's figure, in bytes."""
+    """Return the memory according to the compiler, in bytes."""
     job = case.job
     step = compile_step(job.config, job.spec, job.cluster, timeout_s=600)
     if isinstance(step, NotCompiled):
@@ -137,12 +137,12 @@ def compiled(case: Case) -> dict[str, Any]:
 
 
 def estimated(case: Case) -> float:
-    """Total bytes by arithmetic."""
+    """Return the total bytes estimated by the planner."""
     return estimate_memory(case.job).total_bytes
 
 
 def table(numbers: dict[str, Any]) -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     rows, errors = [], []
     for case in cases():
         if case.name not in numbers:
@@ -179,7 +179,7 @@ def table(numbers: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compile what is not there yet, then write both files."""
+    """Compile the missing cases, then write both files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=None, metavar="NAME")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Constants of the planner for the efficiency of typical published trainers.
 
-What is fitted is fitted on every second row of `published_runs.py`; the other rows are the test of
-it (`results/plan_anchors.md`).
+Fitted constants use every second row of `published_runs.py`. The other rows test them
+(`results/plan_anchors.md`).
 
 References:
     Dao 2023, "FlashAttention-2", section 1 and figures 4 to 6: kernels of both versions on an A100.
@@ -20,36 +20,36 @@ from jaxdist.plan.estimate.software import OURS, Software
 
 PUBLISHED = Software(
     products=0.77,  # fitted; with the power limit 0.66 to 0.69 of an H100's peak
-    # Between FlashAttention's first two versions on A100 and H100: published runs have both, and
-    # few say which. Cards whose tensor cores run at half rate wait less for the softmax. On
-    # Blackwell between Triton and cuDNN.
+    # A100 and H100: between FlashAttention 1 and 2, because published runs use both and rarely
+    # name one. GPUs with half-rate tensor cores wait less for the softmax. Blackwell: between
+    # Triton and cuDNN.
     attention={"7.5": 0.20, "8.0": 0.42, "8.6": 0.75, "8.9": 0.75, "9.0": 0.26, "10.0": 0.30},
-    # Each value counted once: a fused norm reads and writes (two of them), a residual reads two and
-    # writes one (two of them); rotation reads and writes, and so does the kernel's layout; SwiGLU
-    # reads gate and up and writes the hidden values.
+    # Each read or write of a value counts once. Two fused norms read one and write one each. Two
+    # residuals read two and write one each. Rotation and the kernel's layout read and write one.
+    # SwiGLU reads gate and up and writes the hidden values.
     stream_passes=10,
     query_passes=4,
     hidden_passes=2,
     backward_passes=2.0,
     memory=0.85,
-    hidden_in_tensor=0.6,  # Megatron splits products so that their collectives run beside them
+    hidden_in_tensor=0.6,  # Megatron splits products to overlap them with their collectives
     hidden_in_groups=0.6,
-    idle=0.08,  # fitted; as much as cards of one kind differ (Sinha et al.)
+    idle=0.08,  # fitted; about the spread between GPUs of one type (Sinha et al.)
 )
 """Typical trainers (Megatron-LM, torchtitan, MaxText, NeMo, FSDP in PyTorch), 2023 to 2025."""
 
 
 KERNELS: Mapping[str, Mapping[str, float]] = {
-    # Of an A100's peak 0.25 to 0.40, of which the best, a tenth less for tiles on the diagonal. On
-    # an H100, whose new instructions neither version uses, as far behind the second as on an A100.
+    # A100: 0.25 to 0.40 of peak; the best, less 10 % for diagonal tiles. H100: as far behind flash2
+    # as on an A100, because neither version uses the new instructions.
     "flash1": {"8.0": 0.36, "9.0": 0.22},
-    # On an H100 370 forward and 325 backward of 989, a tenth less for tiles on the diagonal; on an
-    # A100 0.57, less the same tenth.
+    # H100: 370 TFLOP/s forward and 325 backward of 989, less 10 % for diagonal tiles. A100: 0.57,
+    # less 10 %.
     "flash2": {"8.0": 0.50, "9.0": 0.31},
     "cudnn": {"9.0": OURS.attention["9.0"], "10.0": OURS.attention["10.0"]},
 }
-"""Attention kernel of a trainer that is known to use it -> `Software.attention` where measured:
-FlashAttention's first and second version, and cuDNN's (NVIDIA's own stack)."""
+"""Known attention kernel of a trainer -> `Software.attention` on measured GPUs: FlashAttention 1
+and 2, and cuDNN (NVIDIA's own stack)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from jaxdist.models import DecoderConfig
 
 
 def llama(layers: int, d: int, heads: int, kv: int, mlp: int, vocab: int) -> DecoderConfig:
-    """A Llama by its sizes."""
+    """Return the config of a Llama with these sizes."""
     return DecoderConfig(
         vocab_size=vocab,
         d_model=d,
@@ -25,7 +25,7 @@ def llama(layers: int, d: int, heads: int, kv: int, mlp: int, vocab: int) -> Dec
 
 
 def gpt(layers: int, d: int, heads: int, vocab: int, tied: bool = True) -> DecoderConfig:
-    """A GPT: gelu, four times as wide inside."""
+    """Return the config of a GPT with GELU and an MLP of 4 × d_model."""
     return DecoderConfig(
         vocab_size=vocab,
         d_model=d,
@@ -51,8 +51,8 @@ ONE_7B = llama(24, 2048, 16, 8, 8192, 131072)
 # TETON: Grand Teton in torchtitan's benchmarks, an H100 with HBM2e at 2.4 TB/s, limited to 500 W.
 A100, H100, H200 = GPUS["a100-80"], GPUS["h100"], GPUS["h200"]
 TETON = dataclasses.replace(H100, name="h100 500 W", memory_bandwidth=2.4e12, power_w=500.0)
-SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept: up is repeated
-# save_qkv_proj, as a MaxText script for Llama2-70B on 256 H100 asks for; the sources do not say.
+SELECTIVE_OP = "names:qkv,attention,attention_out"  # saves every second product; `up` is recomputed
+# save_qkv_proj, as in a MaxText script for Llama2-70B on 256 H100; the sources do not name it.
 MAXTEXT_70B = "names:qkv"
 OTHERS = published_engine()
 FLASH1, FLASH2 = (published_engine(attention=kernel) for kernel in ("flash1", "flash2"))
@@ -66,19 +66,19 @@ class Row:
     """One published run.
 
     Attributes:
-        source: who ran it.
-        what: the model in words.
-        model: its sizes.
+        source: publisher of the run.
+        what: name of the model.
+        model: sizes of the model.
         gpu: the GPU.
-        mesh: in our words.
-        seq_len: tokens of a row.
+        mesh: mesh in our notation.
+        seq_len: tokens per row.
         micro_rows: rows of a microbatch on one replica.
         microbatches: accumulation, or microbatches of a pipeline.
-        remat: nearest policy of ours.
-        published: tokens/s/GPU; or 0 with one of the two below.
-        step_s: seconds of a step.
-        mfu_full: share of 989.4 TFLOP/s with all of S² counted.
-        assumed: what the source does not say.
+        remat: our most similar policy.
+        published: tokens/s/GPU; 0 if `step_s` or `mfu_full` is set instead.
+        step_s: seconds per step.
+        mfu_full: share of 989.4 TFLOP/s, counting full (non-causal) attention.
+        assumed: facts that the source does not state.
     """
 
     source: str
@@ -112,13 +112,13 @@ _MPT = {
     "30b": (48, 7168, 56),
     "70b": (80, 8192, 64),
 }
-"""Layers, width and heads by llm-foundry's scripts/train/yamls/pretrain."""
+"""Layers, width and heads from llm-foundry's scripts/train/yamls/pretrain."""
 
 
 def mpt(row: str) -> Row:
-    """A row of llm-foundry's table of MPT models (scripts/train/benchmarking/README.md).
+    """Parse a row of llm-foundry's table of MPT models (scripts/train/benchmarking/README.md).
 
-    Written as `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`.
+    The format is `size seq gpu GPUs rows×microbatches remat dtype tokens/s/GPU`.
     """
     size, seq, gpu, number, rows, remat, dtype, tokens = row.split()
     model = gpt(*_MPT[size], 50368)
@@ -140,7 +140,7 @@ def mpt(row: str) -> Row:
 
 
 def megatron(what: str, sizes: tuple[int, int, int], mesh: str, tflops: float, **more: Any) -> Row:
-    """A row of Megatron-LM's weak scaling; TFLOP/s/GPU with all of S² counted."""
+    """Return a row of Megatron-LM's weak scaling; TFLOP/s/GPU count full attention."""
     return Row(
         source="Megatron-LM",
         what=f"GPT {what}, 4096",
@@ -166,7 +166,7 @@ def torch(
     remat: str,
     tokens: float,
 ) -> Row:
-    """A run of PyTorch's FSDP."""
+    """Return a row for a run of PyTorch's FSDP."""
     return Row(
         source=source,
         what=what,
@@ -182,7 +182,7 @@ def torch(
 
 
 def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: PublishedEngine = CUDNN) -> Row:
-    """A row of NVIDIA's MaxText Llama2-70B recipe."""
+    """Return a row of NVIDIA's MaxText Llama2-70B recipe."""
     fp8 = " fp8" if engine.products_dtype else ""
     return Row(
         source="MaxText (NVIDIA recipe)",
@@ -453,7 +453,7 @@ ROWS = [
 ]
 
 FITTED, HELD_OUT = ROWS[::2], ROWS[1::2]
-"""Rows on which constants of `jaxdist.plan.estimate.software` were fitted, and the test of them."""
+"""Rows used to fit constants of `jaxdist.plan.estimate.software`, and rows to test them."""
 
 _GPT_SIMPLE = dataclasses.replace(llama(34, 2560, 20, 20, 6912, 50304), tie_embeddings=True)
 
@@ -497,4 +497,4 @@ LATER = [
         assumed="heads, MLP, vocabulary",
     ),
 ]
-"""Rows found after the constants, which showed that small models and single GPUs are faster."""
+"""Rows collected after the fit. They showed that small models and single GPUs are faster."""

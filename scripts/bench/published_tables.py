@@ -1,16 +1,16 @@
-"""Tables that others published, found after the constants: rows of `published_runs`' form.
+"""Published tables collected after the constants were fitted, as rows of `published_runs`.
 
-Sources, each row's figure as it stands there:
+Sources (figures are unchanged):
     llm-foundry, scripts/train/benchmarking/README.md (January 2024), all rows that are not in
         `published_runs` already. The A100's rows are of May and June 2023, the H100's of October
-        2023 to January 2024. Its `gpu` extra asks for flash-attn 1.0.9 until March 2024, and its
-        sweep installs 2.4.2 for rows in 8 bits. Gradients are reduced in float32 by Composer's
-        "DEFAULT" from 0.16.4 on, which is what the H100's rows ran.
-    Megatron-Bridge, docs/performance-summary-archive.md (August 2026): dense models on GPUs that
-        the planner knows; of one setting in several releases the median.
-    OLMo-core 1.7, README.md and src/scripts/train; the number of GPUs is not said.
+        2023 to January 2024. Its `gpu` extra requires flash-attn 1.0.9 until March 2024, and its
+        sweep installs 2.4.2 for 8-bit rows. The H100 rows ran Composer 0.16.4 or later, whose
+        "DEFAULT" reduces gradients in float32.
+    Megatron-Bridge, docs/performance-summary-archive.md (August 2026): dense models on GPUs in
+        the planner's catalogue; the median if several releases list a setting.
+    OLMo-core 1.7, README.md and src/scripts/train; the number of GPUs is not published.
     fms-fsdp, README.md, with torch.compile. Its "selective" recomputation is nearly full for 34B
-        and 70B by its own MFU and HFU; 13B, which is in between, is left out.
+        and 70B according to its MFU and HFU. The 13B row is in between and is excluded.
     TinyLlama, README.md and pretrain/tinyllama.py.
     tylerromero.com/posts/nanogpt-speedrun-worklog, the first row.
 """
@@ -41,7 +41,7 @@ from jaxdist.models import DecoderConfig
 
 
 def mpts(table: str) -> Iterator[Row]:
-    """Rows as `published_runs.mpt` reads them, with ; between."""
+    """Yield rows in the format of `published_runs.mpt`, separated by `;`."""
     return map(mpt, table.split(";"))
 
 
@@ -55,7 +55,7 @@ def bridge(
     tokens: float,
     chunks: int = 1,
 ) -> Row:
-    """A row of Megatron-Bridge, 8,192 tokens long; its mesh has ZeRO 1 where it has no FSDP."""
+    """Return a row of Megatron-Bridge with 8,192 tokens; ZeRO 1 if the mesh has no FSDP."""
     models = {"8B": LLAMA3_8B, "70B": LLAMA3_70B, "405B": LLAMA3_405B}
     return Row(
         source="Megatron-Bridge",
@@ -77,7 +77,7 @@ def bridge(
 def olmo(
     what: str, model: DecoderConfig, micro_rows: int, microbatches: int, tokens: float, dtype: str
 ) -> Row:
-    """A row of OLMo-core on H100, 4,096 tokens long."""
+    """Return a row of OLMo-core on H100 with 4,096 tokens."""
     narrow = "float8" if dtype == "fp8" else ""
     return Row(
         source="OLMo-core",
@@ -96,7 +96,7 @@ def olmo(
 
 
 def fms(what: str, model: DecoderConfig, gpus: int, remat: str, tokens: float) -> Row:
-    """A row of fms-fsdp: 128 A100 with 400 Gbit/s a node, or 96 H100 with 800."""
+    """Return a row of fms-fsdp: 128 A100 with 400 Gbit/s per node, or 96 H100 with 800."""
     gpu, rate = (A100, 400) if gpus == 128 else (H100, 800)
     return Row(
         source="fms-fsdp",
@@ -176,8 +176,8 @@ EXPLORED = [
     bridge("405B", "gb200", "nvfp4", "pp=16,dp=4,tp=4", 1, 384, 1083, chunks=4),
     bridge("70B", "h100", "fp8", "pp=8,dp=2,tp=4", 1, 64, 1610, chunks=5),
 ]
-"""Half of two tables, drawn by a hash of each row: looked at one by one while the estimate was
-repaired."""
+"""Half of two tables, selected by a hash of each row. These rows were examined one by one while the
+estimate was corrected."""
 
 UNSEEN = [
     *mpts(
@@ -251,8 +251,8 @@ UNSEEN = [
     bridge("8B", "b200", "fp8", "dp=8", 2, 8, 30309),
     bridge("405B", "b200", "fp8", "pp=8,dp=2,cp=2,tp=4", 1, 32, 662, chunks=8),
 ]
-"""The other half: only their total was looked at before the repairs, and no row before they were
-done."""
+"""The other half. Before the corrections were complete, only their total was examined, and no
+single row."""
 
 ELSEWHERE = [
     olmo("1B", _OLMO_1B, 8, 2, 55000, "bf16"),
@@ -294,5 +294,5 @@ ELSEWHERE = [
         assumed="32 rows × 8",
     ),
 ]
-"""Other trainers, found last: predicted once the kernels were named; the 4090's row then led to
-GeForce cards' higher clock."""
+"""Other trainers, added last and predicted with known kernels. The 4090's row then led to the
+higher clock of GeForce GPUs."""

@@ -1,8 +1,8 @@
 """Small mistakes (mutants) at random places of the package, for `mutation_sweep.py`.
 
-A mutant changes one expression: an operator, a comparison, a number, a truth value, a condition,
-what a function returns, or the order of two arguments. Words for people, types, time limits and
-sizes of buffers are left out: no test should notice them.
+A mutant changes one expression: an operator, a comparison, a number, a boolean, a condition, a
+return value, or the order of two arguments. Messages, types, timeouts and buffer sizes are
+excluded, because no test should depend on them.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _COMPARISONS: dict[type, type] = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is},
 }
 _TEXT_CALLS = {"setting", "log", "info", "warning", "debug", "print", "event", "append", "TypeVar"}
-"""Calls whose arguments are mostly words for people; `problems.append` is one."""
+"""Calls whose arguments are mostly messages; `problems.append` is one."""
 
 _TEXT_FUNCTIONS = {"__repr__", "__str__", "__hash__"}
 
 _EITHER_ORDER = {"max", "min", "maximum", "minimum", "add", "isclose", "gcd", "lcm", "logical_or"}
-"""Calls whose first two arguments may change places."""
+"""Calls whose first two arguments may be swapped."""
 
 _TYPED_ORDER = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast", "replace"}
-"""Calls that raise at once when their arguments change places: such a mutant proves nothing."""
+"""Calls that raise immediately if their arguments are swapped: such a mutant proves nothing."""
 
 _UNOBSERVED = re.compile(
     r"(?i)stacklevel|maxsize|indent|buffering|daemon|flush|prevent_cse|inline|unroll|timeout|chunk"
     r"|cache|poll|_s$|_bytes$|_gb$|_mb$"
 )
-"""Names of values that change how fast something is, how long it waits, or how it looks."""
+"""Names of values that only affect speed, timeouts or appearance."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Mutant:
         return f"{self.file}:{self.line} {self.kind}: `{short(self.old)}` -> `{short(self.new)}`"
 
     def plant(self, root: Path) -> str:
-        """Change the file below `root`; its text before."""
+        """Change the file below `root`; return its text before the change."""
         path = root / self.file
         text = path.read_text()
         content = text.encode()
@@ -95,7 +95,7 @@ class Mutant:
 
 
 class _Changes(ast.NodeVisitor):
-    """Collects (node, kind, changed source) of a module; leaves types and words for people out."""
+    """Collects (node, kind, changed source) of a module, except types and messages."""
 
     def __init__(self) -> None:
         self.found: list[tuple[ast.expr | ast.stmt, str, str]] = []
@@ -163,7 +163,7 @@ class _Changes(ast.NodeVisitor):
         if (
             first is not None
             and second is not None
-            and type(first) is type(second)  # another kind of thing mostly raises at once
+            and type(first) is type(second)  # other types mostly raise immediately
             and not isinstance(first, ast.Starred | ast.JoinedStr)
             and name not in _EITHER_ORDER | _TYPED_ORDER
             and ast.unparse(first) != ast.unparse(second)
@@ -195,13 +195,13 @@ class _Changes(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages."""
+        """Skip error messages."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """States what holds."""
+        """Skip assertions."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A message."""
+        """Skip messages."""
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self.visit(node.value)
@@ -220,13 +220,13 @@ def _is_main(test: ast.expr) -> bool:
 
 
 def files_of(room: str) -> list[Path]:
-    """The modules of a room."""
+    """Return the modules of a room."""
     paths = [ROOT / name for name in ROOMS[room]]
     return [f for p in paths for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
 
 
 def mutants_of(room: str, file: Path) -> Iterator[Mutant]:
-    """Every mutant of a module."""
+    """Yield every mutant of a module."""
     text = file.read_text()
     lines = [0]
     for line in text.encode().splitlines(keepends=True):
@@ -244,7 +244,7 @@ def mutants_of(room: str, file: Path) -> Iterator[Mutant]:
 
 
 def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
-    """About `count` mutants, as many of each room; the same for the same code and seed."""
+    """Return about `count` mutants, equally many per room; deterministic for code and seed."""
     drawn = []
     for room in rooms:
         found = [mutant for file in files_of(room) for mutant in mutants_of(room, file)]

@@ -2,10 +2,10 @@
 
     python scripts/bench/reduce_dtype.py [--steps 80] [--seeds 0 1] [--devices 8] [--out TABLE.md]
 
-The default model, computing in bfloat16, its weights sharded over simulated devices (`fsdp`).
-XLA:CPU adds in float32 whatever it is asked to, so a sum in bfloat16 is emulated: device by device,
-rounded after each, as in a ring of GPUs. Runs of a seed start from the same weights and see the
-same batches. The last rows say how far two seeds are apart.
+The default model computes in bfloat16, with weights sharded over simulated devices (`fsdp`).
+XLA:CPU always adds in float32, so a bfloat16 sum is emulated: the partial sum is rounded after each
+device, as in a ring of GPUs. Runs with the same seed use the same initial weights and batches. The
+last rows show the difference between two seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).parent.parent.parent
 DTYPES = ("float32", "bfloat16")
 WINDOW = 20
-"""Steps that a row of the table averages."""
+"""Steps averaged per table row."""
 
 
 def run_in_a_ring(arguments: list[str]) -> None:
@@ -38,13 +38,13 @@ def run_in_a_ring(arguments: list[str]) -> None:
     plain = collectives.reduce_scatter
 
     def reduce_scatter(x: Any, axes: Any, dim: int = 0) -> Any:
-        """[..., d, ...] -> [..., d / n, ...]; in bfloat16 the sum of a ring."""
+        """Reduce-scatter [..., d, ...] to [..., d / n, ...], rounding bfloat16 as a ring does."""
         if x.dtype != jnp.bfloat16:
             return plain(x, axes, dim=dim)
         size, names = collectives.group_size(axes), tuple(axes)
         parts = jnp.stack(jnp.split(x.astype(jnp.float32), size, axis=dim))
         parts = lax.all_to_all(parts, names, 0, 0)
-        # A part starts at the device behind its own and is whole when it has come round to it.
+        # The sum of a shard starts at the device after its owner and ends at its owner.
         parts = jnp.roll(parts, -(collectives.group_index(axes) + 1), axis=0)
         total = parts[0]
         for part in parts[1:]:
@@ -56,7 +56,7 @@ def run_in_a_ring(arguments: list[str]) -> None:
 
 
 def losses(dtype: str, seed: int, steps: int, devices: int) -> np.ndarray:
-    """Training loss of each step, nats per token, [steps]."""
+    """Train, and return the loss of each step, nats per token, [steps]."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--train", f"--run-dir={folder}/run"]
         command += [f"--simulate={devices}", f"--mesh=fsdp={devices}", f"--steps={steps}"]
@@ -72,7 +72,7 @@ def losses(dtype: str, seed: int, steps: int, devices: int) -> np.ndarray:
 
 
 def table(curves: dict[tuple[int, str], np.ndarray]) -> str:
-    """Curves [steps] by seed and dtype as Markdown, averaged over windows of steps."""
+    """Return curves [steps] by seed and dtype as Markdown, averaged over windows of steps."""
     lines = ["| seed | steps | float32 | bfloat16 | difference |", "|---|---|---|---|---|"]
     seeds = sorted({seed for seed, _ in curves})
     steps = len(next(iter(curves.values())))
@@ -89,7 +89,7 @@ def table(curves: dict[tuple[int, str], np.ndarray]) -> str:
 
 
 def main() -> None:
-    """Run all, print the table."""
+    """Run all and print the table."""
     if sys.argv[1:2] == ["--train"]:
         run_in_a_ring(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
