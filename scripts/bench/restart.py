@@ -4,11 +4,11 @@
     python scripts/bench/restart.py --kills 3 --only forked
 
 Four processes with one simulated device each train a tiny model under `python -m jaxdist.launch`.
-Again and again one of them, each in turn, is killed (SIGKILL) after a save; the launcher ends the
-others and starts all four again. The new processes say in the event `restart` of metrics.jsonl
-where their time went. What is left of the time since the kill is the launcher's notice of it.
-`forked` is how the launcher works by default: new processes are forks of one that has imported
-everything. `imported` is `--preload=false`: each process imports for itself.
+After each save, the next process in turn is killed (SIGKILL); the launcher ends the others and
+restarts all four. The new processes report the parts of their startup time in the event `restart`
+of metrics.jsonl. The rest of the time since the kill is the launcher's detection time. `forked` is
+the default: new processes are forks of one that has imported everything. `imported` is
+`--preload=false`: each process does its own imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results" / "restart.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from launched_job import workers_of  # noqa: E402, after the path
+from launched_job import workers_of  # noqa: E402, needs sys.path
 
 NUM_PROCESSES = 4
 WAYS = {"forked": [], "imported": ["--preload=false"]}
@@ -43,9 +43,9 @@ TRAIN = [
     *("--checkpoint.save_interval_steps=50", "--monitoring.tensorboard=false"),
 ]
 PARTS = ("notice", "relaunch", "imports", "join", "setup", "restore", "compile", "first_step")
-"""As in `jaxdist.runtime.start_times`, after the launcher's notice."""
+"""Detection by the launcher, then the parts in `jaxdist.runtime.start_times`."""
 SETTLE_S, PAUSE_S = 30.0, 2.0
-"""Age of a job at the first kill, by when the launcher has imported for a restart; between two."""
+"""Age of a job at the first kill, when the fork server has started; pause between two kills."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def measure(folder: Path, flags: list[str], kills: int) -> list[dict[str, float]]:
-    """Seconds of each part, and `total`, of each kill of one job."""
+    """Return the seconds of each part, and `total`, for each kill of one job."""
     command = [sys.executable, "-m", "jaxdist.launch", f"--nproc-per-node={NUM_PROCESSES}", *flags]
     command += ["--", *TRAIN, f"--run-dir={folder / 'run'}"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAXDIST_CACHE": str(folder / "cache")}
@@ -94,14 +94,14 @@ def measure(folder: Path, flags: list[str], kills: int) -> list[dict[str, float]
 
 
 def parts_of(restart: dict[str, Any], killed_at: float) -> dict[str, float]:
-    """Seconds of each part of a restart whose process was killed at a time."""
+    """Return the seconds of each part of a restart after a kill at `killed_at`."""
     total = restart["time"] - killed_at
     parts = {name: restart[f"{name}_s"] for name in PARTS[1:]}
     return {"notice": total - restart["seconds"], **parts, "total": total}
 
 
 def wait_for(job: subprocess.Popen[bytes], folder: Path, condition: Any) -> None:
-    """Return once a condition holds; end with the console if the job ends before."""
+    """Wait until a condition holds; exit with the console text if the job ends first."""
     until = time.monotonic() + 120
     while not condition():
         if job.poll() is not None or time.monotonic() > until:
@@ -110,23 +110,23 @@ def wait_for(job: subprocess.Popen[bytes], folder: Path, condition: Any) -> None
 
 
 def console_of(folder: Path) -> str:
-    """The last of what the job printed."""
+    """Return the end of the job's console output."""
     return (folder / "console.log").read_text(errors="replace")[-3000:]
 
 
 def records(metrics: Path) -> list[dict[str, Any]]:
-    """Every whole line so far."""
+    """Return the record of every complete line so far."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def restarts(metrics: Path) -> list[dict[str, Any]]:
-    """The events that say where the time of a restart went."""
+    """Return the events with the times of each restart."""
     return [record for record in records(metrics) if record.get("event") == "restart"]
 
 
 def saves(metrics: Path) -> int:
-    """Starts after which a checkpoint was saved."""
+    """Return the number of starts that have saved a checkpoint."""
     saved, count = False, 0
     for record in records(metrics):
         if record.get("event") == "restart":
@@ -136,7 +136,7 @@ def saves(metrics: Path) -> int:
 
 
 def page(found: dict[str, list[dict[str, float]]], kills: int) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     versions = f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}"
     lines = [
         "# From a killed process to the next trained step",

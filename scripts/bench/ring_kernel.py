@@ -2,9 +2,9 @@
 
     python scripts/bench/ring_kernel.py --seq-len 16384 --groups 4 --json OUT.json
 
-The GPU takes, one after the other, the steps of every group of a ring, forward and backward, with
-the joining of parts: the work of the whole ring but its permutes. Beside it is
-`jax.nn.dot_product_attention` on the same row. First both are compared with the float32 reference.
+The GPU runs the forward and backward steps of every group of a ring in turn and merges the partial
+results: all work of the ring except its permutes. It is compared with
+`jax.nn.dot_product_attention` on the same row. First both are checked against a float32 reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATS = 20
 
 
 def main() -> int:
-    """Compare, time both, print and write the numbers."""
+    """Check and time both, then print and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seq-len", type=int, default=16384, help="positions of the row")
     parser.add_argument("--groups", type=int, default=4, help="groups of devices on the ring")
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def one_call(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, ...]:
-    """Output [1, seq, heads, head_dim] and gradients of the whole row by one call each way."""
+    """Return output [1, seq, heads, head_dim] and gradients of the row by one call per pass."""
     attend = lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="cudnn")
     out, back = jax.vjp(attend, query, key, value)
     return out, *back(cotangent)
@@ -69,9 +69,9 @@ def one_call(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[
 def round_the_ring(
     query: Array, key: Array, value: Array, cotangent: Array, groups: int
 ) -> list[tuple[Array, ...]]:
-    """Output and gradients [1, seq / groups, ...] of every group, step by step.
+    """Return output and gradients [1, seq / groups, ...] of every group, computed step by step.
 
-    Group i holds parts i and 2n−1−i of the row, which is cut into 2n.
+    Group i holds chunks i and 2n−1−i of the row, which is split into 2n chunks.
     """
     parts = [jnp.split(x, 2 * groups, axis=1) for x in (query, key, value, cotangent)]
     held = lambda i: [jnp.concatenate([x[i], x[-1 - i]], axis=1) for x in parts]
@@ -79,7 +79,7 @@ def round_the_ring(
     keys = [Keys(key, value, None) for _, key, value, _ in rows]
     out, grads = [], [[jnp.zeros((), jnp.float32)] * 3 for _ in range(groups)]
     for i, (own, _, _, pull) in enumerate(rows):
-        # As the ring asks: a bool that is known when it runs.
+        # As in the ring: a bool that is only available at run time.
         others = [(j, jnp.bool_(j < i)) for j in range(groups) if j != i]
         mine = Queries(own, None)
         found = zigzag.forward(mine, keys[i], True, None)
@@ -96,7 +96,7 @@ def round_the_ring(
 
 
 def seconds(run: Callable[..., object], *inputs: Array) -> float:
-    """Median time of one run, after one that compiles."""
+    """Return the median time of one run, after a run that compiles."""
     times = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

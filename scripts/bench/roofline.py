@@ -1,15 +1,14 @@
 """Estimate the time of a compiled GPU program by class of work: a roofline over its schedule.
 
-Instructions run in scheduled order on one compute stream; collectives run on a second one, in the
-order in which they start, and what an end still waits for is exposed. A product takes the longer of
-its FLOPs and its bytes, the fused attention kernel its FLOPs under its mask, everything else its
-bytes.
+Instructions run in scheduled order on one compute stream. Collectives run on a second stream in the
+order in which they start; the time that compute waits for them is exposed. A matmul takes the
+longer of its FLOP time and its memory time. The fused attention kernel takes the time of its
+unmasked FLOPs, and every other kernel its memory time.
 
-A loop of which only the data say how often it runs counts once: packed attention, which calls
-again for rows of many documents, and is counted as if a row were one. What this leaves out: kernels
-are not tuned here, collectives take multiprocessors from compute, and GPUs slow down when they are
-hot. Two programs for one GPU compare well, within 30 % of their difference; absolute times are 5 to
-15 % too short.
+A loop with a data-dependent trip count counts once. Packed attention is such a loop: each row
+counts as one document. The model ignores kernel tuning, multiprocessors that collectives take from
+compute, and throttling of hot GPUs. Two programs for one GPU compare well, within 30 % of their
+difference. Absolute times are 5 to 15 % too short.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from jaxdist.plan.compiled.collectives import (
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, parse, shapes_of
 from jaxdist.plan.estimate.traffic import wire_bytes
 
-# Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.
+# Shares of peak that kernels reach, equal for all GPUs; they serve to compare programs.
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY = 0.72, 0.55, 0.45, 0.85
 _LINKS, _NETWORK = 0.80, 0.85
 _LAUNCH_S = 2.5e-6
 _LATENCY_S = 12e-6
 
 BLOCK_SCALED = "__cudnn$blockScaledDot"
-"""What `jax.nn.scaled_matmul` is compiled to where cuDNN multiplies it."""
+"""Custom call of `jax.nn.scaled_matmul` if cuDNN computes it."""
 
 _FREE = (
     *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota"),
     *("opt-barrier", "partition-id", "replica-id", "add-dependency"),
 )
 _ALLOCATION = "AllocateBuffer"
-"""The custom call that stands for memory which nothing has been written to."""
+"""Custom call that returns uninitialized memory."""
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_ARRAY = ("bitcast", "reshape", "convert", "copy", "transpose")
@@ -56,12 +55,12 @@ class Times:
     """Modelled seconds of one step on one device.
 
     Attributes:
-        seconds: of the whole step, from the first instruction to the last.
+        seconds: time of the complete step, from the first instruction to the last.
         classes: "products", "fp8 products" (in 8 bits), "fp4 products" (in 4), "attention",
             "element-wise" and "copies" -> seconds of their kernels;
             "exposed data+fsdp" -> seconds that compute waits for collectives over these axes.
-        flops: of products and attention, as executed.
-        calls: kernels of each class.
+        flops: executed FLOPs of products and attention.
+        calls: number of kernels per class.
     """
 
     seconds: float
@@ -79,7 +78,7 @@ def model_times(program: str, mesh: Mapping[str, int], cluster: Cluster) -> Time
         cluster: the GPUs it was compiled for.
 
     Raises:
-        UnknownHLO: something in the text is not known.
+        UnknownHLO: the text contains unsupported HLO.
     """
     module = parse(program)
     total = _Roofline(module, mesh, cluster).run(module.entry)
@@ -89,7 +88,7 @@ def model_times(program: str, mesh: Mapping[str, int], cluster: Cluster) -> Time
 
 @dataclasses.dataclass
 class _Total:
-    """Return the time of running a computation once."""
+    """Time of running a computation once."""
 
     clock: float = 0.0
     links_free: float = 0.0
@@ -118,7 +117,7 @@ class _Total:
 
 
 class _Roofline:
-    """The walk over one program."""
+    """Models the time of one program."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], cluster: Cluster):
         self.module, self.mesh, self.cluster = module, mesh, cluster
@@ -129,14 +128,14 @@ class _Roofline:
         self.bandwidth = _MEMORY * cluster.gpu.memory_bandwidth
 
     def run(self, name: str) -> _Total:
-        """One run of a computation."""
+        """Return the totals of one run of a computation."""
         total = _Total()
         awaited: dict[str, tuple[float, tuple[str, ...]]] = {}
         for place, instruction in enumerate(self.module.computations[name]):
             opcode = instruction.opcode
             called = self.module.called(instruction)
             if opcode == "while":
-                # The condition comes first or last; its cost is a comparison.
+                # The condition is first or last; it costs one comparison.
                 body = max(map(self.run, called), key=lambda part: part.clock)
                 total.repeat(body, _trips(instruction))
             elif opcode == "conditional":
@@ -170,7 +169,7 @@ class _Roofline:
     # -- kernels -----------------------------------------------------------------------------------
 
     def _kernel(self, name: str, instruction: HloInstruction) -> tuple[str, float, float]:
-        """(class, seconds, FLOPs) of one kernel."""
+        """Return (class, seconds, FLOPs) of one kernel."""
         target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
         if target is not None and "fmha" in target[1]:
             return self._attention(name, instruction, backward="Backward" in target[1])
@@ -178,7 +177,7 @@ class _Roofline:
         if target is not None and "cublas" in target[1]:
             flops = self._cublas_flops(name, instruction)
             moved = float(sum(shape.num_bytes for shape in self._inputs(name, instruction)))
-            moved += max(shape.num_bytes for shape in instruction.shapes)  # less its workspace
+            moved += max(shape.num_bytes for shape in instruction.shapes)  # without its workspace
         elif target is not None and target[1] == BLOCK_SCALED:
             flops = self._block_scaled_flops(name, instruction)
             moved = self._plain_bytes(name, instruction)
@@ -199,9 +198,9 @@ class _Roofline:
     def _attention(
         self, name: str, instruction: HloInstruction, *, backward: bool
     ) -> tuple[str, float, float]:
-        """A cuDNN kernel, whose first operands are query [batch, queries, heads, width] and key."""
+        """Return (class, seconds, FLOPs) of a cuDNN kernel; query is [batch, seq, heads, width]."""
         query, key = (shape.dims for shape in self._inputs(name, instruction)[:2])
-        # The layout may put heads before positions: positions are told by the key's other dims.
+        # Heads may precede positions: positions are the largest inner dim of the key.
         keys = max(key[1:-1])
         visible = 0.5 if "CAUSAL" in instruction.attributes else 1.0
         flops = 4.0 * math.prod(query) * keys * visible * (2.5 if backward else 1.0)
@@ -209,7 +208,7 @@ class _Roofline:
         return "attention", flops / (share * self._peak(self._inputs(name, instruction))), flops
 
     def _peak(self, inputs: list[Shape]) -> float:
-        """FLOP/s of products of these arrays."""
+        """Return the FLOP/s of products of these arrays."""
         peaks = self.cluster.gpu.peak_flops
         dtypes = {shape.dtype for shape in inputs}
         kind = _kind_of_products(inputs)
@@ -233,12 +232,12 @@ class _Roofline:
         return 2.0 * math.prod(left.dims) * math.prod(right.dims) / (shared * batch)
 
     def _block_scaled_flops(self, name: str, instruction: HloInstruction) -> float:
-        """Of [batch, rows, summed] and [batch, columns, summed], filled up to whole tiles."""
+        """Return FLOPs of [batch, rows, inner] · [batch, columns, inner], padded to tiles."""
         left, right = self._inputs(name, instruction)[:2]
         return 2.0 * math.prod(left.dims) * right.dims[1]
 
     def _fused_flops(self, computation: str) -> float:
-        """Of the products of a fusion, those of fusions inside it too."""
+        """Return the FLOPs of the products of a fusion, including nested fusions."""
         return sum(
             self._dot_flops(computation, instruction)
             if instruction.opcode == "dot"
@@ -279,7 +278,7 @@ class _Roofline:
         return written + sum(shape.num_bytes for shape in inputs)
 
     def _fusion_bytes(self, computation: str) -> float:
-        """Bytes that a fused computation reads and writes: of a slice the slice, not the array."""
+        """Return bytes that a fused computation reads and writes; slices count only their part."""
         body = self.module.computations[computation]
         users: dict[str, list[HloInstruction]] = {}
         for instruction in body:
@@ -303,7 +302,7 @@ class _Roofline:
     # -- collectives -------------------------------------------------------------------------------
 
     def _collective(self, name: str, place: int) -> tuple[float, tuple[str, ...], bool] | None:
-        """(seconds on the links, axes, started and awaited apart) of what starts a collective."""
+        """Return (seconds on the links, axes, is asynchronous) if this starts a collective."""
         instructions = self.module.computations[name]
         instruction = inner = instructions[place]
         kind = instruction.opcode.removesuffix("-start")
@@ -329,7 +328,7 @@ class _Roofline:
     def _link_seconds(
         self, kind: str, total: int, groups: Sequence[Sequence[int]], size: int
     ) -> float:
-        """A hierarchical algorithm: between nodes each GPU's own network card carries its part."""
+        """Model a hierarchical algorithm: between nodes, each GPU's own NIC sends its shard."""
         gpu, fabric = self.cluster.gpu, self.cluster.gpus_per_fabric
         nodes = max(len({i // fabric for i in group}) for group in groups)
         links, network = _LINKS * gpu.link_bandwidth, _NETWORK * gpu.network_bandwidth
@@ -344,7 +343,7 @@ class _Roofline:
 
 
 def _kind_of_products(inputs: list[Shape]) -> str:
-    """The class of products of these arrays; scales in 8 bits of numbers in 4 are among them."""
+    """Return the class of products of these arrays, which include 8-bit scales of 4-bit numbers."""
     dtypes = {shape.dtype[:2] for shape in inputs}
     return "fp4 products" if "f4" in dtypes else "fp8 products" if "f8" in dtypes else "products"
 
@@ -355,7 +354,7 @@ def _allocates(instruction: HloInstruction) -> bool:
 
 
 def _trips(instruction: HloInstruction) -> int:
-    """Return how often a loop runs, 1 if that depends on the data."""
+    """Return how often a loop runs; 1 if that depends on the data."""
     return trips_of(instruction) if "known_trip_count" in instruction.attributes else 1
 
 
@@ -366,14 +365,14 @@ def _bytes(instruction: HloInstruction) -> int:
 def _read(
     value: HloInstruction, users: Mapping[str, list[HloInstruction]], depth: int = 0
 ) -> float:
-    """Bytes of a fusion's value that its users read; all of one that is the fusion's result."""
+    """Return the bytes of a value that its users read; all bytes of a fusion's result."""
     full, read = float(_bytes(value)), 0.0
     if value.name not in users:
         return full
     for user in users[value.name]:
         first = user.operand_names[0] == value.name
         if user.opcode in _SLICES and first:
-            read += _read(user, users, depth + 1)  # a slice of a slice is all that is read
+            read += _read(user, users, depth + 1)  # only the inner slice is read
         elif user.opcode == "dynamic-update-slice" and first:
             continue
         elif user.opcode in _SAME_ARRAY and depth < 6 and _bytes(user):

@@ -1,11 +1,11 @@
-"""Do saves leak? What the C allocator has in use, and what it keeps free, over many saves.
+"""Check saves for leaks: memory in use and free memory in the C allocator over many saves.
 
     python scripts/bench/save_memory.py [SAVES]                       # 400 by default
     MALLOC_ARENA_MAX=2 python scripts/bench/save_memory.py [SAVES]
 
-One process saves a state of 36 arrays of 16 kB again and again. Resident memory cannot tell a leak
-from memory that was freed and is kept in the arenas of the allocator; glibc's `malloc_info` can. A
-leak is what "in use" gains from row to row.
+One process repeatedly saves a state of 36 arrays of 16 kB. Resident memory does not distinguish a
+leak from freed memory in the arenas of the allocator; glibc's `malloc_info` does. A leak is growth
+of "in use" from row to row.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def main() -> int:
 
 
 def row(name: object, libc: ctypes.CDLL, page: Path) -> str:
-    """Sizes in MB; blocks mapped on their own count as in use until they are freed."""
+    """Return a row of sizes in MB; separately mapped blocks count as in use until freed."""
     libc.fopen.restype = ctypes.c_void_p
     stream = ctypes.c_void_p(libc.fopen(str(page).encode(), b"w"))
     libc.malloc_info(0, stream)
     libc.fclose(stream)
     text = page.read_text()
-    whole = text[text.rindex("</heap>") :]  # the sums over all arenas follow the last one
+    whole = text[text.rindex("</heap>") :]  # totals follow the last arena
     size = lambda pattern: int(re.search(pattern + r'"? (?:count="\d+" )?size="(\d+)"', whole)[1])
     held, mapped = size('<system type="current'), size('<total type="mmap')
     free = size('<total type="fast') + size('<total type="rest')

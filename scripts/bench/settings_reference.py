@@ -1,4 +1,4 @@
-"""Print the settings reference, made from the code.
+"""Print the settings reference, generated from the code.
 
 python scripts/bench/settings_reference.py > docs/settings.md
 """
@@ -14,7 +14,7 @@ from jaxdist.settings.schema import Field, flag_of
 
 
 def reference() -> str:
-    """docs/settings.md: every setting of a run with its type, bounds, default and meaning."""
+    """Return docs/settings.md: every setting of a run with type, bounds, default and meaning."""
     return "\n".join(_lines()) + "\n"
 
 

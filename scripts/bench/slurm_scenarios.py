@@ -2,8 +2,8 @@
 
     python -m pytest scripts/bench/slurm_scenarios.py      # as root; about four minutes
 
-How it hands out GPUs, gives nodes to an elastic job, takes a lost node away, cancels, and runs the
-array of a sweep. The test suite has the rules of the batch script with commands that play SLURM.
+They cover GPU allocation, elastic jobs, a lost node, cancellation, and the array of a sweep. The
+test suite checks the rules of the batch script with commands that simulate SLURM.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import real_slurm  # noqa: E402, after the path
+import real_slurm  # noqa: E402, needs sys.path
 from test_slurm import plan  # noqa: E402
 from test_slurm_jobs import TINY, TRAINING, losses  # noqa: E402
 
@@ -30,14 +30,14 @@ from jaxdist.tools.launch.slurm_script import batch_script  # noqa: E402
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A SLURM of three nodes."""
+    """Start a SLURM cluster of three nodes."""
     assert not real_slurm.missing(), real_slurm.missing()
     with real_slurm.RealSlurm(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
 
 def submit(cluster, name: str, body: str, **fields) -> str:
-    """Submit a job of two nodes whose program's `main` is `body`; returns the job id."""
+    """Submit a job of two nodes whose program's `main` is `body`; return the job id."""
     jobs = cluster.root / "jobs"
     code = "import os, sys, time, signal\nfrom pathlib import Path\nfrom jaxdist import runtime\n"
     code += "RUN = Path(sys.argv[1].partition('=')[2])\n"
@@ -51,7 +51,7 @@ def submit(cluster, name: str, body: str, **fields) -> str:
 
 
 def wait_for(path: Path, cluster, job_id: str) -> None:
-    """Wait until the job has made a file."""
+    """Wait until the job has created a file."""
     until = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < until, cluster.output(job_id)
@@ -67,7 +67,7 @@ from jax.experimental import multihost_utils
 
 
 def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
-    """Whole nodes, tasks that share GPUs, and GPUs bound to tasks."""
+    """Test full nodes, tasks that share GPUs, and GPUs bound to tasks."""
     body = """
     plan = runtime.resolve(os.environ)
     print("took", plan.process_id, os.environ["CUDA_VISIBLE_DEVICES"], plan.local_device_ids)
@@ -91,7 +91,7 @@ def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
 
 
 def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
-    """Three of four nodes are there: two tasks on each."""
+    """Three of four nodes are available: each runs two tasks."""
     body = "print('task', os.environ['SLURMD_NODENAME'], os.environ['SLURM_LOCALID'])"
     fields = {"nodes": "2-4", "tasks_per_node": 2, "cpus_per_task": 2}
     job_id = submit(cluster, "idle", body, **fields)
@@ -101,7 +101,7 @@ def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(clust
 
 
 def test_a_job_whose_node_is_lost_goes_on_with_another(tmp_path_factory):
-    """The job goes on with a node that was idle."""
+    """The job continues on an idle node."""
     body = """
     stop = runtime.Preemption()
     (RUN / f"on-{job.host}-{ATTEMPT}").touch()
@@ -123,7 +123,7 @@ def test_a_job_whose_node_is_lost_goes_on_with_another(tmp_path_factory):
 
 
 def test_a_cancelled_job_stays_cancelled(cluster):
-    """It is not queued again."""
+    """The job is not requeued."""
     body = """
     stop = runtime.Preemption()
     RUN.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def test_a_cancelled_job_stays_cancelled(cluster):
 
 
 def train(cluster, name: str) -> tuple[Path, str]:
-    """Submit the training of two nodes; returns its run directory and the job id."""
+    """Submit training on two nodes; return its run directory and the job id."""
     run, script = cluster.root / f"jobs/runs/{name}", cluster.root / f"jobs/{name}.sbatch"
     settings = {"nodes": "2", "time": "10", "python": sys.executable, "run_dir": str(run)}
     script.write_text(batch_script(plan(name=name, arguments=TRAINING, **settings)))
@@ -150,7 +150,7 @@ def train(cluster, name: str) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def whole(cluster) -> dict[int, str]:
-    """Losses of a training that nothing interrupts."""
+    """Return the losses of uninterrupted training."""
     run, job_id = train(cluster, "whole")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     assert max(losses(run)) == 120
@@ -158,7 +158,7 @@ def whole(cluster) -> dict[int, str]:
 
 
 def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, whole):
-    """Two nodes train; `scancel` in the middle; the same script again: the bits of one training."""
+    """Cancel training on two nodes and resubmit the script: the losses are bit-identical."""
     run, first = train(cluster, "parted")
     wait_for(run / "checkpoints/40", cluster, first)
     cluster.run("scancel", first)
@@ -171,7 +171,7 @@ def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster,
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_training_of_which_a_process_is_killed_is_queued_again(cluster, whole, number):
-    """SIGKILL of one of two processes; the job goes on by itself: the bits of one training."""
+    """After SIGKILL of one of two processes the job resumes alone, with bit-identical losses."""
     run, job_id = train(cluster, f"killed-{number}")
     wait_for(run / "checkpoints/40", cluster, job_id)
     os.kill(process_of(job_id, number), signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_training_of_which_a_process_is_killed_is_queued_again(cluster, whole, n
 
 
 def process_of(job_id: str, number: int) -> int:
-    """The pid of a training process, by its place in the job."""
+    """Return the pid of a training process, by its number in the job."""
     place = {f"SLURM_JOB_ID={job_id}", f"SLURM_PROCID={number}"}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ def process_of(job_id: str, number: int) -> int:
 
 
 def test_the_runs_of_a_sweep_are_the_tasks_of_an_array(cluster):
-    """Two learning rates on one node each; afterwards the sweep finds nothing left to run."""
+    """Train two learning rates on one node each; the sweep then has no unfinished run."""
     script, runs = cluster.root / "jobs/sweep.sbatch", cluster.root / "jobs/sweep"
     flags = [*TINY, "--steps=5", "--grid=optim.peak_lr=1e-4,1e-3", f"--run-dir={runs}"]
     slurm = ["time=10", "name=sweep", f"python={sys.executable}", f"script={script}"]

@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def soak(folder: Path, flags: list[str], minutes: float, sample_s: float) -> dict[str, Any]:
-    """Samples of one job, from its tenth step on: name -> [samples], and its step times."""
+    """Return the samples of one job from its tenth step: name -> [samples], and its step times."""
     command = [sys.executable, "-m", "jaxdist.launch", "--nproc-per-node=2", "--"]
     command += [*TRAIN, *flags, f"--run-dir={folder / 'run'}"]
     with open(folder / "console.log", "wb") as console:
@@ -90,7 +90,7 @@ def soak(folder: Path, flags: list[str], minutes: float, sample_s: float) -> dic
 
 
 def wait_for_steps(folder: Path, job: subprocess.Popen[bytes], count: int) -> None:
-    """Return once the job has done so many steps."""
+    """Wait until the job has finished `count` steps."""
     metrics = folder / "run" / "metrics.jsonl"
     until = time.monotonic() + 300
     while time.monotonic() < until and job.poll() is None:
@@ -101,7 +101,7 @@ def wait_for_steps(folder: Path, job: subprocess.Popen[bytes], count: int) -> No
 
 
 def sample(launcher: int) -> dict[str, int]:
-    """Of both training processes together: private memory in bytes, threads, open files."""
+    """Return the sums over both training processes: private bytes, threads, open files."""
     total = {"memory": 0, "threads": 0, "files": 0}
     for process in training_processes(launcher):
         fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -112,7 +112,7 @@ def sample(launcher: int) -> dict[str, int]:
 
 
 def training_processes(launcher: int) -> list[Path]:
-    """/proc of the processes below the launcher that train."""
+    """Return the /proc directories of the training processes below the launcher."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -126,12 +126,12 @@ def training_processes(launcher: int) -> list[Path]:
 
 
 def slope_per_minute(times: list[float], values: list[float]) -> float:
-    """Least squares, in units of the values."""
+    """Return the least-squares slope, in units of the values per minute."""
     return float(np.polyfit(np.asarray(times) - times[0], values, 1)[0] * 60)
 
 
 def page(found: dict[str, dict[str, Any]], minutes: float) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     versions = f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}"
     lines = [
         "# Memory, threads and open files of a long job",
@@ -148,7 +148,7 @@ def page(found: dict[str, dict[str, Any]], minutes: float) -> str:
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     samples, records = found["samples"], found["records"]
     half = len(samples) // 2
     times = [one["time"] for one in samples]

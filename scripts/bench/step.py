@@ -4,9 +4,9 @@
     python scripts/bench/step.py --preset gpt2-124m --json results.json     # on a GPU
 
 Both steps run in one process on the same batches, in alternating blocks whose order swaps, so that
-a noisy machine disturbs both alike. Reported: medians, p99, and the median of the ratios of
-neighbouring blocks, of wall time and on CPU of processor time as well, which other programs disturb
-less. MFU by both conventions where the device's peak is known.
+noise of the machine affects both equally. The script reports medians, p99, and the median ratio of
+neighboring blocks, for wall time and on CPU also for CPU time, which other programs disturb less.
+It reports MFU by both conventions if the peak of the device is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxdist.models import DecoderConfig
 from jaxdist.run.monitoring.throughput import device_memory
 from jaxdist.run.setup import assemble, compare_kernel
 
-# name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)
+# name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, compare with bare step)
 PRESETS = {
     "cpu-256": (256, 384, 6, 6, 6, 1024, 256, 8, "none", True),
     "cpu-32k": (32768, 384, 6, 6, 6, 1024, 256, 8, "none", True),
@@ -46,7 +46,7 @@ PRESETS = {
 
 
 def main() -> None:
-    """Run the presets named and print a table; `--json` also writes every number."""
+    """Run the named presets and print a table; `--json` also writes every number."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", action="append", choices=PRESETS, required=True)
     parser.add_argument("--blocks", type=int, default=8, help="pairs of blocks")
@@ -94,7 +94,7 @@ def conditions() -> dict[str, str]:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
-    """One preset: ours, and the bare step unless it is too large or unwanted."""
+    """Measure a preset: ours, and the bare step unless it is too large or excluded."""
     vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, with_bare = PRESETS[name]
     batch, with_bare = args.batch or batch, with_bare and not args.no_bare
     shape = bare.Shape(vocab, d_model, layers, heads, kv_heads, mlp, seq)
@@ -148,7 +148,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
 
 
 def run_config(shape: bare.Shape, batch: int, remat: str, args: argparse.Namespace) -> RunConfig:
-    """The same model and step as settings of a run."""
+    """Return run settings for the same model and step."""
     model = DecoderConfig(
         vocab_size=shape.vocab,
         d_model=shape.d_model,
@@ -182,7 +182,7 @@ class Ours:
         self.state = parts.init_state()
 
     def warm_up(self) -> float:
-        """Compile; seconds."""
+        """Compile; return the seconds."""
         begin = time.perf_counter()
         self.compiled = self.parts.step.train.lower(self.state, self.batches[0], np.inf).compile()
         seconds = time.perf_counter() - begin
@@ -198,7 +198,7 @@ class Ours:
         jax.block_until_ready(self.metrics["loss"])
 
     def dispatch_s(self) -> float:
-        """Median seconds that a call takes on the host while the device is free."""
+        """Return the median seconds of a call on the host while the device is idle."""
         times = []
         for _ in range(5):
             jax.block_until_ready(self.state)
@@ -208,7 +208,7 @@ class Ours:
         return statistics.median(times)
 
     def loss(self) -> float:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return float(self.metrics["loss"])
 
 
@@ -221,7 +221,7 @@ class Bare:
         self.state, self.batches, self.count = bare.init_state(shape), batches, 0
 
     def warm_up(self) -> float:
-        """Compile; seconds."""
+        """Compile; return the seconds."""
         batch = self.batches[0]
         begin = time.perf_counter()
         self.step.lower(self.state, batch["tokens"], batch["targets"]).compile()
@@ -238,19 +238,19 @@ class Bare:
         jax.block_until_ready(self.value)
 
     def loss(self) -> float:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return float(self.value)
 
 
 class Block(NamedTuple):
-    """Seconds per step of a block of steps, by the clock and of all threads on their processors."""
+    """Wall seconds and CPU seconds (all threads) per step of a block of steps."""
 
     wall_s: float
     processor_s: float
 
 
 def alternate(rivals, blocks: int, block_steps: int) -> list[list[Block]]:
-    """The blocks of each rival, who take turns and swap who begins."""
+    """Return the blocks of each rival; rivals alternate and swap their order."""
     times: list[list[Block]] = [[] for _ in rivals]
     for block in range(blocks):
         order = range(len(rivals)) if block % 2 == 0 else reversed(range(len(rivals)))
@@ -269,7 +269,7 @@ def packed_kernel(parts) -> dict[str, str]:
 
 
 def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> list[dict]:
-    """Four random batches on the device; with documents, each row has so many of random length."""
+    """Return four random batches on the device; rows have `documents` of random length."""
     batches = []
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -288,7 +288,7 @@ def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> 
 
 
 def memory(ours: Ours) -> dict[str, float]:
-    """Planned by the compiler, and measured where the device says."""
+    """Return memory planned by the compiler, and measured memory if the device reports it."""
     plan = ours.compiled.memory_analysis()
     found = {
         "argument_gb": plan.argument_size_in_bytes / 1e9,
@@ -299,7 +299,7 @@ def memory(ours: Ours) -> dict[str, float]:
 
 
 def table(report: dict) -> str:
-    """A Markdown table, its conditions above."""
+    """Return the conditions and a Markdown table."""
     lines = [", ".join(f"{name} {value}" for name, value in report["conditions"].items()), ""]
     columns = list(dict.fromkeys(key for row in report["results"] for key in row))
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -311,5 +311,5 @@ def table(report: dict) -> str:
 
 
 if __name__ == "__main__":
-    jnp.zeros(())  # a backend that cannot start says so before anything else
+    jnp.zeros(())  # fail first if the backend cannot start
     main()

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results" / "store_ends.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import object_servers  # noqa: E402, after the path
+import object_servers  # noqa: E402, needs sys.path
 
 STEPS = 12
 TRAIN = [
@@ -49,17 +49,17 @@ MOMENTS = {
     "commit": rf"\b{STEPS} saved: ",
     "closing block": r"^ended\b",
 }
-"""Lines of process 0."""
+"""Output lines of process 0."""
 
-# What docs/storage.md gives each wait; requests of a save that are tried again; and what an
-# undisturbed end may take on a busy machine.
+# Limits of waits in docs/storage.md; limit of retried requests of a save; and limit of an
+# undisturbed end on a busy machine.
 RETENTION_S, SUMMARY_S, LINES_S, LOCK_S, THREADS_S = 60, 60, 60, 30, 60
 SAVE_S, WORK_S = 240, 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: its processes, and what happens to its server at which moment."""
+    """One run: its processes, and the fault of its server with its moment."""
 
     processes: int = 1
     harm: str = ""  # "stopped" or "killed"
@@ -67,15 +67,15 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """As `--only` names it."""
+        """Return the name in `--only`."""
         return "gone" if self.harm else ("alone" if self.processes == 1 else "two")
 
     def codes(self) -> tuple[int]:
-        """Exit codes that are right: without its last save or summary.json a run has failed."""
+        """Return the expected exit codes: a run without its last save or summary.json fails."""
         return (1,) if self.moment in ("last step", "commit") else (0,)
 
     def limit_s(self) -> int:
-        """Seconds from the last step to the last exit that are documented."""
+        """Return the documented limit from the last step to the last exit, in seconds."""
         if not self.harm:
             return WORK_S
         end_s = WORK_S + RETENTION_S + SUMMARY_S + LINES_S + LOCK_S + THREADS_S
@@ -94,9 +94,9 @@ class Ended:
     """Outcome of a run.
 
     Attributes:
-        work_s: seconds from the last step to the closing block; None = it printed none.
-        exit_s: the same to the exit of each process.
-        codes: their exit codes.
+        work_s: seconds from the last step to the closing block; None = not printed.
+        exit_s: seconds from the last step to the exit of each process.
+        codes: exit codes of the processes.
     """
 
     case: Case
@@ -126,11 +126,11 @@ class Process:
             thread.start()
 
     def when(self, pattern: str) -> float | None:
-        """The time of the first line that it matches."""
+        """Return the time of the first line that matches."""
         return next((at for at, line in self.lines if re.search(pattern, line)), None)
 
     def join(self, until: float) -> None:
-        """Wait for its end; what is too late shows its stacks and is killed."""
+        """Wait for its end; after the deadline, dump its stacks and kill it."""
         self._threads[1].join(max(0.0, until - time.monotonic()))
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGQUIT)
@@ -156,7 +156,7 @@ def run(case: Case, folder: Path) -> Ended:
 
 
 def watch(case: Case, folder: Path, signal_server: Callable[[int], None]) -> Ended:
-    """Start the processes of a run, harm its server in time, and see them end."""
+    """Start the processes of a run, inject the server fault, and wait for their exits."""
     harms = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
     def look(line: str) -> None:
@@ -197,7 +197,7 @@ def watch(case: Case, folder: Path, signal_server: Callable[[int], None]) -> End
 
 
 def page(found: list[Ended]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = [
         "# The end of a run in a bucket",
@@ -225,13 +225,13 @@ def page(found: list[Ended]) -> str:
 
 
 def commit() -> str:
-    """The commit of the code that ran."""
+    """Return the commit of the tested code."""
     head = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> int:
-    """Run all cases, print and write the page; 1 if a process hung or ended wrongly."""
+    """Run all cases, print and write the page; return 1 if a process hung or ended wrongly."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
