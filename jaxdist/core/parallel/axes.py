@@ -13,7 +13,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 
 AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
-"""Mesh axes, slow to fast interconnect."""
+"""Mesh axes, ordered from slow to fast interconnect."""
 
 
 def names() -> tuple[str, ...]:
@@ -22,21 +22,21 @@ def names() -> tuple[str, ...]:
 
 
 def row_axes() -> tuple[str, ...]:
-    """Return the names of the axes over which the rows of a batch are split, in mesh order."""
+    """Return the names of the axes that split the rows of a batch, in mesh order."""
     return tuple(axis.name for axis in AXES if axis.splits_rows)
 
 
 def by_name() -> dict[str, Axis]:
-    """Return name -> axis, for long names and the short ones of `--mesh`."""
+    """Return axis by name; keys are the long names and the short names of `--mesh`."""
     return {name: axis for axis in AXES for name in (axis.name, axis.short)}
 
 
 def joining_fsdp(zero: int) -> tuple[str, ...]:
-    """Return the axes that shard weights with fsdp at a ZeRO stage, in order of the shards."""
+    """Return the axes that shard weights together with fsdp at a ZeRO stage, in shard order."""
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
     return (CONTEXT.name, *(name for name in others if name != CONTEXT.name))
 
 
 def rules() -> dict[str, str | None]:
-    """Return logical dim -> the mesh axis that splits it; other dims are never split."""
+    """Return the mesh axis that splits each logical dim; dims without an entry are never split."""
     return {dim: axis.name for axis in AXES for dim in axis.dims}

@@ -1,8 +1,8 @@
-"""The context axis: the sequence of every row split over devices, for rows too long for one.
+"""The context axis: splits the sequence of every row over devices, for rows too long for one.
 
 Only attention reads positions of other devices (`attention/context_parallel.py`). A row is cut into
-2n chunks for n devices, and device i has chunks i and 2n−1−i (zig-zag): under a causal mask each
-such pair sees the same number of keys.
+2n chunks for n devices, and device i holds chunks i and 2n−1−i (zig-zag). With a causal mask, every
+device then attends to the same number of keys.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
@@ -26,21 +26,21 @@ from jaxdist.core.types import Array, Batch
 
 
 def chunk_order(size: int) -> np.ndarray:
-    """Return the chunks of a row in their order on `size` devices, int [2 · size]."""
+    """Return the chunk indices of a row in device order on `size` devices, int [2 · size]."""
     return np.array([chunk for i in range(size) for chunk in (i, 2 * size - 1 - i)])
 
 
 def device_order(seq_len: int, size: int) -> np.ndarray:
-    """Return the positions of a row in their order on `size` devices, int64 [seq_len]."""
+    """Return the positions of a row in device order on `size` devices, int64 [seq_len]."""
     if size == 1:
         return np.arange(seq_len)
     return np.arange(seq_len).reshape(2 * size, -1)[chunk_order(size)].reshape(-1)
 
 
 def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
-    """Place complete rows of the host, leaves [rows, seq, ...], on the devices for the step.
+    """Shard complete rows of the host, leaves [rows, seq, ...], over the devices for the step.
 
-    The batch has positions in their own order, and is the same on every process.
+    The batch is in sequence order and is identical on every process.
     """
     size = num_position_shards(sharding)
 
@@ -58,15 +58,15 @@ def num_position_shards(sharding: NamedSharding) -> int:
 
 
 def local_position_ids(length: int) -> Array:
-    """Return the index in its row of each of this device's positions, int32 [length]."""
+    """Return the index of each local position in its row, int32 [length]."""
     size = collectives.group_size(CONTEXT.name)
     return position_ids_of(collectives.group_index(CONTEXT.name), length, size)
 
 
 def position_ids_of(device: Any, length: int, size: int) -> Array:
-    """Return a device's position ids, int32 [length], on an axis of `size`.
+    """Return the position ids of one device, int32 [length], on an axis of `size` devices.
 
-    `device`, its index, may be traced.
+    `device` is its index on the axis and may be traced.
     """
     chunk = length // 2
     inside = jnp.arange(chunk, dtype=jnp.int32)
@@ -81,11 +81,11 @@ def imbalance(
     inner: int = 1,
     rows: int = 1,
 ) -> float:
-    """Return the share of keys that the busiest device's queries see beyond the mean device's.
+    """Return the load imbalance of attention: (max / mean) − 1 of the keys seen per device.
 
-    Rows of `seq_len` positions have a causal mask; a query sees the newest `window` keys, 0 = all.
-    `position_ids`, int [num_rows, seq_len], are each query's index in its document. `inner`
-    neighbors exchange heads and share their work. The work of a microbatch's `rows` adds up.
+    Attention is causal and limited to the newest `window` keys (0 = all). `position_ids`, int
+    [num_rows, seq_len], are positions inside documents. Groups of `inner` neighbors exchange heads
+    and share their work equally. The work of the `rows` of a microbatch is summed.
     """
     seen = 1 + (np.arange(seq_len)[None] if position_ids is None else position_ids.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)
@@ -125,7 +125,7 @@ def dropout_problem(size: int, rate: float) -> str:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return keys, values and documents of every layer, and gradients of keys in float32."""
+    """Return traffic of keys, values and document ids, and of float32 gradients of keys."""
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
@@ -138,9 +138,9 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
         ]
     moved = []
     if sizes.exchanged_heads > 1:
-        # Queries, keys, values there and the output back; their gradients the other way.
+        # Forward exchanges queries, keys, values and outputs; backward exchanges their gradients.
         both = 2 * sizes.query_bytes + keys
-        # Inputs of attention's backward are exchanged again if only its output was saved.
+        # If only attention's output was saved, backward exchanges its inputs again.
         again = sizes.recomputes and not sizes.repeats_attention
         group = sizes.exchanged_heads
         documents, of_documents = (
@@ -154,7 +154,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
         ]
     steps = sizes.context_size // sizes.exchanged_heads
     if steps > 1:
-        # Backward begins as the forward that it repeats: own keys are sent once for both.
+        # Backward and the forward that it repeats start alike: local keys are sent once for both.
         sends = (steps - 1) * (forwards + layers) - layers * sizes.repeats_attention
         moved += [
             Traffic("collective-permute", "keys and values", held, sends),
@@ -175,7 +175,7 @@ CONTEXT = Axis(
     moves="keys and values, in every layer",
     weights="replicated",
     splits_positions=True,
-    # Keys and values kept while text is generated.
+    # The KV cache of generation.
     dims=("cache",),
     sums_gradients="always",
     sums_loss=True,

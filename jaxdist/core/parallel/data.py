@@ -1,4 +1,4 @@
-"""The data axis: replicas of the model, each of which takes other rows of the batch."""
+"""The data axis: replicas of the model; each one processes different rows of the batch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DATA = Axis(
 
 
 def number_rows(batch: Batch, axes: tuple[str, ...]) -> Batch:
-    """Add `rows`, int32 [local rows]: indices in the global batch, whose rows `axes` split."""
+    """Add `rows`, int32 [local rows]: index of each row in the global batch, split by `axes`."""
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     first = collectives.group_index(axes) * num_rows if axes else 0
     return {**batch, "rows": first + jnp.arange(num_rows, dtype=jnp.int32)}
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """Cut this device's [rows, ...] into [num_microbatches, rows / num_microbatches, ...]."""
+    """Split local rows [rows, ...] into [num_microbatches, rows / num_microbatches, ...]."""
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % num_microbatches:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""The fsdp axis: parameters sharded, gathered where they are used, gradients scattered back.
+"""The fsdp axis: parameters are sharded, all-gathered before use, gradients reduce-scattered.
 
-Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
-`reduce_dtype` (by default bfloat16 if layers compute in bfloat16, because the gradient's product
-already has this dtype; `scripts/bench/results/reduce_dtype.md`). A layer's complete weights exist
-only while that layer computes: no remat policy saves them (`keep_all_but_weights`). Frozen weights
-that are stored in fewer bits are gathered in their stored form.
+Forward all-gathers a weight in the compute dtype. Backward reduce-scatters its gradient in
+`reduce_dtype`. The default is bfloat16 if layers compute in bfloat16, because the product that
+computes the gradient already has this dtype (`scripts/bench/results/reduce_dtype.md`). A layer's
+gathered weights exist only while it computes: no remat policy saves them (`keep_all_but_weights`).
+Frozen weights stored in fewer bits are gathered in their stored format.
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
@@ -39,17 +39,17 @@ FSDP = Axis(
 )
 
 GATHERED = "gathered_weight"
-"""Name of a gathered weight in a traced program."""
+"""Name of gathered weights in a traced program (`checkpoint_name`)."""
 
 
 def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Params:
-    """Return complete weights [..., n · d, ...] in `dtypes` from local shards [..., d, ...].
+    """All-gather local shards [..., d, ...] to complete weights [..., n · d, ...] in `dtypes`.
 
-    `specs` name the axes to gather over and no others (`Layout.gather_specs`), `dtypes` are those
-    of `weights.gathered_dtypes`. Gradients are summed over the shards' axes in `reduce_dtype`.
+    `specs` contain only the axes to gather over (`Layout.gather_specs`); `dtypes` are computed by
+    `weights.gathered_dtypes`. Backward sums gradients over these axes in `reduce_dtype`.
 
-    Wire, per complete leaf of B bytes over n shards: B·(n−1)/n forward, in its stored dtype or that
-    of `dtypes`, the smaller; the same in `reduce_dtype` backward.
+    Wire, per complete leaf of B bytes over n shards: B·(n−1)/n each way. Forward uses the stored
+    dtype or that of `dtypes`, whichever is smaller; backward uses `reduce_dtype`.
     """
     return jax.tree.map(
         lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype),
@@ -61,27 +61,26 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
 
 
 def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Save every value except gathered weights and casts of weights: a remat policy.
+    """Remat policy: save every value except gathered weights and casts of weights.
 
-    Excluding a name is not enough: the unnamed result of the gather, the input of the naming, would
-    be saved.
+    Excluding the name is not enough: JAX would save the unnamed output of the all-gather instead.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED
     if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:
-        return False  # a gathered weight in 8 bits, or one about to be
+        return False  # an 8-bit weight, gathered or not yet gathered
     return not is_gather(primitive, params)
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
-    """Sum float32 gradients [..., n · d, ...] over the shards' axes; keep this shard [..., d, ...].
+    """Reduce-scatter float32 gradients [..., n · d, ...] to this device's shards [..., d, ...].
 
-    This is the backward pass of `gather` for accumulated gradients: sums are in `reduce_dtype`, and
-    leaves that no axis shards stay as they are.
+    This is the backward pass of `gather` for accumulated gradients. Sums are in `reduce_dtype`.
+    Leaves that no axis shards are returned unchanged.
     """
 
     def leaf(spec: P, grad: Array) -> Array:
-        """Return this device's shard [*dims] of the sum of a gradient."""
+        """Return this device's shard [*dims] of the summed gradient."""
         axes = axes_of(spec)
         if not axes:
             return grad
@@ -94,12 +93,12 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
 
 
 def layer_specs(specs: Any) -> Any:
-    """Return the specs of one layer from those of the stacked leaves."""
+    """Return the specs of a single layer from the specs of stacked leaves."""
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
-    """Return the weight [..., n · d, ...] in `dtype` of [..., d, ...]; only cast if unsharded."""
+    """All-gather [..., d, ...] to [..., n · d, ...] in `dtype`; only cast an unsharded weight."""
     axes = axes_of(spec)
     if not axes and w.dtype == dtype:
         return w
@@ -112,7 +111,7 @@ def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
 def gather_weight(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> Array:
-    """Return the weight [..., n · d, ...] of shards [..., d, ...]; named in `weights.GATHERS`."""
+    """All-gather [..., d, ...] to [..., n · d, ...]; `weights.GATHERS` lists this function."""
     near = w if w.dtype.itemsize < dtype.itemsize else w.astype(dtype)
     return (collectives.all_gather(near, axes, dim=dim) if axes else near).astype(dtype)
 
@@ -120,14 +119,14 @@ def gather_weight(
 def _gather_forward(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> tuple[Array, None]:
-    """Return `gather_weight` [..., n · d, ...] and no residuals."""
+    """Return the gathered weight [..., n · d, ...]; there are no residuals."""
     return gather_weight(w, axes, dim, dtype, reduce_dtype), None
 
 
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
-    """Sum in `reduce_dtype`: [..., n · d, ...] -> this shard's, float32 [..., d, ...]."""
+    """Reduce-scatter [..., n · d, ...] in `reduce_dtype` to a float32 shard [..., d, ...]."""
     if not axes:
         return (grad.astype("float32"),)
     total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)

@@ -1,8 +1,8 @@
-"""Gradients over the mesh: each device's own sums, and their one reduction per step.
+"""Reduction of gradients over the mesh, once per step.
 
 Parameters enter the differentiated function as varying (`collectives.vary` over
-`Layout.summed_axes`), so its gradients are each device's own sums. Everything here runs inside
-`jax.shard_map`: arrays are local. Specs are trees like the parameters.
+`Layout.summed_axes`), so each device gets the gradient of its own rows. All functions run inside
+`jax.shard_map`: arrays are local. Specs are trees with the structure of the parameters.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxdist.core.types import Array, Params
 def scatter_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
+    """Reduce-scatter over `axes` the gradients that `to_specs` shards and `from_specs` does not.
 
-    Such a float32 leaf [..., n · d, ...] becomes [..., d, ...]. The others stay local sums.
+    Such a float32 leaf [..., n · d, ...] becomes [..., d, ...]. Other leaves stay local sums.
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
-        """Return the local sum [*dims], or this device's shard of it if `target` shards it."""
+        """Return the local gradient [*dims], or this device's shard of its sum."""
         for axis in axes:
             dim = dim_of(target, axis)
             if dim is not None and dim_of(source, axis) is None:
@@ -40,9 +40,9 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum local float32 gradients [...] of `from_specs` over those `axes` that do not shard them.
+    """Sum local float32 gradients [...] over the `axes` that do not shard them.
 
-    The layout of the result, `to_specs`, may shard over more axes, by reduce-scatter.
+    `from_specs` is their layout. If `to_specs` shards over further axes, these use reduce-scatter.
     """
 
     def leaf(target: P, grad: Array) -> Array:
@@ -54,7 +54,7 @@ def reduce_gradients(
 
 
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
-    """Sum squares of reduced gradients over all parameters, float32 [], equal on every device."""
+    """Return the sum of squares of reduced gradients, float32 [], equal on every device."""
     by_axes: dict[tuple[str, ...], Array] = {}
     for spec, grad in zip(
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),

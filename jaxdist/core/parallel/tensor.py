@@ -1,8 +1,8 @@
-"""The tensor axis: one layer split over several devices, and the hooks a model calls there.
+"""The tensor axis: splits each layer over several devices. Contains the hooks that models call.
 
-Column-parallel products follow `enter`, row-parallel products precede `leave`. Sequence parallelism
-splits the activations between blocks by sequence: the all-reduce of `leave` becomes a
-reduce-scatter there and an all-gather in the next `enter`.
+`enter` precedes column-parallel products, `leave` follows row-parallel products. With sequence
+parallelism, activations between blocks are split by sequence: `leave` is a reduce-scatter instead
+of an all-reduce, and the next `enter` is an all-gather.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", section 4.2.2.
@@ -23,12 +23,12 @@ _SEQUENCE_DIM = 1
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return activations of every layer, and three float32 per token of the split vocabulary."""
-    # The embedding's reduction and the head's gather, and their backwards.
+    """Return traffic of all layers' activations, and three float32 per token of the split loss."""
+    # One at the embedding and one at the head, each in forward and backward.
     ends = 2
-    # Two of each forward and two of the backward.
+    # Two in each forward and two in backward.
     per_layer = 2 * sizes.num_forwards + 2
-    # Products' inputs are gathered again; of the outputs only the attention's is read again.
+    # With remat, product inputs are gathered again, but only attention's output is reduced again.
     gathers, reductions = (
         sizes.num_microbatches * ((per_layer + again) * sizes.num_layers + ends)
         for again in (2 * sizes.recomputes, sizes.reduces_again)
@@ -46,13 +46,13 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
     """Return `enter`, `leave`, `split` and `tensor_index` of a `Context`; `seq_shard` = seq / tp.
 
-    With sequence parallelism `enter` is [batch, seq_shard, ...] -> [batch, seq, ...], `leave` the
-    reverse with a sum, `split` the same without one. Otherwise they keep the shape.
+    With sequence parallelism `enter` maps [batch, seq_shard, ...] to [batch, seq, ...]. `leave` is
+    the reverse with a sum, and `split` the reverse without. Otherwise shapes do not change.
     """
     index = {"tensor_index": lambda: collectives.group_index(TENSOR.name)}
     if not sequence_parallel:
         return {
-            # Forward moves nothing; backward sums the gradients of the column-parallel parts.
+            # No communication in forward; backward sums the gradients of the column-parallel parts.
             "enter": lambda x: collectives.vary(x, TENSOR.name),
             "leave": lambda x: collectives.all_reduce(x, TENSOR.name),
             **index,
@@ -66,9 +66,9 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Add up sums of several layers, float32 [layers] each.
+    """Sum the sums of several layers, float32 [layers] each, over the layers.
 
-    A sum that varies over the tensor axis is added over it too. Others count once.
+    Those that vary over the tensor axis are also summed over it.
     """
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
@@ -80,7 +80,7 @@ def add_layers(sums: Sums) -> Sums:
 
 
 def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Compute `types.dot` of x [batch, seq, ...] as [seq, batch, ...], with the same values."""
+    """Compute `types.dot` of x [batch, seq, ...] in the order [seq, batch, ...]; same values."""
     inputs, _, out = dims.partition("->")
     left, right = inputs.split(",")
     if left.split()[:2] != ["batch", "seq"] or out.split()[:2] != ["batch", "seq"]:
@@ -93,7 +93,7 @@ def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> 
 
 
 def _split_sequence(x: Array) -> Array:
-    """Return this device's [batch, seq_shard, ...] of [batch, seq, ...]; moves nothing."""
+    """Return this device's [batch, seq_shard, ...] of [batch, seq, ...]; no communication."""
     length = x.shape[_SEQUENCE_DIM] // lax.axis_size(TENSOR.name)
     start = collectives.group_index(TENSOR.name) * length
     return lax.dynamic_slice_in_dim(x, start, length, axis=_SEQUENCE_DIM)
@@ -106,7 +106,7 @@ TENSOR = Axis(
     moves="activations, four times per layer and microbatch",
     weights="split",
     dims=("vocab", "heads", "kv_heads", "mlp"),
-    # With sequence parallelism each device sees other tokens; without it, all see the same.
+    # With sequence parallelism devices hold different tokens; without it, the same tokens.
     sums_gradients="sequence_parallel",
     complexity=2,
     divides="each device computes an equal part of it",

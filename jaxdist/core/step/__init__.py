@@ -1,13 +1,13 @@
 """The compiled train step, and the evaluation step.
 
-One step, read from the outside in:
+Structure of a step, from the outside in:
 
     jit, state donated
-      shard_map over every mesh axis: the collectives are written, not guessed
+      shard_map over all mesh axes: collectives are explicit, not inserted by XLA
         for each microbatch (a scan or a pipeline): model -> summed loss -> local gradients
-        one reduction of the gradients over the data axes; sums over every replica
-      divide once by the global weight -> clip by global norm -> optimizer -> keep or skip
-    -> new state with the same shardings, metrics still on the devices
+        one reduction of the gradients over the data axes; sums over all replicas
+      divide by the global weight -> clip by global norm -> optimizer -> apply or skip the update
+    -> new state with the same shardings; metrics stay on the devices
 """
 
 from jaxdist.core.step.config import REMAT_NAMES, EvalConfig, TrainConfig

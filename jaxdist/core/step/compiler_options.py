@@ -1,7 +1,7 @@
 """Compiler options of the train step on GPUs, and a check that the compiler accepts them.
 
-An option is listed here if the compiled program gains by it
-(`scripts/bench/results/gpu_program.md`). `XLA_FLAGS` has priority. CPU programs have none.
+An option is listed here only if it improves the compiled program
+(`scripts/bench/results/gpu_program.md`). `XLA_FLAGS` take precedence. CPUs use no options.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 log = logging.getLogger("jaxdist")
 
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
-"""Percent of XLA's own limit of a schedule: 0.8 of the GPU's memory less the arguments."""
+"""Memory limit of XLA's scheduler, in percent of its default."""
 
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-"""Skips zeroing memory that a loop then fills slice by slice."""
+"""Do not zero buffers that a loop overwrites completely, slice by slice."""
 
-_OWN_SHARE = 0.8  # of the memory, in XLA's GetSchedulerMemoryLimit
-_MOST_PERCENT = 10_000  # an int32 to the compiler; more is as good as no limit
-_SCRATCH = 0.02  # of the memory: cuDNN's scratch, which the compiler counts as none
+_OWN_SHARE = 0.8  # of GPU memory: XLA's default in GetSchedulerMemoryLimit
+_MOST_PERCENT = 10_000  # fits in the compiler's int32; higher values would have no effect
+_SCRATCH = 0.02  # of GPU memory: scratch of cuDNN, which the compiler does not count
 
 
 class CompilerOption(NamedTuple):
-    """One option of the compiler, and the reason for it."""
+    """A compiler option and the reason for it."""
 
     name: str
     value: int | bool
     why: str
 
     def describe(self) -> str:
-        """Return one line for the start of a run."""
+        """Return one line for the startup log."""
         return f"compiler option {self.name}={str(self.value).lower()}: {self.why}"
 
 
 def choose_options(
     plan: StepPlan, layout: Layout, make_state: Callable[[], TrainState]
 ) -> tuple[CompilerOption, ...]:
-    """Return the options of a train step on this layout that its compiler accepts; none on CPUs.
+    """Return the compiler options of a train step that its compiler accepts; none on CPUs.
 
     Rejected options are logged. `make_state` returns shapes, dtypes and shardings of the state.
     """
@@ -72,11 +72,11 @@ def choose_options(
 
 
 def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> CompilerOption | None:
-    """Return the option for the memory of XLA's schedule; None if XLA has nothing to scale.
+    """Return the memory limit for XLA's scheduler; None if no memory is left for the program.
 
-    By default XLA schedules for 0.8 of the memory. A step that needs more is compiled with fewer
-    collectives that overlap with compute. The process takes `fraction` of `memory_bytes`; the
-    program's `arguments` are bytes on one GPU.
+    By default XLA limits a schedule to 0.8 of the memory. If a step needs more, fewer collectives
+    overlap with compute. The process may use `fraction` of `memory_bytes`; `arguments` are the
+    bytes of the program's arguments on one GPU.
     """
     room = _OWN_SHARE * memory_bytes - arguments
     usable = (fraction - _SCRATCH) * memory_bytes - arguments
@@ -91,7 +91,7 @@ def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> Compiler
 
 
 def argument_bytes(state: TrainState) -> int:
-    """Return the bytes of one device's part of the train state, including host memory."""
+    """Return the bytes of the train state on one device, including its part in host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -101,7 +101,7 @@ def argument_bytes(state: TrainState) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _refused(device: Any, options: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
-    """Return the options that the compiler of this device rejects -> its message."""
+    """Return the compiler's error message for each option that it rejects on this device."""
     program = jax.jit(lambda x: x + 1).lower(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     )

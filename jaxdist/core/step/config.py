@@ -41,7 +41,7 @@ class TrainConfig:
 
     @property
     def accumulation(self) -> int:
-        """Return the microbatches of a step that has no pipeline stages."""
+        """Return the number of microbatches of a step without pipeline stages."""
         return self.num_microbatches or 1
 
     def problems(self) -> list[str]:
@@ -86,4 +86,4 @@ class EvalConfig:
 
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
-"""Names that models pass to `checkpoint_name`, for `remat = "names:..."`."""
+"""Names that models may pass to `checkpoint_name`, selected by `remat = "names:..."`."""

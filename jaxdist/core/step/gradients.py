@@ -1,4 +1,4 @@
-"""The manual part of the step: local sums and gradients, and their one reduction over the mesh."""
+"""The manual part of the step: local sums and gradients, then one reduction over the mesh."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def make_value_and_grad(
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """Make the differentiated part of a step, as a function of global arrays.
 
-    The gradient of frozen parameters is None, that of a running average is the batch's own value
-    (`step/statistics.py`).
+    Frozen parameters have gradient None. In place of a gradient, a running average has the
+    statistic of this batch (`step/statistics.py`).
 
-    Returns (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 []
-    each; gradients of `trained_loss` / weight, float32, sharded like the moments with ZeRO-2, else
-    like the parameters; their global norm, float32 []).
+    Returns (params, batch [rows, ...], key, loss scale float32 []) -> (sums, gradients, norm).
+    Global sums are float32 [] each. Gradients are of `trained_loss` / weight, float32, sharded like
+    the moments with ZeRO-2, else like the parameters. Their global norm is float32 [].
     """
     param_specs, trained_axes = layout.param_specs(model.axes), trained(model.axes, model.axes)
     micro_specs = layout.gradient_specs(trained_axes)
@@ -85,7 +85,7 @@ def make_value_and_grad(
 def _make_pipeline(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Make `_make_accumulation`'s function by a pipeline, for this replica's batch [rows, ...]."""
+    """Make the pipelined version of `_make_accumulation`, for this replica's batch [rows, ...]."""
     num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
         make_forward(model, layout, plan),
@@ -108,8 +108,8 @@ def _make_accumulation(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
 
-    Returns (local params, rows, context, loss scale) -> (sums of this device, float32 local
-    gradients of the scaled objective, laid out as `Layout.gradient_specs`).
+    Returns (local params, rows, context, loss scale) -> (this device's sums, local gradients).
+    Gradients are float32, of the scaled objective, laid out as `Layout.gradient_specs`.
     """
     trained_axes = trained(forward.model.axes, forward.model.axes)
     param_specs = layout.param_specs(trained_axes)
@@ -129,7 +129,7 @@ def _make_accumulation(
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             moving = trained(params, forward.model.axes)
             grads, sums = jax.grad(scaled_loss, has_aux=True)(moving, micro)
-            # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
+            # ZeRO-2 reduce-scatters after each microbatch; others are reduced once per step.
             return sums, reduction.scatter_gradients(grads, param_specs, micro_specs, axes)
 
         return _accumulate(microbatch, batch, num_microbatches)
@@ -147,7 +147,7 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
         return sums
 
     def total(value: Array) -> Array:
-        # Equal on the devices that share rows: a function of sums of complete rows, counted once.
+        # Values equal over the context axis come from sums of complete rows; count them once.
         equal = {CONTEXT.name} - collectives.varying_axes(value)
         over = tuple(axis for axis in axes if axis not in equal)
         return collectives.all_reduce(collectives.vary(value, over), over) if over else value
@@ -200,7 +200,7 @@ def _accumulate(
 def _manual(
     function: Any, model: Model, layout: Layout, plan: StepPlan, in_specs: Any, out_specs: Any
 ) -> Any:
-    """Wrap `function` in `shard_map`; specs of an argument may be a function of the argument."""
+    """Wrap `function` in `shard_map`; an argument's spec may be a function of the argument."""
     if plan.orders_collectives:
         function = in_order(function, hidden=layout.auto_tensor)
 
@@ -223,5 +223,5 @@ def _manual(
 
 
 def divisor(weight: Array) -> Array:
-    """Return the global weight, float32 [], or 1 if it is 0: then the gradient is 0."""
+    """Return the global weight, float32 []; if it is 0, return 1 so that the gradient is 0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))

@@ -1,4 +1,4 @@
-"""The loop over stacked layers: gathers weights layer by layer, saves values for backward."""
+"""Scan over stacked layers: gathers weights layer by layer, saves residuals for backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_run_layers(
     """Make `ForwardPass.run_layers`: a scan over stacked layers that gathers each layer's weights.
 
     Returns (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
-    (x, Sums of these layers). `first` is the index in the model of the first layer.
+    (x, Sums of these layers). `first` is the model index of the first layer.
     """
     if not model.num_layers:
         return scan_layers
@@ -48,17 +48,17 @@ def make_run_layers(
         """Return (x [batch, seq_shard, d_model], Sums) after the layers."""
 
         def run(layer: Any, layers: Any, x: Array, first: Any) -> tuple[Array, Sums]:
-            """Return (x [batch, seq_shard, d_model], sums [layers]) after layers `first`, ..."""
+            """Run layers from index `first`: (x [batch, seq_shard, d_model], sums [layers])."""
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
                 index, shards = index_and_shards
                 return layer(block, shards, x, index, aux, context)
 
             count = jax.tree.leaves(layers)[0].shape[0]
-            # Unrolled, forward and backward are one sequence, in which the compiler would merge
-            # values that are recomputed on purpose.
-            if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
-                # Elsewhere it would only pin every kept value with a reduce-precision.
+            # If unrolled, forward and backward are one sequence, and CSE would merge the
+            # recomputation with the forward.
+            if recomputes or context.dtype != jnp.float32:  # remat also drops casts of weights
+                # In other cases it would only add a reduce-precision to every saved value.
                 body = jax.checkpoint(
                     body,
                     policy=remat_policy(plan.remat),
@@ -70,7 +70,7 @@ def make_run_layers(
         if quantized is None:
             x, sums = run(layer, layers, x, first)
             return x, tensor.add_layers(sums)
-        # The ends are loops of their own: a branch inside of one would save values of both sides.
+        # First and last layer are separate loops: a branch would save the residuals of both sides.
         last = model.num_layers - 1
         ends = [jax.tree.map(lambda w, i=i: w[i : i + 1], layers) for i in (0, last)]
         middle = jax.tree.map(lambda w: w[1:last], layers)
@@ -84,11 +84,12 @@ def make_run_layers(
 
 
 def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tuple[Array, Sums]]:
-    """Make one layer, its weights gathered, or only cast if the stage gathered them before.
+    """Make the function of one layer, including the all-gather of its weights.
 
-    With a `plan.matmul_dtype` and stages, every layer but the model's first and last multiplies in
-    it. Returns (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
-    context) -> (x, Sums).
+    If the stage has gathered all weights before, they are only cast. With `plan.matmul_dtype` and
+    pipeline stages, all layers except the first and the last use this format. Returns (block,
+    shards of one layer, x [batch, seq_shard, d_model], index in the model, aux, context) -> (x,
+    Sums).
     """
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     has_stages = layout.size(PIPELINE) > 1
@@ -112,9 +113,9 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
 
 class _QuantizedLayer(NamedTuple):
-    """A low-precision layer; it takes (shards, rounded) instead of the shards of `make_layer`.
+    """A low-precision layer; takes (shards, rounded weights) where `make_layer` takes shards.
 
-    `round_weights` returns () for a format that quantizes gathered weights.
+    `round_weights` returns () for a format that quantizes weights after the all-gather.
     """
 
     round_weights: Callable[[Params], Any]
@@ -122,10 +123,10 @@ class _QuantizedLayer(NamedTuple):
 
 
 def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _QuantizedLayer | None:
-    """Make the layer between the first and the last; None if all layers are alike."""
+    """Make the low-precision layer between the first and the last; None if all are alike."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
-    if plan.matmul_dtype != "fp8":  # rounds weights once they are gathered in the compute dtype
+    if plan.matmul_dtype != "fp8":  # rounds weights after their all-gather
         plain, dot = make_layer(model, layout, plan), _make_dot(layout, plan)
 
         def scaled(
@@ -162,8 +163,8 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
 
 
 def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., Array]:
-    """Make the product [*dims named] of x and w in `plan.matmul_dtype`, as `matmul.make_dot`."""
-    # Devices of these axes may hold parts of one activation; those of stages do not.
+    """Make the product of x and w in `plan.matmul_dtype`; see `matmul.make_dot` for shapes."""
+    # Devices on these axes may hold parts of one activation; devices of different stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
     return with_weights(matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options))
 
@@ -171,7 +172,7 @@ def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., A
 def _run(
     block: Any, weights: Params, x: Array, index: Array, aux: Any, context: Context
 ) -> tuple[Array, Sums]:
-    """Return (x [batch, seq_shard, d_model], Sums) after the block of index `index`, int32 []."""
+    """Run the block of layer `index`, int32 []; return (x [batch, seq_shard, d_model], Sums)."""
     key = context.dropout_key
     layer_key = None if key is None else jax.random.fold_in(key, index)
     layer_context = dataclasses.replace(context, dropout_key=layer_key, layer=index)
@@ -184,7 +185,7 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """Return a block's x [batch, seq_shard, d_model] and scalars; scalars then vary as rows do."""
+    """Validate a block's output x [batch, seq_shard, d_model] and sums; make sums vary by row."""
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
             f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "
@@ -197,18 +198,18 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
                 f"Model.block returned {name!r} in its Sums as {jnp.result_type(value)} of shape "
                 f"{jnp.shape(value)}. Sum it over rows and tokens to a float32 scalar."
             )
-    # A scan and a switch need one type of each sum, also of a constant.
-    first = jax.tree.leaves(x)[0]  # of several groups of rows all vary alike
+    # A scan and a switch need the same type for each sum, even if it is a constant.
+    first = jax.tree.leaves(x)[0]  # all row chunks vary over the same axes
     rows = tuple(axis for axis in collectives.varying_axes(first) if axis != TENSOR.name)
     return y, collectives.vary(sums, rows)
 
 
 def remat_policy(remat: str) -> Callable[..., bool]:
-    """Return the policy for values that `jax.checkpoint` saves; never gathered weights."""
+    """Return the remat policy of `jax.checkpoint`; it never saves gathered weights."""
     if remat == "none":
         return fsdp.keep_all_but_weights
     policies = jax.checkpoint_policies
-    # A second search for the largest value would cost a pass over the array, and a collective.
+    # Recomputing the scale would read the array again and repeat a collective.
     scales = policies.save_only_these_names(fp8.SCALE)
     return policies.save_from_both_policies(_named_policy(remat), scales)
 
@@ -219,7 +220,7 @@ def _named_policy(remat: str) -> Callable[..., bool]:
         return policies.save_from_both_policies(
             policies.checkpoint_dots_with_no_batch_dims,
             policies.save_from_both_policies(
-                # Sums of split products over `tensor`: saved instead of the partial sums.
+                # Outputs after the all-reduce over `tensor`, instead of the partial sums.
                 policies.save_only_these_names(block_scaled.PRODUCT, "attention_out", "mlp_out"),
                 keeps_attention,
             ),

@@ -24,8 +24,8 @@ from jaxdist.core.weights import gathered_dtypes, merged, with_weights
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
-_IMBALANCE = 0.05  # the log suggests another exchange above this
-_BETTER = 0.8  # share of it that another exchange must stay below
+_IMBALANCE = 0.05  # the log suggests another exchange above this load imbalance
+_BETTER = 0.8  # suggest only exchanges with less than this share of the imbalance
 
 
 def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
@@ -59,11 +59,10 @@ _DOTS = {"plain": types.dot, "cpu": cpu.dot, "by_position": tensor.dot_by_positi
 
 @jax.custom_vjp
 def gradient_barrier(tree: Any) -> Any:
-    """Return the same tree of arrays, whose gradients are used only after all are computed.
+    """Return a tree of arrays unchanged, but delay its gradients until all of them are computed.
 
-    Otherwise XLA:GPU would postpone gradients of weights until the backward ring has ended, to
-    overlap them with its last permutes, and keep their inputs: two arrays of the MLP's hidden
-    width.
+    Otherwise XLA:GPU postpones weight gradients to overlap them with the last permutes of the
+    backward ring. Their inputs stay alive until then: two arrays of the MLP's hidden width.
     """
     return tree
 
@@ -73,7 +72,7 @@ def _barrier_forward(tree: Any) -> tuple[Any, None]:
 
 
 def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
-    # Weights in int8 have no gradient.
+    # Integer (int8) weights have no gradient.
     real = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, cotangent)
     return (merged(jax.lax.optimization_barrier(real), cotangent),)
 
@@ -91,17 +90,17 @@ def describe_exchange(
     position_ids: np.ndarray | None = None,
     rows: int = 1,
 ) -> list[str]:
-    """Describe in lines for the log how devices share rows; [] if they do not.
+    """Return log lines that describe how devices share rows; [] if they do not.
 
-    `windows` are the numbers of newest keys that a query sees in each kind of layer, 0 = all.
-    `position_ids`, int [num_rows, seq_len], are the positions of tokens in their documents, of a
-    sample of packed rows. A microbatch has `rows`.
+    `windows` are the attention windows of the layers, 0 = no window. `position_ids`, int
+    [num_rows, seq_len], are positions inside documents, from a sample of packed rows. `rows` is the
+    number of rows of a microbatch.
     """
     used, size = plan.exchange, layout.size(CONTEXT)
     if used is None:
         return []
     groups = f" in groups of {used.inner}" if 1 < used.inner < size else ""
-    # Of several kinds of layers, the one with the largest imbalance.
+    # If layers have different windows, use the largest imbalance.
     imbalance_of = lambda inner: max(
         imbalance(size, seq_len, window, position_ids, inner, rows) for window in windows
     )
@@ -121,7 +120,7 @@ def describe_exchange(
 def _suggest_balanced_exchange(
     model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
 ) -> str:
-    """Suggest exchanges with better load balance; `imbalance_of` maps `inner` to the imbalance."""
+    """Suggest exchanges with better load balance; `imbalance_of` computes it for an `inner`."""
     assert plan.exchange is not None
     if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
         return ""
@@ -148,7 +147,7 @@ def _make_sum(layout: Layout) -> Callable[[Any, str], Any]:
     }
 
     def total(x: Any, over: str) -> Any:
-        """Return the sum of x [...] over the devices that split `over`."""
+        """Return the sum of x [...] over the devices that split the dim `over`."""
         return collectives.all_reduce(x, axes[over]) if axes[over] else x
 
     return total

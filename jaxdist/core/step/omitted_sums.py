@@ -1,4 +1,4 @@
-"""Reject models in which devices of a mesh axis differ on a value that must be equal there."""
+"""Reject models in which a value differs between devices that must have the same value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def check_equal(value: Any, axes: set[str], name: str) -> None:
-    """Check that a tree of arrays [...] varies only over `axes`; raises `ConfigError` if not."""
+    """Raise `ConfigError` if a tree of arrays [...] varies over an axis outside `axes`."""
     if extra := sorted(varying_axes(value) - axes):
         raise ConfigError(
             f"omitted sum over {', '.join(extra)}: {name} with a different "
@@ -43,7 +43,7 @@ def varying_axes(tree: Any) -> set[str]:
 
 @contextlib.contextmanager
 def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
-    """Replace jax's errors about values that vary over a mesh axis by `ConfigError`s."""
+    """Convert jax's errors about values that vary over a mesh axis to `ConfigError`s."""
     try:
         yield
     except ConfigError:
@@ -69,7 +69,7 @@ def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
 
 
 def _location(error: BaseException | None, model: Model) -> str:
-    """Return ` at file:line` of the innermost line of a user's file, or of the model."""
+    """Return ` at file:line` of the innermost line in user code, else in the model."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     users = [frame for frame in frames if _is_users(frame.filename)]
     if not users:
@@ -91,7 +91,7 @@ def _fix(axes: Sequence[str]) -> str:
 
 
 def _differing(message: str, axes: Sequence[str]) -> list[str]:
-    """Return the axes over which one type in jax's message varies and the other does not."""
+    """Return the axes over which only one of the two types in jax's message varies."""
     types = re.findall(r"type \w+\[[^\]]*\](?:\{V:\(?([\w, ]*)\)?\})?", message)
     varying = [set(re.findall(r"\w+", axes)) for axes in types]
     pairs = zip(varying[::2], varying[1::2], strict=False)
@@ -100,18 +100,18 @@ def _differing(message: str, axes: Sequence[str]) -> list[str]:
 
 
 def _is_users(file: str) -> bool:
-    """Return True if a file contains neither a library nor generated code."""
+    """Return True if a file is user code: neither a library nor generated code."""
     in_python = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return not (file.startswith((*JAX, OWN, "<@")) or in_python)
 
 
 def definition_of(model: Model) -> str:
-    """Name the head and the objective of a model, with the lines that define them."""
+    """Return the names of a model's head and objective, with their source lines."""
     return f"Model.head{definition(model.head)} or the objective{definition(model.objective)}"
 
 
 def definition(function: Any) -> str:
-    """Return ` at file:line` of a function or callable object, or "" if that is not defined."""
+    """Return ` at file:line` of a function or callable object, or "" if it has no source line."""
     function = inspect.unwrap(getattr(function, "func", function))
     function = function if hasattr(function, "__code__") else type(function).__call__
     code = getattr(function, "__code__", None)

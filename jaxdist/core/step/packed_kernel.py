@@ -1,8 +1,8 @@
-"""Check of cuDNN's kernel before the first step, for packed documents and hops of a ring.
+"""Check of cuDNN's attention kernel before the first step: packed documents and ring hops.
 
-Every process compares the kernel on one of its devices (`attention/kernel_check.py`). A rejection
-by one process applies to all, because all must run the same program. Described devices only compile
-the program, so they need no check.
+Every process tests the kernel on one of its devices (`attention/kernel_check.py`). If one process
+rejects it, all do, because all must run the same program. If devices are only described, the
+program is compiled but not run, so there is no check.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Agree: TypeAlias = Callable[[str, str], list[str]]
 def check_kernel(
     model: Model, layout: Layout, plan: StepPlan, config: TrainConfig, agree: Agree
 ) -> KernelCheck | None:
-    """Compare cuDNN's kernel with the reference for the rows of a plan; collective.
+    """Compare cuDNN's kernel with the reference on the shapes of a plan; collective.
 
-    Returns None if the kernel is not used, or if the plan's devices are only described. `agree`
-    maps (name, this process's text) to the texts of all processes.
+    Returns None if the kernel is not used, or if the devices are only described. `agree` maps
+    (name, text of this process) to the texts of all processes.
     """
     shapes = shapes_of(model, layout, plan, config)
     exchange, call = plan.exchange, model.attention_call
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
-    # Whole rows of one document need none of the operations; a gathered row cannot use them.
+    # Unpacked rows on one device need no special operation; after an all-gather none can be used.
     is_ring = exchange is not None and exchange.exchange in ("ring", "hybrid")
     if shapes is None or plan.device.is_described or not (plan.packed or is_ring):
         return None
     request = request_of(
         call, model.dims["head_dim"], config.seq_len, plan.compute_dtype, packed=plan.packed
     )
-    # One kind of layer without a window is enough to need the kernel.
+    # The kernel is needed if any layer has no window.
     request = request._replace(window=min(shapes.windows))
     untested = plan.attention._replace(packed_rejection="", ring_rejection="")
     try:
@@ -59,7 +59,7 @@ def check_kernel(
 
 
 def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelCheck:
-    """Return this process's check, or a rejection by another process; collective."""
+    """Return this process's check result, or a rejection by another process; collective."""
     here = jax.local_devices()
     own = [device for device in layout.mesh.devices.flat if device in here]
     check = KernelCheck(errors={}, rejection_reason="", use=use)
@@ -73,7 +73,7 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelChe
 
 
 def shapes_of(model: Model, layout: Layout, plan: StepPlan, config: TrainConfig) -> Shapes | None:
-    """Return the shapes of one device's attention; None if unknown, or if XLA splits it."""
+    """Return the attention shapes of one device; None if unknown, or if XLA splits attention."""
     if not model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
         return None
     if layout.auto_tensor and TENSOR in layout.used:  # XLA cannot split the kernel

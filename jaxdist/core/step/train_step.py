@@ -41,15 +41,15 @@ class Step:
     """The compiled functions of a run.
 
     Attributes:
-        train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-            skipped if the loss is above `limit` (float32 [], inf = no limit), if loss or
-            gradients are not finite, or if the global weight is 0 (no row has a label);
-            the metric `applied` is False then.
-        evaluate: (params, batch) -> Sums over the global batch; jitted.
-        context: execution context of the model (kernels, dtypes), for logs.
-        options: compiler options of `train`, for logs; none on CPUs.
-        batch_sharding: sharding of a batch's leaves: rows, and positions if devices share rows, as
-            `place_batch` of `core/parallel/context.py` makes it.
+            train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
+                skipped if the loss exceeds `limit` (float32 [], inf = no limit), if loss or
+                gradients are not finite, or if the global weight is 0 (no row has a label). Then
+                the metric `applied` is False.
+            evaluate: (params, batch) -> Sums over the global batch; jitted.
+            context: execution context of the model (kernels, dtypes), for logs.
+            options: compiler options of `train`, for logs; none on CPUs.
+            batch_sharding: sharding of the leaves of a batch; it splits rows, and with a context
+                axis also positions, in the order of `place_batch` (`core/parallel/context.py`).
     """
 
     train: Any
@@ -60,7 +60,7 @@ class Step:
 
 
 class Optimizer(NamedTuple):
-    """The optimizer: `rule` returns the direction of the update without the learning rate."""
+    """The optimizer: `rule` returns the update before multiplication by the learning rate."""
 
     rule: optax.GradientTransformation
     schedule: Callable[[Array], Array]
@@ -71,7 +71,7 @@ class Optimizer(NamedTuple):
 def make_step(
     model: Model, objective: Objective, optimizer: Optimizer, layout: Layout, plan: StepPlan
 ) -> Step:
-    """Build the step of one model, with this objective, on one layout; compiles nothing yet."""
+    """Build the step for a model, objective, optimizer and layout; compiles nothing yet."""
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule = optimizer.rule
@@ -100,7 +100,7 @@ def make_step(
                 shardings,
                 None,
                 replicated,
-            ),  # a batch's leaves have shardings of their own
+            ),  # leaves of a batch have different shardings
             out_shardings=(shardings, replicated),
             compiler_options={option.name: option.value for option in options} or None,
         ),
@@ -124,10 +124,10 @@ def _make_train(
     fetched_to: Any = None,
     avoid_donation_copies: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-    """Make a complete step: gradients, the update, and the decision to apply it.
+    """Make a complete step: gradients, update, and the decision to apply it.
 
-    `fetched_to` are the device shardings of optimizer state in host memory, else None. With
-    `avoid_donation_copies` averages are written first, then parameters, then the optimizer's state.
+    `fetched_to` are the device shardings of optimizer state stored in host memory, else None. With
+    `avoid_donation_copies`, averages are written first, then parameters, then the optimizer state.
     Returns (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics).
     """
 
@@ -188,12 +188,12 @@ def make_update(
     layout: Layout,
     max_grad_norm: float,
 ) -> Callable[..., tuple[Params, Any]]:
-    """Make (state, grads, norm, learning rate) -> (params, opt_state) with the same layout.
+    """Make (state, grads, norm, learning rate) -> (params, opt_state) with unchanged layouts.
 
-    Frozen parameters do not change. The optimizer gets None instead of them.
+    Frozen parameters do not change; the optimizer receives None in their place.
 
-    Moments, gradients and the slice of the parameters that they update share one layout, so XLA
-    moves only the new parameters, under ZeRO.
+    Moments, gradients and the updated slice of the parameters have the same layout. Under ZeRO, XLA
+    therefore communicates only the new parameters.
     """
     axes = trained(model.axes, model.axes)
     param_specs, moment_specs = layout.param_specs(axes), layout.moment_specs(axes)
@@ -202,14 +202,14 @@ def make_update(
     def update(
         state: TrainState, gradients_and_stats: Params, norm: Array, learning_rate: Array
     ) -> Any:
-        """Return (params, opt_state) from gradients like the parameters; others are float32 []."""
+        """Return (params, opt_state) from gradients like the parameters; scalars are float32 []."""
         grads = statistics.mask(axes, gradients_and_stats) if averages else gradients_and_stats
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
         old = trained(state.params, model.axes)
         params = layout.constrain(old, moment_specs)
-        # optax raises float decays to its int32 count and mixes moments of two types.
+        # optax promotes float decays to its int32 count, and mixes moments of two dtypes.
         with jax.numpy_dtype_promotion("standard"):
             directions, opt_state = optimizer.update(grads, state.opt_state, params)
         params = jax.tree.map(
@@ -224,7 +224,7 @@ def make_update(
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; {} of {}, None of None."""
+    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; keeps {} and None."""
     if not average:
         return {}
     move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)
@@ -232,7 +232,7 @@ def move_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def _means(sums: Sums) -> Metrics:
-    """Return global means, sum / weight, of sums float32 []; `correct` becomes `accuracy`."""
+    """Return global means (sum / weight) of float32 [] sums; `correct` becomes `accuracy`."""
     weight = divisor(sums["weight"])
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
     return {name: x if name == "weight" else x / weight for name, x in named.items()}

@@ -1,4 +1,4 @@
-"""The pipeline axis: each device has the layers of one stage; microbatches flow through."""
+"""The pipeline axis: each device holds the layers of one stage; microbatches pass through all."""
 
 from __future__ import annotations
 

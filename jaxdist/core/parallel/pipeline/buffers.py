@@ -1,4 +1,4 @@
-"""Buffers of a stage: lifetimes of values, their slots, and a schedule as arrays."""
+"""Buffers of a stage: lifetimes and slots of values, and the schedule as arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from jaxdist.core.parallel.pipeline.schedule import KINDS, Schedule
 
 Work: TypeAlias = tuple[int, int]
-"""(microbatch, virtual) of the value in a slot of a stage's buffer."""
+"""(microbatch, virtual) of a value in a buffer of one stage."""
 Interval: TypeAlias = tuple[int, int]
-"""First and last tick, both included."""
+"""First and last tick, inclusive."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Lifetimes:
     """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
-        activations: input of a virtual stage, until its backward.
-        cotangents: gradient of its output, until its backward; the last virtual stage has none.
-        pending: inputs of a weight gradient, from the backward to the weight action.
+            activations: input of a virtual stage, alive until its backward.
+            cotangents: gradient of its output, alive until its backward; the last one has none.
+            pending: inputs of the weight gradient, alive from the backward to the weight action.
     """
 
     activations: list[dict[Work, Interval]]
@@ -33,7 +33,7 @@ class Lifetimes:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Lifetimes:
-        """Return the lifetimes that follow from a checked schedule."""
+        """Return the lifetimes of the values of a checked schedule."""
         when = schedule.when()
         stages = range(schedule.num_stages)
         lives = cls(
@@ -43,7 +43,7 @@ class Lifetimes:
         )
         for (kind, stage, microbatch, virtual), tick in when.items():
             work = (microbatch, virtual)
-            # Evaluation has no backward: an input lives until its forward.
+            # Evaluation has no backward: an input is alive until its forward.
             backward = when.get(("backward", stage, microbatch, virtual), tick)
             if kind == "forward":
                 before = schedule.neighbor(stage, virtual, -1)
@@ -64,7 +64,7 @@ class Lifetimes:
 
 
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
-    """Give intervals the fewest slots; a slot read in tick t is free for an arrival at its end."""
+    """Assign intervals to the fewest slots; a slot read last in tick t is free when t ends."""
     slots: dict[Work, int] = {}
     busy: list[tuple[int, int]] = []
     free: list[int] = []
@@ -83,26 +83,26 @@ def peak(intervals: Iterable[Interval]) -> int:
     """Return the largest number of intervals alive at once."""
     spans = list(intervals)
     firsts, lasts = sorted(a for a, _ in spans), sorted(b for _, b in spans)
-    # The maximum is at a beginning: intervals begun by then, less those ended before.
+    # The peak is at the start of some interval: intervals started so far minus intervals ended.
     alive = (begun - bisect.bisect_left(lasts, first) for begun, first in enumerate(firsts, 1))
     return max(alive, default=0)
 
 
 def num_slots(stages: list[dict[Work, Interval]]) -> int:
-    """Return the slots of the fullest stage."""
+    """Return the number of slots of the stage that needs most."""
     return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
 class Instruction(NamedTuple):
-    """The action of a stage in a tick; int32 scalars, or arrays of them for all stages and ticks.
+    """The action of one stage in one tick, int32 scalars; or arrays over all stages and ticks.
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
-        virtual: index among the stage's virtual stages.
-        activation, cotangent, pending: slots, as in `Lifetimes`.
-        activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
-            receive none name the spare slot, one past the last.
-        cotangent_arrival: the same for gradients.
+            virtual: index among the virtual stages of this stage.
+            activation, cotangent, pending: buffer slots that the action uses, see `Lifetimes`.
+            activation_arrival: slot for the activation received at the end of the tick; the spare
+                slot (after the last one) if the stage receives none.
+            cotangent_arrival: slot for the received gradient, in the same way.
     """
 
     branch: Any
@@ -116,10 +116,10 @@ class Instruction(NamedTuple):
 
 
 def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
-    """Return instructions [num_ticks + 1, num_stages], and slots of the three kinds of `Lifetimes`.
+    """Return instructions [num_ticks + 1, num_stages] and the number of slots of each buffer.
 
-    The spare slot is not counted. All stages are idle in the last row: rounds of a loop that lack
-    an action name it.
+    The spare slot is not counted. In the last row all stages are idle; a round of a loop uses this
+    row if it has no action.
     """
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.pending)
@@ -138,7 +138,7 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
             branch[t, s] = 1 + KINDS.index(action.kind)
             microbatch[t, s], virtual[t, s] = work
             activation[t, s] = slots[0][s][work]
-            # The last virtual stage reads no gradient: the spare slot.
+            # The last virtual stage receives no gradient; it uses the spare slot.
             cotangent[t, s] = slots[1][s].get(work, counts[1])
             pending[t, s] = slots[2][s].get(work, 0)
             step = {"forward": 1, "backward": -1}.get(action.kind)

@@ -16,7 +16,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Flow of microbatches through the stages of the `pipeline` axis (`pp` > 1)."""
+    """Schedule of microbatches on the stages of the `pipeline` axis (`pp` > 1)."""
 
     schedule: ScheduleName = setting(
         "1f1b_lockstep",
@@ -31,7 +31,7 @@ class PipelineConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return every rule of this section that is violated beyond the bounds."""
+        """Return every violated rule of this section, except bounds of single fields."""
         if self.schedule != "1f1b" or self.num_virtual_stages == 1:
             return []
         return [
@@ -43,22 +43,22 @@ class PipelineConfig:
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
     ) -> Schedule:
-        """Return the checked schedule; 0 microbatches = determined by stages and rows."""
+        """Return the checked schedule; `num_microbatches` = 0 chooses by stages and rows."""
         count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
 
     def make_evaluation_schedule(
         self, *, num_stages: int, rows: int, rows_per_example: int = 1
     ) -> Schedule:
-        """Return the forward-only schedule for this many stages and rows of a replica."""
+        """Return the forward-only schedule for a number of stages and rows per replica."""
         count = self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
-        """Return the fewest microbatches that reach four per stage, else one per example.
+        """Return the smallest count of at least four microbatches per stage, else one per example.
 
-        Four per stage leave a bubble below a fifth; more would only make products smaller.
-        Interleaving prefers multiples of the number of stages, because their groups are full.
+        With four per stage the bubble is below 20 %; more microbatches only make products smaller.
+        Interleaved schedules prefer multiples of the number of stages, so that groups are full.
         """
         counts = divisors_of(rows // rows_per_example)
         if self.num_virtual_stages > 1:
@@ -67,7 +67,7 @@ class PipelineConfig:
 
 
 def describe(schedule: Schedule, rows: int) -> str:
-    """Return one line for the log of a run's start: the schedule, its bubble and its stash."""
+    """Return one line for the startup log: the schedule, its bubble and its activation stash."""
     report = simulate(schedule, RECOMPUTE)
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
     virtual = f" × {v} virtual stages" if v > 1 else ""

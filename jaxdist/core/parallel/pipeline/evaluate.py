@@ -1,4 +1,4 @@
-"""Evaluation by a pipeline: forwards only, each stage sends its output to the next."""
+"""Pipeline evaluation: forward actions only; each stage sends its output to the next one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def make_pipeline_evaluate(
     *,
     gather: Literal["action", "step"] = "action",
 ) -> Callable[[Params, Batch, Context], Sums]:
-    """Make the evaluation by a forward pipeline, for use inside the manual step.
+    """Make the pipelined evaluation, for use inside the manual step.
 
-    `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
-    `gather` = "step", `ForwardPass.run_layers` must not gather. The result returns the replica's
-    sums, float32 [] each, on the stage that runs the head or the layers.
+    `make_schedule` maps the number of rows of a replica to a forward-only schedule. With `gather` =
+    "step", `ForwardPass.run_layers` must not gather. The returned function computes the replica's
+    sums, float32 [] each, on the stages that run the layers and the head.
     """
     gathered = layout.gather_specs(forward.model.axes)["layers"]
 
@@ -50,7 +50,7 @@ def make_pipeline_evaluate(
             context,
             layer_specs=gathered,
             gather=gather,
-            reduce_dtype=jnp.float32,  # of gradients, which there are none of
+            reduce_dtype=jnp.float32,  # unused: evaluation has no gradients
         )
         return _run(stage)
 
@@ -58,7 +58,7 @@ def make_pipeline_evaluate(
 
 
 def _run(stage: Stage) -> Sums:
-    """Run a forward schedule on one stage; returns this stage's sums, float32 [] each."""
+    """Run a forward schedule on one stage; return the sums of this stage, float32 [] each."""
     schedule = stage.schedule
     example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)

@@ -1,10 +1,10 @@
-"""Run a schedule on the devices: one program for all stages, each with its own action in a tick.
+"""Run a schedule on the devices: one program for all stages, with a different action on each.
 
-1. The instructions of all stages are constant arrays; each device reads its stage's column.
-2. A `lax.switch` on the instruction picks the handler. A branch may contain collectives over
-   other axes, because their groups are within one stage. Idle stages compute nothing.
-3. Exchanges come after the switch: a permute over the pipeline axis needs every stage. A stage
-   with nothing to send sends zeros, which its receiver stores in the spare slot.
+1. The instructions of all stages are constant arrays; each device reads the column of its stage.
+2. A `lax.switch` on the instruction runs the action. Its branches may contain collectives over
+   other axes, because those groups are within one stage. Idle stages compute nothing.
+3. Exchanges come after the switch, because a permute over the pipeline axis needs every stage. A
+   stage without a message sends zeros, and its receiver stores them in the spare slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxdist.core.types import Array
 
 
 class State(NamedTuple):
-    """The values that a stage carries from tick to tick; each buffer has a spare slot at its end.
+    """The values that a stage carries from tick to tick; the last slot of each buffer is spare.
 
     `activations` and `cotangents` are [slots + 1, microbatch, seq_shard, d_model], `pending` a list
     of [slots + 1, ...]. `totals` has `layers`, `outer` (float32 gradients) and `sums`.
@@ -40,11 +40,11 @@ class State(NamedTuple):
 
 
 class Handler(NamedTuple):
-    """The function of one kind of action, and the names of its outputs.
+    """The function that runs one kind of action, and the names of its outputs.
 
-    Outputs are `entered` (an input to keep, which the backward reads again), `up` (sent to the next
-    stage), `down` (sent to the previous one), `kept` (for a postponed weight gradient) and
-    `totals`.
+    Outputs: `entered` (the stage's input, saved for the backward), `up` (sent to the next stage),
+    `down` (sent to the previous stage), `kept` (inputs of a deferred weight gradient) and `totals`
+    (accumulated gradients and sums).
     """
 
     do: Callable[[Instruction, State], dict[str, Any]]
@@ -52,7 +52,7 @@ class Handler(NamedTuple):
 
 
 def instructions_of(schedule: Schedule) -> Instruction:
-    """Return this stage's column of the schedule, int32 [ticks + 1] each; idle in the last."""
+    """Return the instructions of this stage, int32 [ticks + 1] each; the last one is idle."""
     (arrays, _), stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
     return Instruction(*(take(jnp.asarray(array.T), stage) for array in arrays))
 
@@ -60,16 +60,16 @@ def instructions_of(schedule: Schedule) -> Instruction:
 def run(
     schedule: Schedule, handlers: dict[Kind, Handler], idle: dict[str, Any], state: State
 ) -> State:
-    """Run this stage's part of a schedule tick by tick, in few loops (`plan_loops`).
+    """Run this stage's part of a schedule tick by tick, in a few loops (`plan_loops`).
 
-    `idle` has zeros for the outputs that a stage does not compute: `entered`, `up` and `down` are
-    [microbatch, seq_shard, d_model] in the compute dtype, `kept` a list of [...].
+    `idle` contains zeros for outputs that an action does not compute: `entered`, `up` and `down`
+    are [microbatch, seq_shard, d_model] in the compute dtype, `kept` is a list of [...].
     """
     instructions = instructions_of(schedule)
     for loop in plan_loops(schedule):
 
         def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
-            """Run one round of a loop, whose ticks are int32 [ticks of a round]."""
+            """Run one round of a loop; `ticks` are the tick indices of the round, int32 [...]."""
             for position, kinds in enumerate(loop.kinds):
                 now = jax.tree.map(lambda column: take(column, ticks[position]), instructions)  # noqa: B023
                 outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)
@@ -87,11 +87,11 @@ def run(
 def _act(
     now: Instruction, state: State, handlers: dict[Kind, Handler], idle: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run this stage's action, if any: [microbatch, seq_shard, d_model] each, as in `run`."""
+    """Run the action of this stage, if any; outputs [microbatch, seq_shard, d_model], see `run`."""
     names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
     branches = [lambda: nothing]
-    # Number of a kind in the schedule -> number of its branch in this tick.
+    # Index of an action kind -> index of its branch in the switch of this tick.
     branch_of = np.zeros(len(KINDS) + 1, np.int32)
     for number, kind in enumerate(KINDS, start=1):
         if kind in handlers:
@@ -107,14 +107,14 @@ def _filled(
     now: Instruction,
     state: State,
 ) -> dict[str, Any]:
-    """Return the outputs of an action, with zeros [*dims] for the others."""
+    """Return the outputs of an action; outputs that it does not compute are zeros [*dims]."""
     return {**nothing, **do(now, state)}
 
 
 def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
-    """Send the outputs of a tick around the ring; store what this stage keeps and receives.
+    """Exchange the outputs of a tick between stages; store saved and received values.
 
-    Outputs are [microbatch, seq_shard, d_model]. An arrival may take the slot that this tick read.
+    Outputs are [microbatch, seq_shard, d_model]. A received value may overwrite a slot just read.
     """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
     if "up" in outputs:
@@ -126,7 +126,7 @@ def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
         arrived = collectives.permute(outputs["down"], PIPELINE.name, -1)
         cotangents = _store(cotangents, arrived, now.cotangent_arrival)
     if "kept" in outputs:
-        # Written inside the branch, XLA:GPU would hold each of these large buffers twice.
+        # If written inside the branch, XLA:GPU would allocate each of these large buffers twice.
         kept = now.branch == _BRANCH["backward"]
         pending = [
             _store(buffer, x, now.pending, kept)
@@ -139,7 +139,7 @@ _BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
 
 
 def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """Write x to a slot of [slots + 1, ...] or the spare one; a condition would copy them all."""
+    """Write x to a slot of [slots + 1, ...], or to the spare slot: `lax.cond` would copy it all."""
     slot = jnp.where(really, slot, buffer.shape[0] - 1)
     return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
 

@@ -1,10 +1,10 @@
-"""Forward and backward of a stack of layers, written out layer by layer.
+"""Manual forward and backward of a stack of layers, layer by layer.
 
-Differentiating a scan over layers would return a second copy of all gradients in float32. Here the
-backward is a scan of its own, which adds each layer's gradient to the totals.
+Differentiating a scan over layers would return a second float32 copy of all gradients. Here the
+backward is a separate scan that adds each layer's gradient to the totals.
 
-x, y and their gradients are [microbatch, seq_shard, d_model]; saved values a list of [layers, ...];
-totals are float32 [virtual_stages, layers, ...].
+x, y and their gradients are [microbatch, seq_shard, d_model]. Residuals are a list of
+[layers, ...]. Totals are float32 [virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Layers(NamedTuple):
     """The layers of one virtual stage.
 
     Attributes:
-        constants: inputs without gradients, [layers, ...]: the index in the model, frozen weights.
-        aux: inputs of every layer in addition to x.
-        virtual: int32 [], index of their gradients in totals [virtual_stages, layers, ...].
+            constants: non-differentiated inputs, [layers, ...]: index in the model, frozen weights.
+            aux: further inputs, identical for every layer.
+            virtual: int32 [], index of these layers in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
@@ -37,9 +37,9 @@ class Layers(NamedTuple):
 
 
 class LayerwiseBackward:
-    """A layer whose backward is split (`split_backward.py`), run over a stack of such layers.
+    """Runs a layer with split backward (`split_backward.py`) over a stack of layers.
 
-    Its constants are ((index, frozen weights), aux). `reduce` is applied to one layer's gradients.
+    Its constants are ((index, frozen weights), aux). `reduce` reduces the gradients of one layer.
     """
 
     def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:
@@ -47,7 +47,7 @@ class LayerwiseBackward:
         self._reduce = reduce
 
     def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
-        """Return (y, sums, [layers, ...] to save) from x [rows, seq_shard, d_model]."""
+        """Return (y, sums, residuals [layers, ...]) from x [rows, seq_shard, d_model]."""
 
         def one(x: Array, layer: tuple[Any, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
             fixed, weights = layer
@@ -60,15 +60,15 @@ class LayerwiseBackward:
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params
     ) -> tuple[Array, Params]:
-        """Return dx [rows, seq_shard, d_model] and the totals with the weights' gradients added.
+        """Return dx [rows, seq_shard, d_model] and the totals plus this stack's weight gradients.
 
-        `saved`, [layers, ...] each, is returned by `forward`.
+        `saved` are the residuals of `forward`, [layers, ...] each.
         """
 
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
-            """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
+            """Return dx and the totals plus the weight gradients [...] of one layer."""
             dy, totals = carry
             slot, fixed, weights, own = layer
             dx, grads = self._layer.backward(weights, (fixed, layers.aux), own, dy)
@@ -80,7 +80,7 @@ class LayerwiseBackward:
     def input_gradient(
         self, layers: Layers, saved: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
-        """Return dx [rows, seq_shard, d_model] and the inputs of the weights' gradients."""
+        """Return dx [rows, seq_shard, d_model] and the inputs of the deferred weight gradients."""
 
         def one(dy: Array, layer: tuple[Any, Params, list[Array]]) -> tuple[Array, list[Array]]:
             fixed, weights, own = layer
@@ -89,12 +89,12 @@ class LayerwiseBackward:
         return lax.scan(one, dy, (layers.constants, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """Add gradients kept by `input_gradient` to totals [virtual_stages, layers, ...]."""
+        """Add the deferred weight gradients to totals [virtual_stages, layers, ...]."""
 
         def one(
             totals: Params, layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[Params, None]:
-            """Run one layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
+            """Add one layer's deferred weight gradients to totals [virtual_stages, layers, ...]."""
             slot, fixed, weights, own = layer
             grads = self._layer.weight_gradient(weights, (fixed, layers.aux), own)
             return self._add(totals, grads, layers.virtual, slot), None

@@ -1,7 +1,7 @@
-"""Plan the loops that run a schedule: ticks of one form become rounds of one loop, compiled once.
+"""Plan the loops that run a schedule: ticks of the same form become rounds of one loop.
 
-A body per tick would take minutes to compile. A single body would exchange activations and
-gradients in every tick. The plan is between these.
+One loop body per tick would take minutes to compile. One body for all ticks would exchange
+activations and gradients in every tick. The plan is a compromise: a few bodies.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of, or
 
 
 class Loop(NamedTuple):
-    """Rounds of ticks, all of one form.
+    """A loop whose rounds consist of the same kinds of ticks.
 
-    `kinds[i]` are the kinds of action that the i-th tick of a round may have; a tick whose kinds
-    include forward exchanges activations, one that includes backward exchanges gradients.
-    `rounds[r][i]` is the index of the tick, or the number of ticks if all stages are idle.
+    `kinds[i]` are the action kinds that tick i of a round may contain. A tick exchanges activations
+    if they include forward, and gradients if they include backward. `rounds[r][i]` is the index of
+    the tick, or the number of ticks if all stages are idle.
     """
 
     rounds: tuple[tuple[int, ...], ...]
@@ -24,14 +24,14 @@ class Loop(NamedTuple):
 
 
 def plan_loops(schedule: Schedule) -> list[Loop]:
-    """Cut a schedule into few loops whose compiled bodies have only the actions of their ticks.
+    """Cut a schedule into a few loops whose compiled bodies contain only the necessary actions.
 
-    1. From each tick on, the pattern of up to three ticks that repeats longest becomes a loop: a
-       warm-up of forwards moves no gradients, and an alternation F, B is a loop over pairs.
-    2. Ticks without such a pattern are joined into one loop whose every tick may have any of their
-       kinds: a few idle exchanges instead of many loop bodies to compile.
-    3. Backwards alone that follow a loop over pairs continue it, in pairs without a forward. A loop
-       of their own would be one more to compile, and XLA:GPU copies all totals in it.
+    1. At each tick, the repeating pattern of up to three ticks that covers most ticks becomes a
+       loop: a warm-up of forwards exchanges no gradients, alternating F, B is a loop over pairs.
+    2. Ticks without a repeating pattern are joined into one loop, whose ticks may have any of their
+       kinds. This costs a few idle exchanges but avoids compiling many bodies.
+    3. Backward-only ticks after a loop over pairs extend that loop, as pairs with an idle forward.
+       A separate loop would be one more to compile, and XLA:GPU would copy all totals for it.
     """
     shapes = [kinds_of(tick) for tick in schedule.ticks]
     stretches: list[_Stretch] = []
@@ -64,7 +64,7 @@ _FEWEST_REPEATS = 2
 
 
 class _Stretch(NamedTuple):
-    """`repeats` rounds of `len(kinds)` ticks from tick `start`."""
+    """A run of `repeats` rounds of `len(kinds)` ticks that starts at tick `start`."""
 
     start: int
     repeats: int
@@ -98,7 +98,7 @@ def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
 
 
 def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
-    """Append ticks of one kind to a loop over pairs, each paired with the `idle` tick."""
+    """Append single ticks to a loop over pairs; the `idle` tick completes each pair."""
     own_tick = loop.kinds.index(alone.kinds[0])
     more = tuple(
         tuple(tick if i == own_tick else idle for i in range(len(loop.kinds)))

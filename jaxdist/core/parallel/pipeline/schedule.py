@@ -1,18 +1,19 @@
-"""The type of a pipeline schedule: the action of each stage in each tick, and its rules.
+"""Data type and rules of pipeline schedules: the action of each stage in each tick.
 
 This file is pure Python. `schedules.py` creates the schedules, `simulation.py` computes their cost,
-`buffers.py` and `loop_plan.py` turn them into the input of `executor.py`.
+`buffers.py` and `loop_plan.py` convert them to the input of `executor.py`.
 
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
-runs on stage `k % num_stages`, as number `k // num_stages` of the stage's own virtual stages, so
-neighbors in the model are neighbors on a ring. That number is called `virtual` everywhere here. A
-schedule is a list of *ticks*; in a tick each stage does one action or nothing:
+runs on stage `k % num_stages`, so neighbors in the model are neighbors on a ring. Its index among
+the virtual stages of that stage is `k // num_stages`; this index is called `virtual` everywhere. A
+schedule is a list of *ticks*. In a tick each stage runs one action or is idle:
 
-    forward   run a virtual stage on a microbatch and send the result to the next one
-    backward  gradient of its input, sent to the previous one; and of its weights, unless
-    weight    the schedule splits the backward: then the weights' gradient is an action of its own
+    forward   run a virtual stage on a microbatch; send the output to the next one
+    backward  compute the input gradient and send it to the previous one; also compute the
+              weight gradients, unless the schedule splits the backward
+    weight    compute the weight gradients, if the schedule splits the backward
 
-A value sent in a tick can be used from the next tick on. All stages advance together, so a tick
+A value sent in a tick can be used from the next tick. All stages advance together, so a tick
 lasts as long as its longest action.
 """
 
@@ -44,12 +45,12 @@ Tick: TypeAlias = tuple[Action | None, ...]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would compute wrong numbers or never finish, with its violations."""
+    """A schedule that would give wrong results or deadlock; the message lists its violations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`ticks[t][s]` is the action of stage `s` in tick `t`; each stage has `num_virtual_stages`."""
+    """`ticks[t][s]` is the action of stage `s` in tick `t`."""
 
     name: str
     num_stages: int
@@ -59,25 +60,25 @@ class Schedule:
 
     @property
     def total_virtual_stages(self) -> int:
-        """Return the virtual stages into which the layers are cut."""
+        """Return the number of virtual stages of all stages together."""
         return self.num_stages * self.num_virtual_stages
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Return the kinds of action that occur; evaluation has forwards only."""
+        """Return the kinds of actions in this schedule; evaluation has only forward."""
         return ordered(set().union(*map(kinds_of, self.ticks)))
 
     @property
     def splits_backward(self) -> bool:
-        """Return True if weight gradients are actions of their own."""
+        """Return True if weight gradients are separate actions."""
         return "weight" in self.kinds
 
     def virtual_stage(self, stage: int, virtual: int) -> int:
-        """Return the virtual stage of the model that is number `virtual` of a stage."""
+        """Return the index in the model of virtual stage `virtual` of a stage."""
         return virtual * self.num_stages + stage
 
     def neighbor(self, stage: int, virtual: int, step: int) -> tuple[int, int] | None:
-        """Return (stage, virtual) `step` virtual stages further on; None past the ends."""
+        """Return the (stage, virtual) `step` virtual stages later; None outside the model."""
         target = self.virtual_stage(stage, virtual) + step
         if not 0 <= target < self.total_virtual_stages:
             return None
@@ -108,7 +109,7 @@ def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if a schedule loses, repeats or reorders work."""
+    """Raise `ScheduleError` if a schedule omits, repeats or misorders work."""
     problems = list(_problems(schedule))
     if problems:
         listed = problems[:20] + ["..."] * (len(problems) > 20)
@@ -144,7 +145,7 @@ def _problems(schedule: Schedule) -> Iterable[str]:
 
 
 def _sources(schedule: Schedule, key: Key) -> list[Key]:
-    """Return the actions that must have run in an earlier tick."""
+    """Return the actions on which this action depends; they must run in an earlier tick."""
     kind, stage, microbatch, virtual = key
     if kind == "weight":
         return [("backward", stage, microbatch, virtual)]

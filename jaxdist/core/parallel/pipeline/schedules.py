@@ -1,19 +1,19 @@
 """The pipeline schedules, each a function that returns the action of every stage in every tick.
 
-`schedule.py` defines and checks schedules, `simulation.py` measures them. A new schedule is one
-function `(num_stages, num_microbatches, num_virtual_stages) -> Schedule`, its line in `SCHEDULES`
-and its name in `ScheduleName`.
+`schedule.py` defines and checks schedules, `simulation.py` measures them. To add a schedule, write
+`(num_stages, num_microbatches, num_virtual_stages) -> Schedule` and add it to `SCHEDULES` and its
+name to `ScheduleName`.
 
-    gpipe          all forwards, then all backwards; stashes every microbatch
-    1f1b           the textbook schedule (PipeDream-Flush): the smallest stash, p - s microbatches
-    1f1b_lockstep  1F1B in which all stages do the same kind of action in a tick; the default;
-                   interleaved with several virtual stages on each stage
-    zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
+        gpipe          all forwards, then all backwards; stashes every microbatch
+        1f1b           the textbook schedule (PipeDream-Flush): smallest stash, p - s microbatches
+        1f1b_lockstep  default: 1F1B in which all stages run the same kind of action in a tick;
+                       interleaved if a stage has several virtual stages
+        zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
 
-The default is not the textbook schedule, which puts forwards of some stages in one tick with
-backwards of others: all stages advance tick by tick, so those forwards wait for the backwards.
-Separate ticks cost stash, 2(p - s) - 1 inputs, and save time. For Llama 2 13B on pp=4,dp=4,tp=4
-with 16 microbatches the bubble is 15.8 % instead of 39.6 %, and XLA:GPU assigns 9.8 GiB instead of
+The textbook schedule is not the default because it mixes forwards and backwards in one tick. All
+stages advance tick by tick, so its forwards wait for backwards of other stages. Separate ticks need
+a larger stash, 2(p - s) - 1 inputs, but save time. For Llama 2 13B on pp=4,dp=4,tp=4 with 16
+microbatches the bubble is 15.8 % instead of 39.6 %, and XLA:GPU allocates 9.8 GiB instead of
 11.8 GiB (scripts/bench/results/pipeline_gpu_compile.md).
 
 References:
@@ -66,18 +66,18 @@ def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -
 def one_forward_one_backward_lockstep(
     num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """Schedule 1F1B in which ticks of forwards and of backwards alternate; interleaved with v > 1.
+    """Schedule 1F1B with alternating ticks of forwards and of backwards; interleaved if v > 1.
 
-    Bubble (p-1)/(v·m+p-1) for p stages, m microbatches and v virtual stages on each if p divides m
-    or v = 1. Stage s stashes min(2(p-s)-1, m) microbatches at v = 1. With v > 1, microbatches
-    advance in groups of p; a last group that is not full leaves idle ticks.
+    With p stages, m microbatches and v virtual stages per stage, the bubble is (p-1)/(v·m+p-1) if p
+    divides m or v = 1. For v = 1, stage s stashes min(2(p-s)-1, m) microbatches. For v > 1,
+    microbatches advance in groups of p, and an incomplete last group leaves idle ticks.
     """
     p, v = num_stages, num_virtual_stages
     cells = []
     for (stage, virtual, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
         cells.append((2 * tick, stage, Action("forward", microbatch, virtual)))
         group, position = divmod(microbatch, p)
-        # The last virtual stage turns around in the same pair of ticks.
+        # The last virtual stage runs forward and backward in the same pair of ticks.
         turn = v * p - 1 + group * v * p + position
         backward = turn + (p - 1 - stage) + (v - 1 - virtual) * p
         cells.append((2 * backward + 1, stage, Action("backward", microbatch, virtual)))
@@ -89,8 +89,8 @@ def one_forward_one_backward(
 ) -> Schedule:
     """Schedule the textbook 1F1B, PipeDream-Flush: stage s stashes min(p-s, m) microbatches.
 
-    Forwards of some stages share a tick with backwards of others, which last longer: choose it if
-    the stash of `1f1b_lockstep` does not fit.
+    A tick mixes forwards of some stages with longer backwards of others. Use this schedule if the
+    stash of `1f1b_lockstep` does not fit in memory.
     """
     if num_virtual_stages != 1:
         raise ScheduleError(
@@ -125,8 +125,8 @@ def one_forward_one_backward(
 def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Schedule `1f1b_lockstep` with weight gradients in otherwise idle ticks (ZB-H1).
 
-    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, with the same peak stash. Complete
-    ticks of weight gradients are added only while idle ticks are fewer than weight gradients.
+    If all actions take equal time and m ≥ 2p, the bubble is (p-1)/(3v·m+p-1) at the same peak
+    stash. Ticks of weight gradients are inserted only while idle ticks are too few for them.
     """
     base = one_forward_one_backward_lockstep(num_stages, num_microbatches, num_virtual_stages)
     stages = range(num_stages)
@@ -148,7 +148,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int 
         for s, action in enumerate(tick):
             if action is not None and action.kind == "backward":
                 pending[s].append(action)
-        # One is kept back everywhere for the next idle tick.
+        # Every stage keeps one weight gradient for its next idle tick.
         lacks_ticks = any(todo[s] > idle_ticks[s] for s in stages)
         if (
             all(a is None or a.kind == "backward" for a in tick)
@@ -172,7 +172,7 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int, int], Schedule]] = {
 def make_schedule(
     name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """Return the checked schedule of that name; `ScheduleError` if its sizes are illegal."""
+    """Return the checked schedule of this name; raise `ScheduleError` for invalid sizes."""
     sizes = dict(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
@@ -187,11 +187,11 @@ def make_schedule(
 
 
 _Cell: TypeAlias = tuple[int, int, Action]
-"""(time, stage, action); times need not be dense."""
+"""(time, stage, action); times may have gaps."""
 
 
 def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
-    """Return (stage, virtual, microbatch) -> tick; groups of p microbatches pass v times."""
+    """Return the tick of (stage, virtual, microbatch); groups of p microbatches pass v times."""
     ticks = {}
     for microbatch in range(m):
         group, position = divmod(microbatch, p)
@@ -202,7 +202,7 @@ def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
 
 
 def _stage_order(p: int, m: int, stage: int) -> deque[Action]:
-    """Return one stage's textbook order: p-1-s forwards ahead, then both alternate."""
+    """Return one stage's actions in textbook order: p-1-s forwards, then both kinds alternate."""
     ahead = min(p - 1 - stage, m)
     order = [Action("forward", i) for i in range(ahead)]
     for i in range(m):
@@ -213,7 +213,7 @@ def _stage_order(p: int, m: int, stage: int) -> deque[Action]:
 
 
 def _from_cells(name: str, p: int, m: int, v: int, cells: Iterable[_Cell]) -> Schedule:
-    """Order the cells by their times; times at which no stage acts take no tick."""
+    """Order the cells by time; times without an action take no tick."""
     ticks: dict[int, list[Action | None]] = {}
     for time, stage, action in cells:
         ticks.setdefault(time, [None] * p)[stage] = action

@@ -1,4 +1,4 @@
-"""Simulate a schedule to count time, bubble, messages and buffers; draw it."""
+"""Simulate a schedule: count time, bubble, messages and buffers; draw it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxdist.runtime.formatting.numbers import percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of each action on one virtual stage, in forwards; without recomputation."""
+    """Time of each action of one virtual stage, in units of a forward; without recomputation."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
 
     def of(self, kind: Kind, splits_backward: bool) -> float:
-        """Return the time of one action; a complete backward is both gradients."""
+        """Return the time of one action; an unsplit backward computes both gradients."""
         if kind == "forward":
             return self.forward
         if kind == "weight":
@@ -28,20 +28,21 @@ class Costs:
 
 
 RECOMPUTE = Costs(input_gradient=2.0)
-"""Costs when the backward first repeats the forward of its virtual stage."""
+"""Costs if the backward first recomputes the forward of its virtual stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The cost of a schedule, by simulation.
+    """Simulated cost of a schedule.
 
-    Slots are the buffers of the fullest stage, arrivals included; permutes those of `plan_loops`.
+    Slots are those of the stage that needs most, including received values. Permutes are counted
+    for the loops of `plan_loops`.
 
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.
-        bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
-        peak_stash: per stage, most microbatch activations alive between forward and backward.
-        messages: activations and gradients sent to a neighbor, all stages together.
+        bubble: mean idle share of the stages, 0..1.
+        peak_stash: per stage, the most microbatch activations alive between forward and backward.
+        messages: activations and gradients sent between neighbors, over all stages.
     """
 
     num_ticks: int
@@ -57,7 +58,7 @@ class Report:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
-    """Check a schedule, then count its time, messages and buffers; `costs` default to B = 2 F."""
+    """Check a schedule and return its cost; by default a backward costs two forwards."""
     check(schedule)
     costs = costs or Costs()
     split = schedule.splits_backward
@@ -97,10 +98,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 
 
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Draw the schedule as text: one row per stage, one column per tick, and its cost below.
+    """Draw the schedule as text: one row per stage, one column per tick, its cost below.
 
-    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. If a stage has
-    several virtual stages a letter follows (`F2a` is its first).
+    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. With several
+    virtual stages per stage, a letter is appended (`F2a` is the first virtual stage).
     """
     costs = costs or Costs()
     report = simulate(schedule, costs)

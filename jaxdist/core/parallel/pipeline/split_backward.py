@@ -1,23 +1,23 @@
-"""A layer's backward in two parts: the input gradient now, the weight gradient later.
+"""Split a layer's backward: compute the input gradient now and the weight gradients later.
 
-Zero-bubble schedules need two separate actions, because another stage waits only for the input
+Zero-bubble schedules run them as two actions, because another stage waits only for the input
 gradient. `jax.vjp` returns one function for both, so its traced program is cut in two:
 
-    layer       x ──► forward ──► y, saved
-    first half  saved, dy ──► dx, kept        the equations that dx needs
-    second half kept ──► gradients of weights  the rest, mostly one matrix product per weight
+    forward          x ──► y, saved
+    input gradient   saved, dy ──► dx, kept   the equations that dx needs
+    weight gradient  kept ──► weight gradients   mostly one matrix product per weight
 
-`kept` are inputs of products and gradients of their outputs. They stay in a buffer until the weight
-action, so their size determines the memory of the schedule. Three rules keep them small, and none
-computes a matrix product twice:
+`kept` are inputs of products and gradients of their outputs. They are buffered until the weight
+action, so they determine the memory of the schedule. Three rules reduce them without computing any
+matrix product twice:
 
-1. Values that follow from weights and constants alone are recomputed.
-2. Gradients of biases and norm scales are sums over rows, and are kept as sums, not as terms.
-3. With `recompute_enlarged`, a value that is only a larger copy of another (gathered over the
-   tensor axis, in a wider dtype, broadcast) is kept as the smaller one.
+1. Values that depend only on weights and constants are recomputed.
+2. Gradients of biases and norm scales are sums over rows. They are stored after summing.
+3. With `recompute_enlarged`, a larger copy of a value (all-gathered over the tensor axis, cast to a
+   wider dtype, broadcast) is recomputed from that value.
 
-Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
-cut is made in the traced program, so any layer can be cut.
+Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the traced program
+is cut, so this works for any layer.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jaxdist.core.types import Array, Params, Sums
 Layer = Callable[[Params, Array, Any], tuple[Array, Array | None, Sums]]
 """(weights, x, constants) -> (y, loss, sums); y and loss are differentiable in weights and x.
 
-`loss` is the layer's own term of the loss, float32 [], or None. Its cotangent is the constant 1,
-known to both halves of the backward."""
+`loss` is the layer's part of the loss, float32 [], or None. Its cotangent is 1 in both parts of the
+backward."""
 
 
 class SplitLayer(NamedTuple):
-    """A layer in two or three steps; lists of arrays carry values from one to the next.
+    """Functions of a layer with split backward; lists of arrays pass values between them.
 
-    x, y, dx and dy are [microbatch, seq_shard, d_model]. Gradients of weights have the shapes of
-    the weights. `saved` and `kept` follow from the cut.
+    x, y, dx and dy are [microbatch, seq_shard, d_model]. Weight gradients have the shapes of the
+    weights. The split determines which arrays are in `saved` and `kept`.
 
     Attributes:
         forward: (weights, x, constants) -> (y, sums, saved).
-        backward: (weights, constants, saved, dy) -> (dx, gradients of the weights): both at once.
+        backward: (weights, constants, saved, dy) -> (dx, weight gradients): the unsplit backward.
         input_gradient: (weights, constants, saved, dy) -> (dx, kept).
-        weight_gradient: (weights, constants, kept) -> gradients of the weights.
+        weight_gradient: (weights, constants, kept) -> weight gradients.
     """
 
     forward: Callable[[Params, Array, Any], tuple[Array, Sums, list[Array]]]
@@ -61,15 +61,15 @@ class SplitLayer(NamedTuple):
 def split_layer(
     layer: Layer, weights: Params, x: Array, constants: Any, *, recompute_enlarged: bool = False
 ) -> SplitLayer:
-    """Split a layer's backward, for arguments of these shapes and dtypes.
+    """Split the backward of a layer for arguments of these shapes and dtypes.
 
-    x is [microbatch, seq_shard, d_model]. `constants` are inputs that are not differentiated.
-    `recompute_enlarged` is the third rule of the module.
+    x is [microbatch, seq_shard, d_model]. `constants` are not differentiated. `recompute_enlarged`
+    enables rule 3 of the module docstring.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
     def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:
-        """Return (y [microbatch, seq_shard, d_model], its sums, values saved by `jax.vjp`)."""
+        """Return (y [microbatch, seq_shard, d_model], its sums, residuals of `jax.vjp`)."""
 
         def outputs(weights: Params, x: Array) -> tuple[tuple[Array, Array | None], Sums]:
             y, loss, sums = layer(weights, x, constants)
@@ -82,7 +82,7 @@ def split_layer(
         traces.append((pull_tree, sum_tree, seed_axes))
         return y, sum_leaves, leaves
 
-    # 1. Trace the layer with the values that `jax.vjp` saves, the leaves of `pull`.
+    # 1. Trace the layer together with its `jax.vjp` residuals, the leaves of `pull`.
     traced = jax.make_jaxpr(differentiate)(weights, constants, x)
     pull_tree, sum_tree, seed_axes = traces[0]
     num_sums = sum_tree.num_leaves
@@ -94,7 +94,7 @@ def split_layer(
     )
     fixed = _follows_from(program, program.invars[:num_fixed])
     made = {*program.invars, *_outputs(program.eqns)}
-    # 2. Save the residuals that do not follow from weights and constants.
+    # 2. Save the residuals that depend on more than weights and constants.
     own, again = _stored(program.eqns, leaf_vars, made, fixed, recompute_enlarged)
     run = _function(traced, program.invars, [y_var, *sum_vars, *own])
     rebuild = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
@@ -106,14 +106,14 @@ def split_layer(
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
-        """Return (dx, gradients of the weights) from dy [microbatch, seq_shard, d_model]."""
+        """Return (dx, weight gradients) from dy [microbatch, seq_shard, d_model]."""
         leaves = rebuild(*jax.tree.leaves((weights, constants)), *saved)
         pull = jax.tree.unflatten(pull_tree, leaves)
         dloss = None if seed_axes is None else collectives.vary(jnp.float32(1.0), seed_axes)
         weight_grads, dx = pull((dy, dloss))
         return dx, weight_grads
 
-    # Values rather than their shapes: those lose their mesh if XLA shards an axis by itself.
+    # Concrete values, because shapes lose their mesh if XLA shards an axis automatically.
     y, _, saved = jax.tree.map(
         collectives.zeros_like, jax.eval_shape(forward, weights, x, constants)
     )
@@ -130,18 +130,18 @@ def _cut(
     dy: Any,
     recompute_enlarged: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return both gradient functions of `SplitLayer`; dy is [microbatch, seq_shard, d_model]."""
+    """Return the input and weight gradient functions; dy is [microbatch, seq_shard, d_model]."""
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
-    # 1. The first half computes only values that the input's gradient needs.
+    # 1. The first part computes only values that the input gradient needs.
     first = _outputs(_needed(program.eqns, [dx_var]))
-    # 2. It also computes the weight gradients that are mere sums, of biases and norm scales.
+    # 2. It also computes weight gradients that need no product: biases and norm scales.
     leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
     sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
     made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
-    # 3. Of all existing values, keep those that the second half reads.
+    # 3. Of the values computed so far, keep those that the second part reads.
     kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, recompute_enlarged)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(
@@ -169,10 +169,10 @@ def _stored(
     fixed: set[Any],
     recompute_enlarged: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """Return (variables to keep, equations that lead from them to the required ones).
+    """Return (variables to keep, equations that compute the required variables from them).
 
-    Kept variables exist after the first part (`made`), do not follow from weights and constants
-    (`fixed`), and are no enlargement of something smaller.
+    Kept variables are available after the first part (`made`) and depend on more than weights and
+    constants (`fixed`). They are not larger copies of other variables, which rule 3 recomputes.
     """
     enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
@@ -182,7 +182,7 @@ def _stored(
 
 
 def _enlarges(equation: Any, fixed: set[Any]) -> bool:
-    """Return True if it copies its input into more bytes and does nothing else."""
+    """Return True if an equation only copies its input into more bytes."""
     if equation.primitive.name not in ("all_gather", "broadcast_in_dim", "convert_element_type"):
         return False
     size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
@@ -205,7 +205,7 @@ def _outputs(equations: Iterable[Any]) -> set[Any]:
 def _needed(
     equations: Sequence[Any], required: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """Return the equations that lead to the required variables, not beyond those that stop."""
+    """Return the equations that compute the required variables, starting after `stop` variables."""
     open_vars = {var for var in required if isinstance(var, core.Var) and not stop(var)}
     equations_needed = []
     for equation in reversed(equations):
@@ -217,7 +217,7 @@ def _needed(
 
 
 def _follows_from(program: Any, determined: Iterable[Any]) -> set[Any]:
-    """Return the variables that these and constants determine."""
+    """Return the variables that depend only on the `determined` ones and on constants."""
     variables = {*determined, *program.constvars}
     for equation in program.eqns:
         if all(_is_determined(var, variables) for var in equation.invars):
@@ -232,7 +232,7 @@ def _is_determined(var: Any, determined: set[Any]) -> bool:
 def _function(
     traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
 ) -> Callable[..., list[Array]]:
-    """Return the part of a traced program from inputs to outputs, arrays [*dims] each."""
+    """Return the part of a traced program from inputs to outputs, as a function of arrays."""
     program = traced.jaxpr
     equations = _needed(program.eqns if equations is None else equations, outputs)
     part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)

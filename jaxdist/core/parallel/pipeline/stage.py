@@ -1,4 +1,4 @@
-"""One stage of a pipeline: its layers, its microbatches, and the model applied to both."""
+"""One stage of a pipeline: applies the model to the layers and microbatches of this device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxdist.core.weights import frozen, gathered_dtypes, merged, trained
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The inputs of this device's actions. An instruction names a microbatch and a virtual stage.
+    """The parameters and microbatches of this device; an `Instruction` selects among them.
 
     Attributes:
-        layers: this stage's parameters, [virtual_stages, layers of a virtual stage, ...].
-        outer: the parameters outside the layers, complete, in the compute dtype.
-        microbatches: [num_microbatches, rows of one, ...].
-        index: int32 [], this stage's index on the ring.
+            layers: this stage's parameters, [virtual_stages, layers per virtual stage, ...].
+            outer: complete parameters outside the layers, in the compute dtype.
+            microbatches: [num_microbatches, rows per microbatch, ...].
+            index: int32 [], index of this stage on the ring.
     """
 
     forward: ForwardPass
@@ -46,11 +46,11 @@ class Stage:
         return now.virtual * self.schedule.num_stages + self.index
 
     def is_first(self, now: Instruction) -> Array:
-        """Return True, bool [], if the virtual stage begins with the embedding."""
+        """Return whether the virtual stage starts with the embedding, bool []."""
         return self.virtual_stage(now) == 0
 
     def is_last(self, now: Instruction) -> Array:
-        """Return True, bool [], if the virtual stage ends in the loss head."""
+        """Return whether the virtual stage ends with the loss head, bool []."""
         return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
 
     def microbatch(self, now: Instruction) -> Batch:
@@ -68,23 +68,23 @@ class Stage:
         return embed(merged(outer, self.outer), self.microbatch(now), self.context)
 
     def aux(self, now: Instruction) -> tuple[Any, ...]:
-        """Return the `aux` of every block, [rows, ...] of each chunk of a microbatch."""
+        """Return the `aux` inputs of all blocks, [rows, ...] for each row chunk of a microbatch."""
         return self.forward.prepare(self.microbatch(now), self.context)
 
     def layer_indices(self, now: Instruction) -> Array:
-        """Return the index in the model of each layer, int32 [layers]; random bits depend on it."""
+        """Return the model index of each layer, int32 [layers]; random bits depend on it."""
         count = jax.tree.leaves(self.layers)[0].shape[1]
         return self.virtual_stage(now) * count + jnp.arange(count)
 
     def layers_of(self, now: Instruction) -> Layers:
-        """Return the layers of the virtual stage, for their backward."""
+        """Return the layers of the virtual stage with their constants, for `LayerwiseBackward`."""
         whole, axes = self.weights(now), self.forward.model.axes["layers"]
         constants = self.layer_indices(now), frozen(whole, axes)
         return Layers(trained(whole, axes), constants, self.aux(now), now.virtual)
 
     @property
     def trained_outer(self) -> Params:
-        """Return the parameters outside the layers; None for those that have no gradient."""
+        """Return the parameters outside the layers; None in place of those without gradients."""
         return trained(self.outer, {name: self.forward.model.axes[name] for name in self.outer})
 
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
@@ -99,9 +99,9 @@ class Stage:
         )
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
-        """Return sums of head and objective, from the last layer's x [rows, seq_shard, d_model]."""
+        """Return sums of head and objective from the last layer's x [rows, seq_shard, d_model]."""
         sums = self.forward.head(merged(outer, self.outer), x, self.microbatch(now), self.context)
-        return collectives.vary(sums, PIPELINE.name)  # a constant too: other stages have none
+        return collectives.vary(sums, PIPELINE.name)  # also constants: other stages have no head
 
 
 def make_stage(
@@ -115,11 +115,11 @@ def make_stage(
     gather: str,
     reduce_dtype: Any,
 ) -> Stage:
-    """Make this device's stage: the layers of its virtual stages, and its microbatches.
+    """Build this device's stage: the layers of its virtual stages, and its microbatches.
 
-    Params are local shards, layers [layers stored on this stage, ...]; the batch is this replica's
-    rows [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered: once, by
-    this function, if `gather` = "step", else in each action.
+    `params` are local shards, layers [layers stored on this stage, ...]; `batch` is this replica's
+    [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered: once, by this
+    function, if `gather` = "step", else in every action.
     """
     layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":
@@ -140,10 +140,10 @@ def make_stage(
 
 
 def of_virtual_stages(specs: Any) -> Any:
-    """Return specs of [virtual_stages, layers, ...] from those of leaves [layers, ...]."""
+    """Return specs of [virtual_stages, layers, ...] from specs of [layers, ...]."""
     return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def zeros(kinds: Any, *lead: int) -> Any:
-    """Return `collectives.zeros_like` of each leaf of a tree of shapes, with leading dims."""
+    """Return zeros [*lead, ...] for every leaf of a tree of shapes."""
     return jax.tree.map(lambda x: collectives.zeros_like(x, *lead), kinds)

@@ -1,15 +1,15 @@
-"""Training by a pipeline: stages of layers on their own devices, microbatches flow between them.
+"""Pipeline training: stages hold layers on different devices; microbatches pass through them.
 
-Any schedule of `schedules.py` runs inside the manual step, as one program of all stages
-(`executor.py`). A stage keeps the input of a virtual stage until its backward, which repeats the
-forward from it and then goes back layer by layer.
+Any schedule of `schedules.py` runs inside the manual step, as one program for all stages
+(`executor.py`). A stage stashes the input of a virtual stage until its backward. The backward
+recomputes the forward from this input, then differentiates layer by layer.
 
-Traffic per device and step, B being the bytes of one microbatch's activations:
-    ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
-    fsdp            weights are gathered and gradients scattered in every action ("action"), or
-                    once per step ("step")
+Traffic per device and step; B is the size in bytes of one microbatch's activations:
+    ring permutes   B per exchange of the schedule (`simulation.Report`), in each direction
+    fsdp            all-gather of weights and reduce-scatter of gradients, in every action
+                    ("action") or once per step ("step")
     interleaving    parameters are sent to the stage that runs them and gradients back, once per
-                    step: 4 bytes per parameter of a stage, each way
+                    step: 4 bytes per parameter of a stage, in each direction
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def make_pipeline_value_and_grad(
     gather: Literal["action", "step"] = "action",
     reduce_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Make the sums and local gradients by a pipeline, for use inside the manual step.
+    """Make the pipelined computation of sums and local gradients, for use inside the manual step.
 
-    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums), for the backward.
-    `policy` selects the values that `jax.checkpoint` saves between the forward that backward
-    repeats and that backward; None = all that does not follow from weights. With `gather` = "step",
+    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums). Backward uses it.
+    `policy` selects the residuals that `jax.checkpoint` saves when backward recomputes the forward;
+    None saves everything that depends on more than weights. With `gather` = "step",
     `ForwardPass.run_layers` must not gather.
 
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
-    (sums, gradients). The sums of head and layers are on the stages that run them. The gradients
-    are float32, of the scaled objective, laid out as `Layout.gradient_specs`, and still to be
-    summed over `Layout.summed_axes`.
+    (sums, gradients). Sums are on the stages that run the layers and the head. Gradients are
+    float32 gradients of the scaled objective, laid out as `Layout.gradient_specs`. The caller must
+    still sum them over `Layout.summed_axes`.
     """
     trained_axes = trained(forward.model.axes, forward.model.axes)
     specs = layout.param_specs(trained_axes)
@@ -121,7 +121,7 @@ def make_pipeline_value_and_grad(
 
 
 class _Training:
-    """The handlers of a training schedule on one stage, and the state they start from."""
+    """Action handlers of a training schedule on one stage, and their initial state."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class _Training:
         reduce_layer: Callable[[Params], Params],
         scale: Array,
     ) -> None:
-        """Trace the shapes; `scale`, float32 [], multiplies the objective."""
+        """Trace shapes; the objective is multiplied by `scale`, float32 []."""
         self.stage, self.scale = stage, scale
         self.schedule = stage.schedule
-        # Any instruction serves to learn shapes: all microbatches and virtual stages are alike.
+        # Any instruction gives the shapes: all microbatches and virtual stages have the same.
         self.example = jax.tree.map(lambda column: column[0], instructions_of(self.schedule))
         self.x_kind = jax.eval_shape(stage.embed, stage.outer, self.example)
         self.zero_x = collectives.zeros_like(self.x_kind)
@@ -154,23 +154,23 @@ class _Training:
         return run(self.schedule, handlers, idle, state).totals
 
     def _forward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Run a virtual stage on [rows, seq_shard, d_model]; its input stays in the buffer."""
+        """Run a virtual stage on x [rows, seq_shard, d_model]; stash x for the backward."""
         stage = self.stage
         x = lax.cond(
             stage.is_first(now),
             lambda: stage.embed(stage.outer, now),
             lambda: take(state.activations, now.activation),
         )
-        # Nobody reads the last virtual stage's output: its backward computes it with the loss.
+        # The last virtual stage skips its forward: its backward computes the output and the loss.
         y = lax.cond(stage.is_last(now), lambda: self.zero_x, lambda: stage.run(x, now)[0])
         return {"entered": x, "up": y}
 
     def _backward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Repeat the forward, then go back from dy or the loss to dx [rows, seq_shard, d_model]."""
+        """Recompute the forward, then compute dx [rows, seq_shard, d_model] from dy or the loss."""
         stage = self.stage
         layers = stage.layers_of(now)
         y, sums, saved = self.layers.forward(layers, take(state.activations, now.activation))
-        # Sums are counted once here, because the last virtual stage has no forward action.
+        # Sums are added only here, because the last virtual stage computes nothing in forward.
         totals = {**state.totals, "sums": add_sums(state.totals["sums"], sums)}
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(now),
@@ -190,7 +190,7 @@ class _Training:
         return {"down": dx, "totals": totals, "kept": kept}
 
     def _weight(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Add the weights' gradients, [layers, ...], that an earlier backward postponed."""
+        """Add the weight gradients, [layers, ...], that an earlier backward deferred."""
         kept = [take(x, now.pending) for x in state.pending]
         layers = self.stage.layers_of(now)
         totals = self.layers.weight_gradient(layers, kept, state.totals["layers"])
@@ -199,7 +199,7 @@ class _Training:
     def _head_gradient(
         self, now: Instruction, y: Array, totals: dict[str, Any]
     ) -> tuple[Array, Params, Sums]:
-        """Run the loss head on y [rows, seq_shard, d_model]: (its gradient, `outer`, `sums`)."""
+        """Return (dy, `outer`, `sums`) of the loss head at y [rows, seq_shard, d_model]."""
 
         def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
             sums = self.stage.head(outer, y, now)
@@ -210,23 +210,23 @@ class _Training:
         return dy, _add(totals["outer"], outer_grads), add_sums(totals["sums"], sums)
 
     def _embedding_gradient(self, now: Instruction, dx: Array) -> Params:
-        """Return gradients of the outer parameters, from dx [rows, seq_shard, d_model]."""
+        """Return the gradients of the outer parameters from dx [rows, seq_shard, d_model]."""
         _, pull = jax.vjp(lambda outer: self.stage.embed(outer, now), self.stage.trained_outer)
         return pull(dx)[0]
 
     def _layerwise(
         self, layer: Callable[..., tuple[Array, Sums]], policy: Callable[..., bool] | None
     ) -> LayerwiseBackward:
-        """Return the stage's layers, to run on x [rows, seq_shard, d_model] one by one.
+        """Return this stage's layers, which run one by one on x [rows, seq_shard, d_model].
 
-        Schedules that split the backward ignore the policy: both halves would recompute the same.
+        Split backwards ignore the remat policy, because both parts would recompute the same values.
         """
         stage, splits = self.stage, self.schedule.splits_backward
 
         def apply(
             shards: Params, x: Array, constants: tuple[tuple[Array, Params], Any]
         ) -> tuple[Array, Array | None, Sums]:
-            """Run a layer on x [rows, seq_shard, d_model], with its scaled term of the loss."""
+            """Run a layer on x [rows, seq_shard, d_model]; also return its scaled loss."""
             (index, fixed), aux = constants
             whole = merged(shards, fixed)
             y, sums = layer(stage.forward.block, whole, x, index, aux, stage.context)
@@ -234,25 +234,25 @@ class _Training:
             return y, loss, sums
 
         if policy is not None and not splits:
-            # Forward and backward are two loops, which the compiler cannot merge.
+            # CSE cannot merge forward and backward, because they are separate loops.
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         example = stage.layers_of(self.example)
         one, fixed = jax.tree.map(lambda x: x[0], (example.weights, example.constants))
-        # Inputs of a postponed weight gradient are kept for long, so at their smallest.
+        # Inputs of a deferred weight gradient stay in memory for long, so keep the smallest form.
         split = split_layer(
             apply, one, self.zero_x, (fixed, example.aux), recompute_enlarged=splits
         )
         return LayerwiseBackward(split, self.reduce_layer)
 
     def _first_state(self) -> tuple[State, list[Any]]:
-        """Return empty buffers and zero totals; and shapes kept for a postponed gradient."""
+        """Return empty buffers with zero totals, and the shapes of deferred inputs (`kept`)."""
         stage, layers = self.stage, self.stage.layers_of(self.example)
         _, sum_kinds, saved_kinds = jax.eval_shape(self.layers.forward, layers, self.zero_x)
         sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, self.zero_x, self.example))
         kept_kinds: list[Any] = []
         if self.schedule.splits_backward:
             saved = jax.tree.map(collectives.zeros_like, saved_kinds)
-            # Values and not their shapes: those lose their mesh if XLA shards an axis by itself.
+            # Concrete values, because shapes lose their mesh if XLA shards an axis automatically.
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
         one_layer = jax.tree.map(lambda x: x[0], layers.weights)
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
@@ -276,5 +276,5 @@ def _float32(tree: Any) -> Any:
 
 
 def _add(total: Any, part: Any) -> Any:
-    """Add parts to totals [...], in the dtypes of the totals."""
+    """Add parts [...] to totals [...], in the dtypes of the totals."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)

@@ -1,8 +1,8 @@
-"""Move parameters of virtual stages between the stages that store them and that run them.
+"""Move the parameters of virtual stages between the stages that store and that run them.
 
 Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, so checkpoints do
-not depend on the schedule. With several virtual stages on each stage they are sent to the stage
-that runs them, and their gradients are sent back, once per step.
+not depend on the schedule. With several virtual stages per stage, each step sends parameters to the
+stages that run them and sends their gradients back.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
 
 
 def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
-    """Move x [virtual_stages, ...] from the stages that store it to those that run it, or back.
+    """Move x [virtual_stages, ...] from storing to running stages, or with `home` back.
 
-    Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... In each of v
-    rounds, one permutation sends one virtual stage from every stage and delivers one to every
-    stage, so each is sent once.
+    Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... There are v
+    rounds of one permutation each. In a round every stage sends one virtual stage and receives one,
+    so each is sent exactly once.
     """
     p, v = schedule.num_stages, schedule.num_virtual_stages
     if v == 1:
@@ -64,19 +64,19 @@ def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
 
 
 def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
-    """Return the value of this stage; `values[i]` belongs to `stages[i]`."""
+    """Return the entry of `values` for this stage; `values[i]` belongs to `stages[i]`."""
     by_stage = np.zeros_like(values)
     by_stage[stages] = values
     return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
 
 
 def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
-    """Cut the p·v virtual stages into v rounds, each naming every storing and running stage once.
+    """Assign the p·v virtual stages to v rounds in which each stage sends one and receives one.
 
-    Each round is int32 [p], the virtual stage that storing stage s sends: with g = gcd(p, v) it is
-    s·v + (round + s // (p/g)) mod v. Why it names every running stage once: s·v mod p takes each
-    multiple of g once in each of g blocks of p/g stages, and the blocks' second terms differ mod g.
-    Over the rounds the second term takes all v values.
+    Each round is int32 [p]: the virtual stage that stage s sends. With g = gcd(p, v) it is s·v +
+    (round + s // (p/g)) mod v. Each stage receives only one: s·v mod p takes each multiple of g
+    once in each of g blocks of p/g stages, and the second terms of the blocks differ mod g. Over
+    all rounds the second term takes all v values.
     """
     block = p // math.gcd(p, v)
     stage = np.arange(p, dtype=np.int32)
