@@ -1,9 +1,9 @@
-"""`python -m jaxdist.plan`: does a run fit, on which mesh, how fast, at what price.
+"""`python -m jaxdist.plan`: estimate whether a run fits, on which mesh, how fast, at what cost.
 
-options, planner    the request and the plan: search, compiler check, cost
-advice, scaling     recommended changes, and other GPUs
+options, planner    settings of a plan; the plan: search, compiler check, cost
+advice, scaling     recommended changes; other GPU types and counts
 text, json_record   the plan as text and JSON; drawings of pipeline schedules
-estimate            memory, traffic, time and cost by arithmetic
-compiled            the train step compiled by the real XLA:GPU compiler, without a GPU
-audit               check of every sum of the traced step over every mesh axis
+estimate            analytical model of memory, traffic, time and cost
+compiled            compiles the train step with the real XLA:GPU compiler, without a GPU
+audit               checks every reduction of the traced step over every mesh axis
 """

@@ -1,4 +1,4 @@
-"""Advice on a plan: sentences with numbers, and the flags to type."""
+"""Advice on a plan: sentences with numbers, and flags to copy."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percen
 from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
-"""Narrow products are suggested if a step takes less than this share of its time."""
+"""Suggest a narrow `matmul_dtype` if the step then takes less than this share of its time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One recommendation: its topic in a word or two, and sentences."""
+    """One recommendation: a topic of one or two words, and sentences."""
 
     topic: str
     text: str
 
 
 def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[Advice]:
-    """Return all advice on a plan, most urgent first."""
+    """Return all advice on a plan, most important first."""
     return [
         *_fit(plan, config),
         *_dtype(plan),
@@ -72,7 +72,7 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
     ]
 
 
-# --- does it fit ----------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
@@ -193,7 +193,7 @@ def _on_data(plan: Plan) -> str:
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Return why an axis is used, or what it would cost."""
+    """Return why the mesh uses an axis, or the effect of using it."""
     used = plan.choice.job.spec[axis]
     others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
@@ -229,7 +229,7 @@ def _compared(other: Candidate, choice: Candidate) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
-    """Compare the exchanges of keys and values between devices that share rows."""
+    """Compare the context-parallel exchanges of keys and values."""
     choice = plan.choice
     job, used = choice.job, choice.job.exchange
     if used is None:
@@ -259,7 +259,7 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     yield Advice("context attention", " ".join(sentences))
 
 
-_UNEVEN = 0.05  # smaller shares are not mentioned
+_UNEVEN = 0.05  # do not mention a smaller load imbalance
 _EXCHANGES = {
     "ring": "keys and values travel from device to device while the local ones are multiplied",
     "all_gather": "every device gets all keys and values",
@@ -268,7 +268,7 @@ _EXCHANGES = {
 }
 
 
-# --- how many of which ----------------------------------------------------------------------------
+# --- number and type of GPUs ----------------------------------------------------------------------
 
 
 def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
@@ -311,7 +311,7 @@ def _offer(size: Size) -> str:
 
 
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """Return that the limits cannot be met, and limits that could be."""
+    """Return a sentence that the limits cannot be met, with limits that can be."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
         "Impossible: no count of any type meets deadline and budget with a batch of "
@@ -353,7 +353,7 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
     return text if four is None else f"{text} {_offer(four)}."
 
 
-_WORTH_IT = 1.6  # speedup from twice the GPUs
+_WORTH_IT = 1.6  # minimum speedup to recommend twice the GPUs
 
 
 # --- batch and learning rate ----------------------------------------------------------------------

@@ -163,7 +163,7 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
 
 
 def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., Array]:
-    """Make the product of x and w in `plan.matmul_dtype`; see `matmul.make_dot` for shapes."""
+    """Make the product [*named dims] of x and w in `plan.matmul_dtype`; see `matmul.make_dot`."""
     # Devices on these axes may hold parts of one activation; devices of different stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
     return with_weights(matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options))

@@ -41,15 +41,15 @@ class Step:
     """The compiled functions of a run.
 
     Attributes:
-            train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-                skipped if the loss exceeds `limit` (float32 [], inf = no limit), if loss or
-                gradients are not finite, or if the global weight is 0 (no row has a label). Then
-                the metric `applied` is False.
-            evaluate: (params, batch) -> Sums over the global batch; jitted.
-            context: execution context of the model (kernels, dtypes), for logs.
-            options: compiler options of `train`, for logs; none on CPUs.
-            batch_sharding: sharding of the leaves of a batch; it splits rows, and with a context
-                axis also positions, in the order of `place_batch` (`core/parallel/context.py`).
+        train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
+            skipped if the loss exceeds `limit` (float32 [], inf = no limit), if loss or
+            gradients are not finite, or if the global weight is 0 (no row has a label). Then
+            the metric `applied` is False.
+        evaluate: (params, batch) -> Sums over the global batch; jitted.
+        context: execution context of the model (kernels, dtypes), for logs.
+        options: compiler options of `train`, for logs; none on CPUs.
+        batch_sharding: sharding of the leaves of a batch; it splits rows, and with a context
+            axis also positions, in the order of `place_batch` (`core/parallel/context.py`).
     """
 
     train: Any

@@ -1,4 +1,4 @@
-"""Rules of products, convolutions, lookups and their transposes on states."""
+"""State rules of matrix products, convolutions, gathers and scatters."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from jaxdist.plan.audit.states import (
 )
 
 SUMMED = -1
-"""Marks a dim that a product sums over, instead of a dim of the result; -2, ... others."""
+"""Target of a dim that a product contracts, instead of a dim of the result; or any lower value."""
 
 _GONE = 1000
-"""Marks a dim that is unknown."""
+"""Target of a dim that is not known."""
 
 
 class MissingGather(Exception):
-    """Both factors are split along different dims; an error if one of them is a weight."""
+    """The factors are split along different dims; an error if one of them is a weight."""
 
 
 def dot_general(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a matrix product; PARTIAL if a contracted dim is split."""
+    """Return the state of a matrix product; PARTIAL if a split dim is contracted."""
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     shapes = [v.aval.shape for v in equation.invars]
     free_l = [d for d in range(len(shapes[0])) if d not in (*contract_l, *batch_l)]
@@ -49,7 +49,7 @@ def dot_general(equation: Any, states: Sequence[int]) -> int:
 
 
 def convolution(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a convolution over unsplit images: a product of batch and features."""
+    """Return the state of a convolution with unsplit spatial dims: a product."""
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return _unsplit(states)
@@ -63,7 +63,7 @@ def _product(
     states: Sequence[int],
     targets: tuple[dict[int, int], dict[int, int]],
 ) -> int:
-    """Return the state of a bilinear product; `places[i][dim]`: dim of the result, or ≤ SUMMED."""
+    """Return the state of a product; `targets[i][dim]` is the dim of the result, or <= SUMMED."""
     if ZERO in states:
         return ZERO
     if PARTIAL in states:
@@ -101,7 +101,7 @@ def _unsplit(states: Sequence[int]) -> int:
 
 
 def gather(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a lookup, with split indices or in a table with split rows."""
+    """Return the state of a gather, whose indices or table rows may be split."""
     table, index = states[:2]
     if table == ZERO:
         return ZERO
@@ -138,7 +138,7 @@ def _window_indices(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
 
 
 def scatter_add(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of sums into rows; rows from all parts of a batch give a term of a sum."""
+    """Return the state of a scatter-add; split updates to all rows give PARTIAL."""
     into, index, update = states[:3]
     state = _scattered(equation, index, update)
     if into == ZERO:

@@ -1,4 +1,4 @@
-"""Rules of elementwise operations on states: sums, products, selections, other functions."""
+"""State rules of elementwise operations: sums, products, `where`, nonlinear functions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jaxdist.plan.audit.states import (
 )
 
 Rule = Callable[[Any, Sequence[int]], "int | list[int]"]
-"""(equation, states of its operands over one axis) -> state of its result, or of each result."""
+"""(equation, operand states over one axis) -> state of the result, or of each result."""
 
 
 class OmittedSum(Exception):
-    """A partial value, operand number `operand`, was used as if it were the sum."""
+    """Operand number `operand` is a partial sum, but is used as if it were the complete sum."""
 
     def __init__(self, operand: int, text: str) -> None:
         super().__init__(text)
@@ -41,19 +41,19 @@ def omitted(states: Sequence[int], text: str) -> OmittedSum:
 
 
 def same(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of the first operand."""
+    """Return the operand's state, for operations that do not change it."""
     del equation
     return states[0]
 
 
 def name(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a named value; VARYING if `mark_device_local` marked it."""
+    """Return the state of a `name` equation; VARYING if `mark_device_local` created it."""
     is_own = equation.params["name"] == OWN_VALUE and states[0] not in FIXED
     return VARYING if is_own else states[0]
 
 
 def convert(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a cast: PARTIAL survives a cast to a float dtype, not to an integer."""
+    """Return the state of a cast; PARTIAL remains only in float dtypes."""
     floats = all(
         jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (equation.invars[0], equation.outvars[0])
     )
@@ -61,7 +61,7 @@ def convert(equation: Any, states: Sequence[int]) -> int:
 
 
 def add(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum or difference: PARTIAL may only be added to PARTIAL."""
+    """Return the state of a sum or difference; PARTIAL may only be added to PARTIAL."""
     del equation
     left, right = states
     if PARTIAL not in states:
@@ -75,7 +75,7 @@ def add(equation: Any, states: Sequence[int]) -> int:
 
 
 def multiply(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a product, which is linear in each factor."""
+    """Return the state of a product; PARTIAL remains if the other factor is EQUAL or constant."""
     del equation
     left, right = states
     if ZERO in states:
@@ -88,7 +88,7 @@ def multiply(equation: Any, states: Sequence[int]) -> int:
 
 
 def divide(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a quotient, which is linear in the numerator only."""
+    """Return the state of a quotient; only the numerator may be PARTIAL."""
     del equation
     above, below = states
     if below == PARTIAL:
@@ -101,26 +101,26 @@ def divide(equation: Any, states: Sequence[int]) -> int:
 
 
 def power(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of `integer_pow`, which is linear if the exponent is 1."""
+    """Return the state of `integer_pow`, which is nonlinear unless the exponent is 1."""
     return states[0] if equation.params["y"] == 1 else nonlinear(equation, states)
 
 
 def nonlinear(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a nonlinear function, whose input must not be PARTIAL."""
+    """Return the state of a nonlinear function; its input must not be PARTIAL."""
     if PARTIAL in states:
         raise omitted(states, f"goes through {equation.primitive.name}")
     return other(equation, states)
 
 
 def other(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of any elementwise function: splits remain, PARTIAL becomes VARYING."""
+    """Return the state of another elementwise function; splits remain, PARTIAL becomes VARYING."""
     del equation
     total = join_all(VARYING if state == PARTIAL else state for state in states)
     return CONSTANT if total == ZERO else total
 
 
 def select(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of `where`: PARTIAL if the device index selects between values and zeros."""
+    """Return the state of `where`; PARTIAL if the device index selects between values and zeros."""
     del equation
     which, *cases = states
     state = join_all(cases)
@@ -136,7 +136,7 @@ def select(equation: Any, states: Sequence[int]) -> int:
 
 
 def random_bits(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of random numbers; VARYING if their seed depends on the device index."""
+    """Return the state of random bits; VARYING if the seed depends on the device index."""
     state = other(equation, states)
     return VARYING if state == INDEX else state
 

@@ -1,4 +1,4 @@
-"""Sources and uses of a value of a traced program, through nested programs."""
+"""Data flow in a traced program: sources and uses of a value, through nested programs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ CARRIERS = operations(
     "pvary reduce_scatter remat2 reshape scan select_n slice split squeeze stack sub transpose "
     "while"
 )
-"""Operations that pass a value on, possibly scaled or cut."""
+"""Operations whose output carries the input's value, possibly scaled or sliced."""
 
 HOLDERS = operations(
     "after all_gather all_gather_invariant checkpoint cond convert_element_type copy "
     "custom_jvp_call custom_vjp_call dynamic_slice jit name optimization_barrier pcast pjit pvary "
     "remat2 reshape scan slice squeeze transpose while"
 )
-"""Operations that pass a weight on."""
+"""Operations whose output still counts as the weight that they read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """A program inside others: (program, equation that holds the next one), outermost first."""
+    """Nesting of a program: (program, equation that contains the next one), outermost first."""
 
     program: Any
     around: tuple[tuple[Any, Any], ...] = ()
 
     def into(self, equation: Any, inner: Any) -> Path:
-        """Return the path of a program that an equation of this one holds."""
+        """Return the path of `inner`, a program that an equation of this program contains."""
         return Path(inner, (*self.around, (self.program, equation)))
 
 
 def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
-    """Return indices of the outermost program's results that carry the variables' values."""
+    """Return the indices of the outermost program's results that carry the variables' values."""
     reached = _forward(path.program, _variables(variables))
     for program, equation in reversed(path.around):
         outvars = equation.outvars
@@ -51,10 +51,10 @@ def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
 def inputs_reached(
     path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
 ) -> set[int]:
-    """Return indices of the outermost program's arguments that the variables derive from."""
+    """Return the indices of the outermost program's arguments that the variables come from."""
     reached = _backward(path.program, _variables(variables), through)
     for program, equation in reversed(path.around):
-        # A cond has its index before the operands of its branches, a loop those of its test.
+        # Skip operands that are not passed on: the index of a cond, the test constants of a while.
         first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
         invars = equation.invars[first.get(equation.primitive.name, 0) :]
         reached = _backward(
@@ -64,7 +64,7 @@ def inputs_reached(
 
 
 def is_mean(program: Any, equation: Any) -> bool:
-    """Return True if a sum is only divided by a constant afterwards: it is a mean."""
+    """Return True if a sum is a mean: afterwards it is only divided by a constant."""
     outs = set(equation.outvars)
     users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
     divided = [
@@ -74,7 +74,7 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
-    """Yield the equations that produced a value, last first, including those inside loops."""
+    """Yield the equations that compute a value, last first, including those inside loops."""
     tracked = _variables([variable])
     for equation in reversed(program.eqns):
         indices = [i for i, v in enumerate(equation.outvars) if _is(v, tracked)]
@@ -87,7 +87,7 @@ def origins(program: Any, variable: Any) -> Iterator[Any]:
                     inner.outvars[index], core.Literal
                 ):
                     yield from origins(inner, inner.outvars[index])
-        # `after` only orders a value behind others (`core/collective_order.py`).
+        # The second operand of `after` only enforces an order (`core/collective_order.py`).
         made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
         tracked |= _variables(made_of)
 
@@ -118,7 +118,7 @@ def _follow(
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
-    """Return the atoms that are variables; literals have no origin and cannot be hashed."""
+    """Return the variables among the atoms; literals have no source and are not hashable."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 

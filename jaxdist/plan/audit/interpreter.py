@@ -1,7 +1,7 @@
-"""Interpreter of a traced step: finds, per mesh axis, sums that are missing or taken twice.
+"""Interpret a traced step abstractly: find sums that are missing or taken twice, per mesh axis.
 
-The program is the trace inside `shard_map`. Each value has a state per axis (`states.py`), which
-rules propagate through operations. An operation without a rule raises no alarm.
+The program is the jaxpr inside `shard_map`. Each value has a state per axis (`states.py`); rules
+compute the states of an operation's results. Operations without a rule never raise an alarm.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ SUMS = operations(
 GATHERS = operations("all_gather all_gather_invariant all_gather_reduced")
 
 States = tuple[int, ...]
-"""One state for each axis."""
+"""The states of one value, one per mesh axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """An error over one axis; `path` leads to the program of the equation.
+    """An error over one axis; `path` locates the program that contains the equation.
 
-    `kind` is that of `step.Violation`; `operand` is the wrong variable, `text` describes its use.
+    `kind` is one of `step.Violation.kind`. `operand` is the incorrect variable; `text` describes
+    how it is used.
     """
 
     kind: str
@@ -76,9 +77,9 @@ class Interpreter:
         sum_dtypes: Iterable[Any] = (),
         token_states: dict[str, int] | None = None,
     ) -> None:
-        """Check the mesh axes in `sizes`; sums may also have `sum_dtypes`, narrower than float32.
+        """Audit the mesh axes in `sizes`; reductions may use `sum_dtypes`, float32 or wider.
 
-        `token_states` are those of `collectives.per_token`, for the axes that split a batch.
+        `token_states` are the states of `collectives.per_token` on axes that split a batch.
         """
         self.axes, self.sizes = tuple(sizes), sizes
         self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
@@ -89,7 +90,7 @@ class Interpreter:
         self._memo: dict[Any, tuple[Any, list[States]]] = {}
 
     def run(self, program: Any, inputs: Sequence[States], path: Path, live: bool) -> list[States]:
-        """Return the states of a program's outputs; raise alarms only if `live`."""
+        """Return the states of the outputs of a program; record alarms only if `live`."""
         key = (id(program), tuple(inputs), live, self._first_round)
         if key in self._memo:
             return self._memo[key][1]
@@ -113,7 +114,7 @@ class Interpreter:
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
-        """Return states refined by jax's types: an unvarying value is equal, an empty one zero."""
+        """Refine states by jax's types: unvarying values are EQUAL, empty arrays are ZERO."""
         if 0 in getattr(aval, "shape", ()):
             return (ZERO,) * len(self.axes)
         varies = getattr(getattr(aval, "mat", None), "varying", None)
@@ -148,7 +149,7 @@ class Interpreter:
     def _over_axis(
         self, index: int, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[int]:
-        """Return the states of an equation's results over one axis."""
+        """Return the states of the results of an equation over one axis."""
         axis, states = self.axes[index], [state[index] for state in in_states]
         name, number = equation.primitive.name, len(equation.outvars)
         if name == "axis_index":
@@ -163,7 +164,7 @@ class Interpreter:
             if live:
                 operand = equation.invars[error.operand]
                 self._alarm("omitted sum", axis, equation, operand, str(error), path)
-            # Continue as if the sum had been taken.
+            # Report the omitted sum once: continue as if it had been taken.
             result = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
         except MissingGather as error:
             weight = _weight(equation, path)
@@ -198,7 +199,7 @@ class Interpreter:
         return results[: len(equation.outvars)]
 
     def _beside(self, equation: Any, state: int) -> int:
-        """Return the state of a collective's result over an axis that it does not use."""
+        """Return the state of a collective's result over an axis that it does not reduce over."""
         params = equation.params
         if equation.primitive.name in GATHERS and not params.get("tiled", False):
             ndim = len(equation.outvars[0].aval.shape)
@@ -209,7 +210,7 @@ class Interpreter:
         return state
 
     def _after(self, equation: Any, state: int, axis: str) -> int:
-        """Return the state of a collective's result over an axis of its groups."""
+        """Return the state of a collective's result over an axis that it uses."""
         name, params = equation.primitive.name, equation.params
         if state in (ZERO, CONSTANT) and name != "ppermute":
             return state
@@ -253,9 +254,9 @@ class Interpreter:
 
     @contextlib.contextmanager
     def _as_first_round(self) -> Iterator[None]:
-        """Raise only alarms of omitted sums and gathers, for a loop's first round.
+        """Record only omitted sums and gathers, during the first iteration of a loop.
 
-        Equal values, such as a total's initial zeros, need not stay equal. Split ones stay split.
+        Later iterations may change an EQUAL carry, such as a zero-initialized total; splits remain.
         """
         before, self._first_round = self._first_round, True
         yield
@@ -267,7 +268,7 @@ class Interpreter:
         fixed, carry = in_states[:constants], in_states[constants : constants + carried]
         rows = [tuple(map(_row, s)) for s in in_states[constants + carried :]]
         inside = path.into(equation, body)
-        if live:  # the first round, whose states are the most precise
+        if live:  # the first iteration has the most precise states
             with self._as_first_round():
                 self.run(body, [*fixed, *carry, *rows], inside, live)
         carry = self._fixed_point(
@@ -275,7 +276,7 @@ class Interpreter:
         )
         out = self.run(body, [*fixed, *carry, *rows], inside, live)
         stacked = [
-            tuple(moved(s, range(1, 33)) for s in state)  # after a new first dim
+            tuple(moved(s, range(1, 33)) for s in state)  # scan stacks along a new first dim
             for state in out[carried:]
         ]
         return [*carry, *stacked]
@@ -312,7 +313,7 @@ class Interpreter:
         which, operands = in_states[0], in_states[1:]
         branches = [branch.jaxpr for branch in equation.params["branches"]]
         self._check_branches(equation, which, branches, path, live)
-        # Results of branches are unknown over an axis whose devices take different branches.
+        # If devices take different branches, results are unknown over that axis.
         operands = [
             tuple(
                 s if w in FIXED or s == ZERO else VARYING for w, s in zip(which, state, strict=True)
@@ -348,13 +349,13 @@ class Interpreter:
 
 
 def names_of(equation: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a collective, or `axis_index`, names."""
+    """Return the mesh axes in the parameters of a collective or `axis_index`."""
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     return (named,) if isinstance(named, str) else tuple(a for a in named if isinstance(a, str))
 
 
 def _unknown(equation: Any, states: Sequence[int]) -> int:
-    """Return EQUAL or CONSTANT if all operands are equal on all devices; else no claim."""
+    """Return EQUAL or CONSTANT if all operands are equal on all devices, else VARYING."""
     del equation
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
@@ -362,7 +363,7 @@ def _unknown(equation: Any, states: Sequence[int]) -> int:
 
 
 def _weight(equation: Any, path: Path) -> Any:
-    """Return the factor of a product that is a parameter, at most cut or cast; else None."""
+    """Return the factor of a product that is a parameter, possibly sliced or cast; else None."""
     factors = [
         v
         for v in equation.invars
@@ -373,7 +374,7 @@ def _weight(equation: Any, path: Path) -> Any:
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan, in all releases of jax."""
+    """Return a scan's number of constants and of carries, in any release of jax."""
     body = equation.params["jaxpr"].jaxpr
     pairs = zip(equation.invars, body.invars, strict=True)
     scanned = sum(x.aval.ndim != inside.aval.ndim for x, inside in pairs)
@@ -383,14 +384,14 @@ def _scan_counts(equation: Any) -> tuple[int, int]:
 
 
 def _row(state: int) -> int:
-    """Return the state of one row of an array whose first dim is scanned."""
+    """Return the state of one iteration's slice of an array scanned over its first dim."""
     if not is_split(state):
         return state
     return like(split(*[dim - 1 for dim in dims_of(state) if dim]), state)
 
 
 def _order(program: Any, axis: str) -> list[tuple[str, int]]:
-    """Return the collectives over an axis in order, with sizes, including nested ones."""
+    """Return the collectives over an axis in program order, with sizes, including nested ones."""
     order = []
     for equation in program.eqns:
         if equation.primitive.name in COLLECTIVES and axis in names_of(equation):

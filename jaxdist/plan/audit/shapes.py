@@ -1,4 +1,4 @@
-"""Rules of operations that move, cut, join or reduce dims on states."""
+"""State rules of operations that permute, slice, concatenate or reduce dims."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
     dims = dims_of(state)
     if not set(dims) & set(gone):
         return state
-    # jax removes a dim of size 1 by a sum over its one element, which adds nothing.
+    # jax also removes a dim of size 1 by a sum, which adds nothing.
     adds_up = math.prod(shape[dim] for dim in dims) > 1
     return PARTIAL if set(dims) <= set(gone) and adds_up else VARYING
 
@@ -43,14 +43,14 @@ def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum: PARTIAL if a summed dim is split."""
+    """Return the state of a sum; PARTIAL if a split dim is summed."""
     [state] = states
     axes, shape = equation.params["axes"], equation.invars[0].aval.shape
     return _after_reduction(without(state, axes, shape), axes, len(shape))
 
 
 def reduce_other(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a maximum, product, ...: VARYING if a reduced dim is split."""
+    """Return the state of a max, product or similar; VARYING if a split dim is reduced."""
     state, axes = states[0], equation.params["axes"]
     if state == PARTIAL and equation.primitive.name in ("reduce_max", "reduce_min", "reduce_prod"):
         raise omitted(states, f"goes through {equation.primitive.name}")
@@ -61,7 +61,7 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
 
 
 def along(equation: Any, states: Sequence[int]) -> int | list[int]:
-    """Return the states of running sums, sorts, ... along one dim: other splits remain."""
+    """Return the state of a cumulative sum or sort along one dim; other dims stay split."""
     params = equation.params
     dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
     linear = equation.primitive.name in ("cumsum", "rev")
@@ -74,7 +74,7 @@ def along(equation: Any, states: Sequence[int]) -> int | list[int]:
 
 
 def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a broadcast; a repeated dim of size 1 is no longer split."""
+    """Return the state of a broadcast; an expanded dim of size 1 is no longer split."""
     targets, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
     target = equation.outvars[0].aval.shape
     grown = {dim for dim, index in enumerate(targets) if source[dim] != target[index]}
@@ -84,26 +84,26 @@ def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
 
 
 def transpose(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of permuted dims."""
+    """Return the state of an array with permuted dims."""
     order = equation.params["permutation"]
     return moved(states[0], {dim: index for index, dim in enumerate(order)})
 
 
 def squeeze(equation: Any, states: Sequence[int]) -> int:
-    """Return the state without dims of size 1; if one was split, the values differ by device."""
+    """Return the state without dims of size 1; VARYING if only these were split."""
     gone = equation.params["dimensions"]
     return _after_reduction(states[0], gone, len(equation.invars[0].aval.shape))
 
 
 def expand_dims(equation: Any, states: Sequence[int]) -> int:
-    """Return the state with new dims of size 1."""
+    """Return the state after inserting dims of size 1."""
     new = equation.params["dimensions"]
     ndim = len(equation.outvars[0].aval.shape)
     return moved(states[0], [dim for dim in range(ndim) if dim not in new])
 
 
 def reshape(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a reshape: dims made from a split dim are split together."""
+    """Return the state of a reshape; all dims made from a split dim are split."""
     state = states[0]
     if not is_split(state):
         return state
@@ -114,13 +114,13 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
     for before, after in _groups(source, target):
         if set(before) & set(parts):
             new_dims += after
-    # One row per device became a dim of several: rows one after another, or terms.
+    # One row per device became a larger dim: concatenated rows, or terms of a sum over rows.
     gone = math.prod(source[d] for d in parts) == 1 < math.prod(target[d] for d in new_dims)
     return split(*new_dims) | ROW if gone and new_dims else like(split(*new_dims), state)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Group the dims of two shapes of a reshape into consecutive runs of equal size."""
+    """Group the dims of two shapes into consecutive runs with equal products."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):
@@ -138,7 +138,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 def cut(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a slice: a dim that is cut is no longer split by the axis."""
+    """Return the state of a static slice; a sliced dim is no longer split."""
     source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     state = states[0]
     if not is_split(state):
@@ -147,7 +147,7 @@ def cut(equation: Any, states: Sequence[int]) -> int:
 
 
 def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a slice; one that starts by device index splits an equal value."""
+    """Return the state of a dynamic slice; slicing EQUAL by the device index splits the dim."""
     state, where = cut(equation, states[:1]), join_all(states[1:])
     if where in FIXED or state in (ZERO, PARTIAL):
         return state
@@ -159,7 +159,7 @@ def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
 
 
 def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a buffer after a write."""
+    """Return the state of a buffer after writing a slice."""
     into, update, *index = states
     if join_all(index) not in FIXED:
         return VARYING if (into, update) != (ZERO, ZERO) else ZERO
@@ -170,20 +170,20 @@ def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
 
 
 def concatenate(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of joined arrays."""
+    """Return the state of concatenated arrays."""
     del equation
     return join_all(states)
 
 
 def stack(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of arrays joined along a new dim."""
+    """Return the state of arrays stacked along a new dim."""
     axis, ndim = equation.params.get("axis", 0), len(equation.outvars[0].aval.shape)
     kept = [dim for dim in range(ndim) if dim != axis % ndim]
     return join_all(moved(state, kept) for state in states)
 
 
 def split_array(equation: Any, states: Sequence[int]) -> list[int]:
-    """Return the states of the pieces of an array."""
+    """Return the states of the parts of a split array."""
     axis, state = equation.params["axis"], states[0]
     if axis in dims_of(state):
         state = like(split(*[dim for dim in dims_of(state) if dim != axis]), state)
@@ -191,19 +191,19 @@ def split_array(equation: Any, states: Sequence[int]) -> list[int]:
 
 
 def unstack(equation: Any, states: Sequence[int]) -> list[int]:
-    """Return the states of the slices along a dim that is removed."""
+    """Return the states of the slices along a dim that `unstack` removes."""
     axis, ndim = equation.params.get("axis", 0), len(equation.invars[0].aval.shape)
     return [_after_reduction(states[0], [axis % ndim], ndim)] * len(equation.outvars)
 
 
 def pad(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a padded array; padding a term of a sum with zeros keeps it a term."""
+    """Return the state of a padded array; PARTIAL remains if the padding is zero."""
     del equation
     return join(states[0], ZERO if states[1] == CONSTANT and states[0] != PARTIAL else states[1])
 
 
 def window(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of pooling; dims that no window crosses stay split."""
+    """Return the state of pooling; dims without pooling windows stay split."""
     total = join_all(states)
     sizes = equation.params.get("window_dimensions", ())
     if total == PARTIAL:
@@ -214,7 +214,7 @@ def window(equation: Any, states: Sequence[int]) -> int:
 
 
 def iota(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of numbers 0, 1, ..., equal on all devices."""
+    """Return the state of `iota`, which is the same on all devices."""
     del equation, states
     return CONSTANT
 

@@ -32,7 +32,7 @@ class SourceLine:
 
 
 def lines_of(equation: Any) -> list[SourceLine]:
-    """Return the lines outside jax and flax that led to an equation, innermost first."""
+    """Return the source lines outside jax and flax that led to an equation, innermost first."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     return [
@@ -43,16 +43,16 @@ def lines_of(equation: Any) -> list[SourceLine]:
 
 
 def line_of(equation: Any) -> SourceLine | None:
-    """Return the innermost line of the model, else of the package; None if unknown."""
+    """Return the innermost source line in the model, else in the package; None if unknown."""
     inner = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
     return model_line(equation) or next(iter(inner), None)
 
 
 def model_line(equation: Any) -> SourceLine | None:
-    """Return the innermost line of a model, the package's or a user's; None if there is none."""
+    """Return the innermost line in a model, built-in or a user's; None if there is none."""
     lines = lines_of(equation)
     inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
-    # The callers that trace the step are not part of a model.
+    # Exclude the callers that trace the step.
     of_step = lines[: inside[-1]] if inside else lines
     return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
 

@@ -1,17 +1,17 @@
-"""States of one value over one mesh axis, and how they combine.
+"""States of a value over one mesh axis, and rules to combine them.
 
 A state is an int for each mesh axis in use:
 
-    ZERO       zeros; joins with every other state
-    CONSTANT   derived from constants of the program only
+    ZERO       zeros; combines with every other state
+    CONSTANT   derived only from constants of the program
     EQUAL      equal on all devices
-    PARTIAL    a term on each device: the value is the sum over the devices
-    INDEX      derived from the device's index and equal values, e.g. a mask of its own rows
-    LOOKUP     rows of a table that the axis splits, looked up by an INDEX; valid only once masked
-    VARYING    anything else: no claim, and never an alarm
+    PARTIAL    a partial sum on each device: the value is the sum over the devices
+    INDEX      derived from the device index and equal values, e.g. a mask of the device's rows
+    LOOKUP     result of an INDEX lookup in a table whose rows are split; must be masked before use
+    VARYING    anything else: never causes an alarm
     mask > 0   split: each device holds its part of the dims whose bits are set
 
-If a mask has several dims, the axis splits their product; a reshape does not show which of them.
+If a mask has several dims, the axis splits their product; after a reshape it is unknown which one.
 A sum over only some of these dims is VARYING. If each device holds a single row, a reshape that
 drops this dim is ambiguous: the rows may be concatenated along the next dim, or be terms of a sum
 over rows. `ROW` marks such a split, for which both are allowed.
@@ -24,36 +24,36 @@ from collections.abc import Iterable, Sequence
 ZERO, CONSTANT, EQUAL, PARTIAL, INDEX, LOOKUP, VARYING = range(-1, -8, -1)
 
 ROW = 1 << 62
-"""Bit of a split state: each device may also hold a term of a sum."""
+"""Bit of a split state: the value on each device may also be a partial sum."""
 
 FIXED = (ZERO, CONSTANT, EQUAL)
 """States of values that are equal on all devices."""
 
 
 def split(*dims: int) -> int:
-    """Return the state of a value whose `dims` an axis splits; VARYING without dims."""
+    """Return the state of a value split along `dims`; VARYING without dims."""
     return sum(1 << dim for dim in set(map(int, dims))) or VARYING
 
 
 def is_split(state: int) -> bool:
-    """Return True if the state names the dims that the axis splits."""
+    """Return True if the state is a mask of split dims."""
     return state > 0
 
 
 def dims_of(state: int) -> list[int]:
-    """Return the dims that a split state names."""
+    """Return the dims in a mask of split dims."""
     dims = state & ~ROW
     return [dim for dim in range(dims.bit_length()) if dims >> dim & 1] if state > 0 else []
 
 
 def like(state: int, *sources: int) -> int:
-    """Return `state`, with the `ROW` mark if it is split and a split source has the mark."""
+    """Return `state`; if it is split, copy the `ROW` mark from split sources."""
     marked = any(is_split(source) and source & ROW for source in sources)
     return state | ROW if marked and is_split(state) else state
 
 
 def name_of(state: int) -> str:
-    """Return the state in words."""
+    """Return the state as text."""
     if is_split(state):
         return f"split along dim {' and '.join(map(str, dims_of(state)))}"
     names = ("zeros", "a constant", "equal", "partial", "varying", "varying", "varying")
@@ -61,7 +61,7 @@ def name_of(state: int) -> str:
 
 
 def join(left: int, right: int) -> int:
-    """Return the state of a value that is one or the other, or a function of both."""
+    """Return the combined state: of a value that is one of two, or a function of both."""
     if left == right:
         return left
     low, high = sorted((left, right), key=_rank)
@@ -75,7 +75,7 @@ def join(left: int, right: int) -> int:
 
 
 def join_all(states: Iterable[int]) -> int:
-    """Return the `join` of all; ZERO of none."""
+    """Return the `join` of all states; ZERO if there are none."""
     total = ZERO
     for state in states:
         total = join(total, state)
@@ -83,7 +83,7 @@ def join_all(states: Iterable[int]) -> int:
 
 
 def moved(state: int, targets: Sequence[int | None] | dict[int, int]) -> int:
-    """Return a state after its dims moved to `places[dim]`; None or missing = removed."""
+    """Return a state after dim i moves to `targets[i]`; None or missing = removed."""
     if not is_split(state):
         return state
     new_dims = targets if isinstance(targets, dict) else dict(enumerate(targets))
@@ -92,7 +92,7 @@ def moved(state: int, targets: Sequence[int | None] | dict[int, int]) -> int:
 
 
 def operations(names: str) -> frozenset[str]:
-    """Return the names in a text as a set."""
+    """Return the space-separated names as a set."""
     return frozenset(names.split())
 
 

@@ -1,4 +1,4 @@
-"""Audit of the train step of a run: names of inputs and outputs, violations in words, report."""
+"""Audit of a run's train step: names of inputs and outputs, violations as text, report."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Violation:
-    """An error that a mesh exposes.
+    """An error that the audit of a step finds.
 
     Attributes:
         kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
             gather", "different order" or "dtype".
-        value: the parameter whose gradient it is, or the value's type.
-        line: `file:line` of the model, or of the package; "" if unknown.
+        value: the parameter whose gradient is affected, or the type of the value.
+        line: `file:line` in the model, else in the package; "" if unknown.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Result of the audit of one step, over the axes in `axes`; `seconds` are without tracing."""
+    """Result of the audit of one step over `axes`; `seconds` exclude tracing."""
 
     axes: dict[str, int]
     violations: list[Violation]
@@ -118,7 +118,7 @@ def audit_program(
 ) -> Audit:
     """Audit the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
 
-    `sum_dtypes` are further dtypes for sums, `gradient_dtype` is that of sums of gradients.
+    Reductions may also use `sum_dtypes`. Gradients must be reduced in `gradient_dtype` or wider.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
@@ -163,7 +163,7 @@ def find_manual(program: Any) -> Any:
 
 
 class _Names:
-    """Names of the inputs and outputs of the manual part of a step."""
+    """Names of the inputs and outputs of the `shard_map` part of a step."""
 
     def __init__(self, manual: Any, model: Model, layout: Layout) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(model.axes)
@@ -174,7 +174,7 @@ class _Names:
             for name, (_, dims) in zip(self.params, leaves, strict=True)
             if dims.update != "none"
         ]
-        # Results are sums, gradients and their norm; only sums in evaluation.
+        # A train step returns sums, gradients and their norm; evaluation returns only sums.
         num_out = len(manual.params["out_specs"])
         self.first_gradient = max(num_out - 1 - len(self.gradients), 0) or num_out
         # Constants of the program come before the parameters.
@@ -220,14 +220,14 @@ _FIXES = {
 
 
 def _explained(alarm: Alarm, names: _Names) -> Violation:
-    """Return an alarm with its parameter, line and fix."""
+    """Return the violation for an alarm, with its parameter, line and fix."""
     path, made = alarm.path, list(origins(alarm.path.program, alarm.operand))
     kind = alarm.kind
     moves = (e for e in made if e.primitive.name in SUMS | GATHERS and alarm.axis in names_of(e))
     if kind == "summed twice" and (last := next(moves, None)) is not None:
         kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
     line = line_of(alarm.equation)
-    if line is not None and is_own(line):  # a user's own model is more useful
+    if line is not None and is_own(line):  # prefer a line in the user's own model
         model_lines = (model_line(equation) for equation in made)
         line = next((other for other in model_lines if other and not is_own(other)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
@@ -244,7 +244,7 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
 
 
 def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
-    """Return the violation of a term of a sum that leaves the step as if it were the sum."""
+    """Return the violation of a partial sum that leaves the step as if it were complete."""
     made = next((e for e in reversed(body.eqns) if variable in e.outvars), None)
     line = line_of(made) if made is not None else None
     return Violation(
@@ -261,9 +261,9 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
 def _narrow_gradients(
     path: Path, names: _Names, sizes: dict[str, int], expected: Any
 ) -> list[Violation]:
-    """Return violations of gradients summed in fewer bits than the settings allow."""
+    """Return violations of gradients reduced in a narrower dtype than configured."""
     violations = []
-    # Only sums: operands of other equations, such as tokens, may have no dtype.
+    # Only reductions: operands of other equations, such as tokens, may have no dtype.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):
         dtypes = [v.aval.dtype for v in equation.invars]
         narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]

@@ -1,4 +1,4 @@
-"""Collectives of a traced step: how often, how many bytes, for which purpose."""
+"""Collectives of a traced step: count, bytes and purpose."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Transfer:
     """Collectives of one kind with the same purpose.
 
     Attributes:
-        purpose: the rule of the package, or the line of the model, that requests them.
+        purpose: the package's reason for them, or the line of the model that calls them.
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
         num_sites: number of equations in the program.
-        times: how often a step runs them on one device.
-        at_most: some are in branches that a device may skip.
-        num_bytes: of a step, complete arrays: before a reduce-scatter, after an all-gather.
+        times: number of executions in one step on one device.
+        at_most: `times` is an upper bound, because a device may skip the branch of some.
+        num_bytes: per step, of complete arrays: before a reduce-scatter, after an all-gather.
     """
 
     purpose: str
@@ -83,7 +83,7 @@ def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
 
 
 def purpose_of(equation: Any) -> str:
-    """Return the purpose of a collective: the package's rule, or the line of the model."""
+    """Return the purpose of a collective: the package's reason, or the line of the model."""
     lines = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
     if not lines:
         return "unknown"
@@ -96,7 +96,7 @@ def purpose_of(equation: Any) -> str:
     if first.file.endswith("core/parallel/fsdp.py") and kind == "reduce-scatter":
         return "gradient reduction, sharded"
     for file, function, purpose in _PURPOSES:
-        # An entry without a function covers the complete file or folder.
+        # An entry without a function applies to the complete file or folder.
         if f"jaxdist/{file}" in first.file and function in first.function:
             return purpose
     line = line_of(equation) or first
@@ -114,7 +114,7 @@ def _added(left: Transfer, right: Transfer) -> Transfer:
 
 
 def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int, bool]]:
-    """Yield all nested equations with how often they run, and whether in a branch."""
+    """Yield all nested equations with their number of executions, and whether in a branch."""
     for equation in _needed(program):
         yield equation, times, in_branch
         name = equation.primitive.name
@@ -122,16 +122,16 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
         uncertain = in_branch or name in ("cond", "while")
         inner = list(core.jaxprs_in_params(equation.params))
         if name not in ("scan", "cond", "while"):
-            inner = inner[:1]  # forward and backward of a custom rule do not run here
+            inner = inner[:1]  # the forward and backward of a custom rule are not executed here
         for part in inner:
             yield from _walk(part, inner_times, uncertain)
 
 
 def _needed(program: Any) -> list[Any]:
-    """Return the equations that the results depend on; the compiler drops the others."""
+    """Return the equations that the results depend on; the compiler removes the others."""
     needed, used = [], set(filter(_is_variable, program.outvars))
     for equation in reversed(program.eqns):
-        # Naming an axis is an effect too; all other effects are callbacks, which run.
+        # Axis names are effects too. All other effects are callbacks, which must run.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
         if acts or not used.isdisjoint(equation.outvars):
             needed.append(equation)

@@ -1,1 +1,1 @@
-"""The train step compiled by the real XLA:GPU compiler, and the contents of its program."""
+"""Compile the train step with the real XLA:GPU compiler, and read the compiled program."""

@@ -1,10 +1,10 @@
 """Compile the train step with the real XLA:GPU compiler, without a GPU.
 
-`compile_step` starts a process that builds the run on a topology description, compiles, and returns
-`CompiledStep`, or every failure as `NotCompiled`.
+`compile_step` starts a process that builds the run on a topology description and compiles it. It
+returns `CompiledStep`, or `NotCompiled` for every failure.
 
-Limits: kernels are not tuned (memory within a few percent, times worthless), and the memory of the
-CUDA context, of NCCL and of CUDA graphs is not included.
+Limits: kernels are not autotuned, so memory is within a few percent and times are meaningless. The
+memory of the CUDA context, NCCL and CUDA graphs is not included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import write_toml
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
-"""Installs the compiler; it needs no GPU, driver or CUDA installation."""
+"""Command that installs the compiler; it needs no GPU, driver or CUDA installation."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SYNCHRONOUS_BYTES = 64 * 2**20
@@ -42,9 +42,9 @@ class CompiledMemory:
     """Bytes that one device needs for the step, by class.
 
     Attributes:
-        argument_bytes: the state and the batch, without arguments in host memory.
-        alias_bytes: outputs that reuse donated arguments.
-        workspace_bytes: scratch of cuDNN attention, which the compiler does not include.
+        argument_bytes: the state and the batch, except arguments in host memory.
+        alias_bytes: outputs that reuse the buffers of donated arguments.
+        workspace_bytes: scratch of cuDNN attention, which the compiler does not count.
         host_bytes: arguments in host memory (offloaded moments).
     """
 
@@ -68,7 +68,7 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """One of the largest pieces of temporary memory; `shapes` share it over time, largest first."""
+    """One of the largest temporary buffers; arrays of `shapes` share it, largest first."""
 
     bytes: int
     shapes: tuple[str, ...]
@@ -77,7 +77,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A fact of the program or of the compiler's output that a user should see."""
+    """A notable fact of the compiled program or of the compiler's log."""
 
     kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
     text: str
@@ -88,10 +88,10 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        branch_shares: kind of pipeline action -> fraction of the ticks containing it in which one
-            stage runs it; {} without a pipeline. Idle ticks communicate nothing.
+        branch_shares: for each kind of pipeline action, the share of ticks containing it in
+            which one stage runs it; {} without a pipeline. Idle ticks communicate nothing.
         program: HLO text after all compiler passes.
-        attention: "cudnn" or "xla", "" without attention.
+        attention: "cudnn" or "xla"; "" without attention.
     """
 
     memory: CompiledMemory
@@ -107,9 +107,9 @@ class CompiledStep:
     target: str
 
     def runs(self, collective: Collective) -> float:
-        """Return how often the busiest stage runs a collective in one step.
+        """Return how often the busiest stage executes a collective in one step.
 
-        A branch of unknown kind counts as always taken.
+        A branch that is not a pipeline action counts as always taken.
         """
         action = re.search(r"pipeline_(\w+?)/", collective.op_name)
         if not collective.in_branch or action is None:
@@ -117,7 +117,7 @@ class CompiledStep:
         return collective.count * self.branch_shares[action[1]]
 
     def wire_bytes(self) -> dict[tuple[str, str], float]:
-        """Return (kind, "data+fsdp") -> bytes sent in a step by a device of the busiest stage."""
+        """Return bytes sent per step by a device of the busiest stage, by (kind, "data+fsdp")."""
         totals: dict[tuple[str, str], float] = {}
         for c in self.collectives:
             key = (c.kind, "+".join(c.axes))
@@ -127,9 +127,9 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """The reason why there is no compiled step, and a fix.
+    """The reason why the step was not compiled, and a fix.
 
-    `kind` is missing (the extra is not installed), refused (illegal settings), failed or timeout.
+    `kind`: missing (the extra is not installed), refused (invalid settings), failed or timeout.
     """
 
     kind: Literal["missing", "refused", "failed", "timeout"]
@@ -139,7 +139,7 @@ class NotCompiled:
 
 
 def missing_compiler() -> NotCompiled | None:
-    """Return why the compiler is not available, or None. Starts nothing."""
+    """Return why the compiler is unavailable, or None if it is available; starts no process."""
     try:
         jax, plugin, _ = map(importlib.metadata.version, ("jax", *_PACKAGES))
     except importlib.metadata.PackageNotFoundError as error:
@@ -162,10 +162,10 @@ def missing_compiler() -> NotCompiled | None:
 def compile_step(
     config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
 ) -> CompiledStep | NotCompiled:
-    """Compile a run's train step for GPUs of another machine; nothing is raised.
+    """Compile a run's train step for GPUs of another machine; never raises.
 
-    The run's own mesh and simulated devices are ignored. Takes seconds to a minute of one core and
-    about a gigabyte; several can run concurrently.
+    The mesh and the simulated devices in `config` are ignored. Takes seconds to a minute on one
+    core and about 1 GB of memory; several can run concurrently.
     """
     if cluster.num_gpus != mesh.num_devices:
         return NotCompiled(
@@ -191,7 +191,7 @@ def compile_step(
 def _ask(
     command: Sequence[str], request: dict[str, Any], timeout_s: float
 ) -> tuple[int | None, str, str]:
-    """Return the exit code of the compiler process (None = timeout), its answer, its warnings."""
+    """Return the compiler process's exit code (None = timeout), its output and its log."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -200,7 +200,7 @@ def _ask(
         text=True,
         errors="replace",
         env=_environment(),
-        start_new_session=True,  # so that its children end with it
+        start_new_session=True,  # so that killing it also ends its children
     )
     code: int | None = None
     try:
@@ -220,9 +220,9 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        # With "cuda" the plugin would load a driver, which the topology does not need.
+        # The platform "cuda" would load a driver, which a topology description does not need.
         "JAX_PLATFORMS": "cpu",
-        # A step compiled for absent devices can be neither stored nor loaded.
+        # A step compiled for absent devices cannot be cached.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "1",
     }
@@ -258,7 +258,7 @@ def _interpret(
 
 
 def _last_error(log: str, code: int) -> str:
-    """Return the line of a traceback or crash that names the cause."""
+    """Return the line of a traceback or crash log that contains the cause."""
     if code < 0:
         return f"it was killed by signal {-code} (out of memory?)"
     lines = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -301,7 +301,7 @@ def _log_remarks(log: str) -> Iterator[Remark]:
 
 
 def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
-    """Yield remarks on exposed large collectives, narrow sums and unfused attention."""
+    """Yield remarks on exposed large collectives, narrow reductions and unfused attention."""
     sends = lambda c: step.runs(c) * c.wire_bytes
     large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
     if waited := [c for c in large if not c.overlapped]:

@@ -1,7 +1,7 @@
 """Collectives of a compiled program: mesh axes, count, overlap.
 
-The program after the compiler's rewriting is what runs. GPU programs (asynchronous pairs, wrapped
-computations) and CPU programs are supported. Unknown text raises `UnknownHLO`.
+Reads the program after all compiler passes. Supports GPU programs (async pairs, wrapped
+computations) and CPU programs. Text that it cannot parse raises `UnknownHLO`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KINDS = (
 )
 
 SCALAR_BYTES = 64
-"""Smaller arrays are loss sums, counts and norms, which cost latency but no traffic."""
+"""Smaller arrays are loss sums, counts and norms: latency, but negligible traffic."""
 
-# Operations that run a computation once, and those that run it for each element.
+# Operations that run their computation once, in contrast to once per element.
 _RUNS_ONCE = ("call", "fusion", "custom-call", "async-start")
 _PER_ELEMENT = (
     *("all-reduce", "reduce-scatter", "reduce", "reduce-window", "all-reduce-start"),
@@ -44,15 +44,16 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        axes: mesh axes its groups span, slow to fast.
-        bytes: of the complete arrays of one group: before a reduce-scatter, after an all-gather.
-        wire_bytes: sent by one device each time, by the ring algorithm.
-        count: how often a step runs it; inside a branch, if that branch is always taken.
-        in_branch: it is inside a conditional, so `count` is an upper bound.
-        nodes: nodes that its widest group spans; 1 = stays inside a node.
-        overlapped: started and awaited separately, so that other work may run in between.
-        between: instructions that compute, scheduled between start and end.
-        products: those of them that multiply matrices: cuDNN, cuBLAS, Triton, or a loop of these.
+        axes: mesh axes that its groups span, slow to fast.
+        bytes: of the complete arrays of one group: before a reduce-scatter, after an
+            all-gather.
+        wire_bytes: bytes that one device sends per execution, with a ring algorithm.
+        count: executions per step; inside a branch, as if that branch were always taken.
+        in_branch: inside a conditional, so `count` is an upper bound.
+        nodes: number of nodes that its widest group spans; 1 = within a node.
+        overlapped: asynchronous: other instructions can run between start and end.
+        between: number of compute instructions scheduled between start and end.
+        products: those that are matrix products: cuDNN, cuBLAS, Triton, or a loop of these.
     """
 
     kind: str
@@ -72,7 +73,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Site:
-    """A collective in the program: its start, its end, how often it runs."""
+    """A collective in the program: its start, its end, its number of executions."""
 
     kind: str
     started: HloInstruction
@@ -89,8 +90,8 @@ def read_collectives(
 ) -> list[Collective]:
     """Return every collective of `compiled.as_text()` above `SCALAR_BYTES`; may raise `UnknownHLO`.
 
-    `mesh` maps axis names, slow to fast, to sizes; device i of the program is the i-th of the mesh.
-    `gpus_per_node` have the fastest links; 0 = all.
+    `mesh` maps axis names, slow to fast, to sizes; devices are numbered in mesh order. Fast links
+    connect groups of `gpus_per_node` devices; 0 = all.
     """
     num_devices = math.prod(mesh.values())
     module, collectives = parse(text), []
@@ -177,7 +178,7 @@ def _computation(
 
 
 def trips_of(instruction: HloInstruction) -> int:
-    """Return how often a loop runs."""
+    """Return the number of iterations of a loop."""
     match = _TRIPS.search(instruction.attributes)
     if match is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
@@ -187,7 +188,7 @@ def trips_of(instruction: HloInstruction) -> int:
 def _wrapped(
     module: Module, instructions: list[HloInstruction], index: int, called: list[str]
 ) -> Iterator[_Site]:
-    """Yield the collective inside the computation of an `async-start`, if it holds one."""
+    """Yield the collective in the computation of an `async-start`, if it contains one."""
     for child in called:
         for inner in module.computations[child]:
             if inner.opcode in KINDS:
@@ -207,7 +208,7 @@ def _site(
         kind=kind,
         started=started,
         inner=inner,
-        # The type of a start includes its operands; that of its end has only the results.
+        # The type of a start instruction includes its operands; the type of its end does not.
         result=inner if inner is not started else instructions[end],
         meanwhile=tuple(i for i in instructions[index + 1 : end] if i.opcode in _COMPUTES),
         overlapped='"is_sync":true' not in started.attributes,
@@ -215,7 +216,7 @@ def _site(
 
 
 def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
-    """Return a test whether an instruction multiplies matrices, also in computations it calls."""
+    """Return a predicate: the instruction multiplies matrices, also in computations it calls."""
 
     @functools.cache
     def multiplies(name: str) -> bool:
@@ -232,7 +233,7 @@ def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
 
 
 def end_of(instructions: list[HloInstruction], index: int) -> int:
-    """Return the index of the instruction that awaits the one started at index `index`."""
+    """Return the index of the instruction that ends the async operation started at `index`."""
     started = instructions[index]
     prefix = started.opcode.removesuffix("-start")
     name = started.name
@@ -252,7 +253,7 @@ def end_of(instructions: list[HloInstruction], index: int) -> int:
 def groups_and_axes(
     instruction: HloInstruction, kind: str, mesh: Mapping[str, int]
 ) -> tuple[Sequence[Sequence[int]], tuple[str, ...]]:
-    """Return the groups of devices (of a permute, its pairs) and the mesh axes they span."""
+    """Return the device groups (of a permute: its pairs) and the mesh axes that they span."""
     if kind == "collective-permute":
         pairs = pairs_of(instruction)
         return pairs, _permuted_axes(pairs, mesh)
@@ -263,7 +264,7 @@ def groups_and_axes(
 def _axes(
     groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: HloInstruction
 ) -> tuple[str, ...]:
-    """Return the mesh axes that groups span, or the one axis inside which they are neighbors."""
+    """Return the mesh axes that groups span, or the one axis along which they are contiguous."""
     names, sizes = list(mesh), list(mesh.values())
     expected = {frozenset(group) for group in groups}
     size = len(groups[0])

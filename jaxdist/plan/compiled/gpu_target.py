@@ -1,8 +1,8 @@
-"""Description of a GPU for the compiler, from its data sheet and its architecture's limits.
+"""Description of a GPU for the compiler, from its data sheet and the limits of its architecture.
 
-XLA:GPU compiles for another machine from a `GpuTargetConfigProto`. Facts of a product come from
-`jaxdist.hardware`, those of an architecture from here. Clock and cache size affect only the
-compiler's own time estimates: halving either changes no byte in the configurations tried.
+XLA:GPU compiles for absent GPUs from a `GpuTargetConfigProto`. Product specifications come from
+`jaxdist.hardware`, architecture limits from this file. Clock and cache size affect only the
+compiler's own time estimates: halving either changed no byte in the configurations tested.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KIB = 2**10
 
 
 class _Architecture(NamedTuple):
-    """Limits of a compute capability.
+    """Limits of a compute capability; cores, threads and `shared_kib` are per multiprocessor.
+
+    `clock_ghz` is the boost clock.
 
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" and
-    "Shared Memory" of each; cores from the architecture's white paper.
-
-    Cores, threads and `shared_kib` are those of one multiprocessor, `clock_ghz` is the boost clock.
+        "Shared Memory" of each; cores from the architecture's white paper.
     """
 
     float32_cores: int

@@ -1,4 +1,4 @@
-"""Parser of the text of a compiled program (HLO): computations, instructions, shapes, groups."""
+"""Parser of compiled HLO text: computations, instructions, shapes, replica groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class UnknownHLO(ValueError):
-    """The program's text is outside the grammar of this parser."""
+    """The parser does not support this program text."""
 
 
 ITEM_BITS = {
@@ -26,7 +26,7 @@ ITEM_BITS = {
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
     "c128": 128,
 }
-"""Bits of one item of each array type."""
+"""Bits per element of each dtype."""
 
 _OPAQUE = ("token", "opaque")
 
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One instruction: text between its parentheses (`operands`) and after them (`attributes`)."""
+    """One instruction: text inside its parentheses (`operands`) and after them (`attributes`)."""
 
     name: str
     type: str
@@ -59,17 +59,17 @@ class HloInstruction:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Arrays of the result, with tuples flattened."""
+        """Shapes of the result, with tuples flattened."""
         return shapes_of(self.type)
 
     @property
     def operand_names(self) -> list[str]:
-        """Names of the instructions that it reads."""
+        """Names of the instructions that are its operands."""
         return re.findall(r"%([\w.\-]+)", self.operands)
 
     @property
     def op_name(self) -> str:
-        """Source in the traced program."""
+        """Name of the source operation in the traced program."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -79,13 +79,13 @@ class HloInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: instructions of each computation in scheduled order, and the entry's name."""
+    """A program: computations with instructions in scheduled order, and the entry's name."""
 
     computations: dict[str, list[HloInstruction]]
     entry: str
 
     def called(self, instruction: HloInstruction) -> list[str]:
-        """Return the computations that an instruction names, branches in order."""
+        """Return the names of the computations that an instruction calls, branches in order."""
         attributes = re.sub(r"metadata=\{[^}]*\}", "", instruction.attributes)
         names = re.findall(
             r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
@@ -98,7 +98,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a program's text; `UnknownHLO` if a line of it is no instruction."""
+    """Parse a program's text; raise `UnknownHLO` for a line that is not an instruction."""
     computations: dict[str, list[HloInstruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -142,7 +142,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """Return the arrays of a type, with tuples flattened and tokens omitted."""
+    """Return the shapes in a type, with tuples flattened and tokens omitted."""
     shapes = []
     bare = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)
     for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", bare):
@@ -162,10 +162,10 @@ def shapes_of(text: str) -> list[Shape]:
 def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
     """Return the replica groups of a collective, from any notation that XLA prints.
 
-    {{0,1},{2,3}}                      listed; {} is all devices
-    [2,2]<=[4]   [2,2]<=[2,2]T(1,0)    numbers reshaped, dims permuted
-    mesh['a'=2,'b'=2] {'a'}            over named axes; parts of one: {'a':(1)2}; with
-                                       device_ids=([2,2]T(1,0)) the devices' own order
+    {{0,1},{2,3}}                      explicit; {} is all devices
+    [2,2]<=[4]   [2,2]<=[2,2]T(1,0)    iota, reshaped, with transposed dims
+    mesh['a'=2,'b'=2] {'a'}            over named axes; part of an axis: {'a':(1)2}; device order
+                                       other than 0, 1, ...: device_ids=([2,2]T(1,0))
     """
     text = instruction.attributes
     start = text.find("replica_groups=")
@@ -184,7 +184,7 @@ def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
 
 
 def pairs_of(instruction: HloInstruction) -> list[tuple[int, int]]:
-    """Return (source, target) of each pair of a permute."""
+    """Return the (source, target) pairs of a permute."""
     match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", instruction.attributes)
     if match is None:
         raise UnknownHLO(f"no source_target_pairs: {instruction}")
@@ -235,7 +235,7 @@ def _named(text: str, num_devices: int) -> list[list[int]] | None:
 def _cut(
     sizes: dict[str, int], parts: Sequence[tuple[str, str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Return the mesh's dims, with axes cut at the ends of parts, and the spanned dims."""
+    """Return the mesh's dims, with axes split at the ends of parts, and the dims that they span."""
     dims: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():
@@ -258,7 +258,7 @@ def _cut(
 
 
 def _arranged(source: str, order: str | None) -> np.ndarray:
-    """Return the numbers 0, 1, ... as int64 [*source], with dims permuted."""
+    """Return 0, 1, ... as int64 [*source], with transposed dims."""
     shape = _numbers(source)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_numbers(order)) if order else ids

@@ -1,4 +1,4 @@
-"""Attention of a job: keys that queries see, load imbalance, scores in memory, cuDNN's scratch."""
+"""Attention of a job: keys per query, load imbalance, bytes of scores, scratch of cuDNN."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxdist.hardware import Gpu
 from jaxdist.plan.estimate.job import WIDE, Job
 
 _DOCUMENTS_PER_ROW = 16
-_EXAMPLE_ROWS, _EXAMPLE_PART = 32, 64  # rows; positions of each of a row's 2 · cp parts
+_EXAMPLE_ROWS, _EXAMPLE_PART = 32, 64  # rows; positions of each of the 2 · cp chunks of a row
 
 
 def heads(job: Job) -> int:
-    """Return the query heads of one device; 0 for a model that is not a decoder."""
+    """Return the number of query heads on one device; 0 if the model is not a decoder."""
     return job.decoder.num_heads // job.spec[TENSOR] if job.decoder else 0
 
 
 def keys_by_window(job: Job) -> dict[int, float]:
-    """Return, by window, its layers' part of the mean number of keys that a query sees."""
+    """Return each window's contribution to the mean number of keys that a query sees."""
     total = {}
     for window, number in job.layers_by_window.items():
         near = min(job.seq_len, window or job.seq_len)
@@ -32,14 +32,14 @@ def keys_by_window(job: Job) -> dict[int, float]:
 
 
 def keys_seen(job: Job) -> float:
-    """Return the mean number of keys that a query of the busiest device sees, over all layers."""
+    """Return the mean keys per query on the busiest device, averaged over layers."""
     if job.attention == "xla":
         return float(job.seq_len)
     return (1 + imbalance(job)) * sum(keys_by_window(job).values())
 
 
 def imbalance(job: Job) -> float:
-    """Return by how much the busiest device's keys exceed those of the mean device (0.1 = 10 %).
+    """Return the load imbalance of attention: (keys of the busiest device / mean) − 1.
 
     Packed rows are assumed to have `_DOCUMENTS_PER_ROW` documents of random lengths.
     """
@@ -62,7 +62,7 @@ def _imbalance(
 ) -> float:
     if not packed:
         return context.imbalance(size, seq_len, window, None, inner)
-    # Shares of work are equal in shorter rows, which are faster to count.
+    # The imbalance is the same for shorter rows, which are faster to count.
     length = 2 * size * _EXAMPLE_PART
     rows = min(rows, _EXAMPLE_ROWS)
     random = np.random.default_rng(0).random((_EXAMPLE_ROWS, length))
@@ -81,30 +81,30 @@ def score_bytes(job: Job) -> int:
 
 
 def block_bytes(job: Job) -> float:
-    """Return the bytes of scores that block-wise attention writes and reads in one layer."""
+    """Return the bytes of scores that block-wise attention writes and reads per layer."""
     if job.attention != "blockwise":
         return 0.0
     return 4.0 * WIDE * job.tokens * heads(job) * keys_seen(job)
 
 
 def workspace(job: Job) -> int:
-    """Return the scratch bytes of cuDNN's backward, which the compiler's account leaves out."""
+    """Return the scratch bytes of cuDNN's attention backward, which the compiler does not count."""
     if job.attention != "cudnn" or job.decoder is None:
         return 0
-    # Exchanging heads for positions does not change heads × positions.
+    # Exchanging heads for positions keeps heads × positions constant.
     rows = heads(job) * job.tokens
-    if job.config.data.packs_documents:  # cuDNN treats each document as a row
+    if job.config.data.packs_documents:  # cuDNN processes each document as a row
         rows *= DOCUMENTS
     grouped = job.decoder.num_kv_heads != job.decoder.num_heads
     return cudnn_scratch(rows, job.decoder.head_dim, shares_keys=grouped, gpu=job.cluster.gpu)
 
 
 def cudnn_scratch(rows: int, width: int, *, shares_keys: bool, gpu: Gpu) -> int:
-    """Return the bytes that cuDNN's attention backward requests at run time.
+    """Return the scratch bytes that cuDNN's attention backward requests at run time.
 
-    Measured by compiling cuDNN's own engines: exact on every shape tried on Hopper, one measurement
-    on Ampere. Blackwell is assumed to be like Hopper, Ada like Ampere. `rows` are batch × query
-    heads × positions. `shares_keys`: several query heads read one key head.
+    Measured by compiling cuDNN's engines: exact for all tested shapes on Hopper; one measurement on
+    Ampere. Blackwell is assumed equal to Hopper, Ada to Ampere. `rows` = batch × query heads ×
+    positions. `shares_keys`: several query heads share one key head.
     """
     if float(gpu.compute_capability) < 9.0:
         return WIDE * rows * (3 * width + 1) + 128

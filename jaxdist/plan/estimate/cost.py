@@ -2,9 +2,9 @@
 
 References:
     Young 1974, "A first order approximation to the optimum checkpoint interval": if a checkpoint
-    stops the run for C, and failures are M apart on average, save every √(2·C·M).
+    stalls the run for C and the mean time between failures is M, save every √(2·C·M).
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37, which also holds if C is not small against M.
+    equation 37, which also holds if C is not small compared to M.
     Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4: 419 unexpected
     interruptions of 16,384 GPUs in 54 days.
 """
@@ -21,17 +21,17 @@ from jaxdist.plan.estimate.memory import estimate_memory
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
-"""Failures of GPUs, hosts and network that end a job (Llama 3's training: 0.47)."""
+"""Failures of GPUs, hosts and network that stop a job (0.47 in Llama 3's training)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointCost:
-    """Checkpoints of a job, over all devices.
+    """Checkpoint cost of a job.
 
     Attributes:
-        write_s: seconds that storage takes in the background.
-        interval_s: between checkpoints, by Daly, never shorter than a write.
-        lost: share of the time lost to checkpoints, repeated work and restarts.
+        write_s: seconds of a background write to storage.
+        interval_s: seconds between checkpoints, by Daly, but at least one write.
+        lost: share of time lost to checkpoints, repeated steps and restarts.
     """
 
     bytes: float
@@ -43,7 +43,7 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of all parameters, their average and moments."""
+    """Return the bytes of all parameters, their EMA and the moments, over all devices."""
     memory = estimate_memory(job)
     params = sum(weight.num_bytes * weight.size for weight in job.weights)
     params += job.config.optim.ema_bytes * sum(weight.size for weight in job.trained)
@@ -59,7 +59,7 @@ def checkpoint_cost(
     storage_bytes_per_s: float,
     restart_s: float,
 ) -> CheckpointCost:
-    """Return the best checkpoint interval, and its cost together with failures."""
+    """Return the best checkpoint interval, and the time lost at this interval."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     write = size / storage_bytes_per_s
@@ -76,7 +76,7 @@ def checkpoint_cost(
 
 
 def daly(cost_s: float, mean_s: float) -> float:
-    """Return the seconds between checkpoints; the mean time to a failure may be infinite."""
+    """Return the optimal seconds between checkpoints; `mean_s` between failures may be infinite."""
     if math.isinf(mean_s):
         return math.inf
     if cost_s >= 2 * mean_s:
@@ -87,7 +87,7 @@ def daly(cost_s: float, mean_s: float) -> float:
 
 
 def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float) -> float:
-    """Return the share of time without progress: saving, repeated half intervals, restarts."""
+    """Return the share of time without progress: saves, half an interval per failure, restarts."""
     if math.isinf(interval_s):
         return 0.0
     saving = cost_s / (interval_s + cost_s)
@@ -97,7 +97,7 @@ def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """Cost of a complete run: days with lost time, hours of all GPUs, money (USD)."""
+    """Cost of a complete run: days including lost time, GPU hours, money (USD)."""
 
     tokens: float
     days: float
@@ -107,31 +107,31 @@ class RunCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Days and money (USD) that a run may take; 0 = no limit."""
+    """Limits on days and money (USD) of a run; 0 = no limit."""
 
     days: float = 0.0
     money: float = 0.0
 
     def late(self, cost: RunCost) -> bool:
-        """Return True if a run takes longer than allowed."""
+        """Return True if a run takes longer than the limit."""
         return 0 < self.days < cost.days
 
     def dear(self, cost: RunCost) -> bool:
-        """Return True if a run costs more than allowed."""
+        """Return True if a run costs more than the limit."""
         return 0 < self.money < cost.money
 
 
 def run_cost(
     *, tokens: float, tokens_per_s: float, num_gpus: int, price: float, lost: float = 0.0
 ) -> RunCost:
-    """Return the cost of a number of tokens; `lost` is the share of time without progress."""
+    """Return the cost of training on `tokens`; `lost` is the share of time without progress."""
     seconds = tokens / tokens_per_s / (1 - lost)
     hours = seconds / HOUR_S * num_gpus
     return RunCost(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
 def break_even(saving: CheckpointCost, *, price_share: float, restart_s: float) -> float:
-    """Return the interruptions per day at which cheaper GPUs cost as much as stable ones."""
+    """Return the interruptions per day at which spot GPUs cost as much as on-demand GPUs."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""The run that is estimated: its settings on one mesh of GPUs, with derived sizes."""
+"""The run to estimate: its settings on one mesh of GPUs, with derived sizes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from jaxdist.plan.estimate.model_trace import DecoderShape, Trace, decoder_of, t
 from jaxdist.plan.estimate.software import OURS, Software
 
 Role = Literal["param", "moment", "gradient", "gathered"]
-"""Layout of an array with a weight's shape; a gathered weight is split by stages and `tensor`."""
+"""Role of an array with a weight's shape: its layout differs by role."""
 
 WIDE = 4
-"""Bytes of a float32: parameters, accumulated gradients, losses."""
+"""Bytes of a float32 element: parameters, accumulated gradients, losses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Differences of another trainer's step, to compare with published runs.
+    """Properties of another trainer's step, for comparison with published runs.
 
     Attributes:
-        products_dtype: dtype of matrix products if it is not the compute dtype ("float8").
-        stage_recomputes: the backward of a pipeline stage first repeats its forward.
-        virtual_stages_travel: virtual stages move to their devices in every step.
-        stacks_layers: saved values of layers are copied into stacks, as a scan does.
-        fuses_recomputation: backward kernels recompute everything except products.
+        products_dtype: dtype of matrix products, if it differs from the compute dtype ("float8").
+        stage_recomputes: the backward of a pipeline stage first recomputes its forward.
+        virtual_stages_travel: parameters of virtual stages are sent to their stages in every step.
+        stacks_layers: residuals of layers are copied into stacked arrays, as a scan does.
+        fuses_recomputation: backward kernels recompute everything except matrix products.
     """
 
     products_dtype: str = ""
@@ -64,12 +64,12 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stages:
-    """A pipeline schedule and its costs.
+    """A pipeline schedule and its cost.
 
     Attributes:
-        report: costs, with recomputation counted in the backward.
-        longest: number of ticks by the kind of their longest action.
-        mixes: in some tick some stages run forward and others backward.
+        report: simulated cost; backward includes recomputation.
+        longest: kind of action -> number of ticks in which it is the longest action.
+        mixes: some ticks contain forward on some stages and backward on others.
     """
 
     schedule: Schedule
@@ -83,7 +83,7 @@ class Stages:
 def stages_of(
     config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int, rows_per_example: int
 ) -> Stages:
-    """Return the schedule that training would run; see `PipelineConfig.make_schedule`."""
+    """Return the schedule that training would use; see `PipelineConfig.make_schedule`."""
     schedule = config.make_schedule(
         num_stages=num_stages,
         rows=rows,
@@ -102,15 +102,15 @@ def stages_of(
 
 
 _LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
-"""Kinds ordered by duration: a backward repeats its forward."""
+"""Kinds by duration; backward includes the recomputed forward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on one mesh of one cluster; the settings' own `mesh.shape` is ignored.
+    """A run on a mesh of a cluster; `config.mesh.shape` is ignored.
 
-    If `packed` is None, the settings decide. If `check` is None, cuDNN's kernel is expected to
-    pass.
+    If `packed` is None, the settings determine it. If `check` is None, cuDNN's kernel is assumed to
+    pass its check.
     """
 
     config: RunConfig
@@ -125,7 +125,7 @@ class Job:
     def of(
         cls, config: RunConfig, spec: MeshSpec, cluster: Cluster, model: Model | None = None
     ) -> Job:
-        """Return the job of these settings; the model is built unless it is passed."""
+        """Return the job of these settings; builds the model unless it is passed."""
         return cls(config=config, spec=spec, cluster=cluster, model=model or config.build_model())
 
     def changed(self, section: str, **changes: Any) -> Job:
@@ -156,29 +156,29 @@ class Job:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of an activation or a gathered weight's element."""
+        """Bytes per element of activations and gathered weights."""
         return int(self.dtype.itemsize)
 
     # -- rows and tokens ---------------------------------------------------------------------------
 
     @functools.cached_property
     def decoder(self) -> DecoderShape | None:
-        """Sizes of the model if it is a decoder, built-in or custom; else None."""
+        """Sizes of the model if its structure is that of a decoder, else None."""
         return decoder_of(self.model, self.seq_len)
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row; 1 if the model reads no text."""
+        """Tokens per row; 1 if the model does not read text."""
         return self.config.train.seq_len if self.model.unit == "tokens" else 1
 
     @property
     def rows(self) -> int:
-        """Rows of a step on one replica."""
+        """Rows per step on one replica."""
         return self.config.train.global_batch_size // self.spec.num_replicas
 
     @functools.cached_property
     def stages(self) -> Stages | None:
-        """The pipeline's schedule with its costs; None without stages."""
+        """The pipeline schedule with its cost; None without stages."""
         if self.spec[PIPELINE] == 1:
             return None
         return stages_of(
@@ -191,24 +191,24 @@ class Job:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The pipeline's schedule; None without stages."""
+        """The pipeline schedule; None without stages."""
         return None if self.stages is None else self.stages.schedule
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica."""
+        """Number of microbatches per replica."""
         if self.schedule is not None:
             return self.schedule.num_microbatches
         return self.config.train.accumulation
 
     @property
     def micro_rows(self) -> int:
-        """Rows of a microbatch on one replica."""
+        """Rows per microbatch on one replica."""
         return max(1, self.rows // self.num_microbatches)
 
     @property
     def num_row_chunks(self) -> int:
-        """Chunks of a microbatch's rows that pass the layers concurrently."""
+        """Number of row chunks of a microbatch that the layers process concurrently."""
         return row_chunks(self.micro_rows, self.plan.max_row_chunks)
 
     @property
@@ -218,24 +218,24 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens (or images) of one step over all replicas."""
+        """Tokens (or images) per step over all replicas."""
         return self.config.train.global_batch_size * self.seq_len
 
     @property
     def sequence_parallel(self) -> bool:
-        """Activations between blocks are split over `tensor`."""
+        """True if activations between blocks are split over `tensor`."""
         return self.layout.sequence_parallel and self.spec[TENSOR] > 1
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of a microbatch whose residual stream is on one device."""
+        """Tokens of a microbatch in the residual stream of one device."""
         return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
 
     # -- the model ---------------------------------------------------------------------------------
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The model's parameters, leaf by leaf."""
+        """The leaves of the model's parameters."""
         return weights_of(self.model)
 
     @functools.cached_property
@@ -246,7 +246,7 @@ class Job:
 
     @property
     def trace(self) -> Trace:
-        """Costs of the model's functions, with remat as in this run."""
+        """Costs of the model's functions with the remat policy of this run."""
         return trace(self.model, self.seq_len, str(self.dtype), self.remat)
 
     @property
@@ -265,12 +265,12 @@ class Job:
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers of one device."""
+        """Number of layers on one device."""
         return self.model.num_layers // self.spec[PIPELINE]
 
     @property
     def num_narrow_layers(self) -> int:
-        """Layers of one device in `precision.matmul_dtype`; with stages, those of an end stage."""
+        """Layers of one device in `precision.matmul_dtype`; with stages, of an end stage."""
         if not self.plan.matmul_dtype:
             return 0
         return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
@@ -282,30 +282,30 @@ class Job:
 
     @property
     def layers_per_virtual_stage(self) -> int:
-        """Layers that one action of the pipeline runs; without stages all of them."""
+        """Layers that one pipeline action runs; all layers without stages."""
         virtual = self.schedule.num_virtual_stages if self.schedule else 1
         return self.layers_per_stage // virtual
 
     @property
     def remat(self) -> str:
-        """Remat policy; "auto" counts as dots until `remat.choose_remat` has chosen."""
+        """Remat policy; "auto" is treated as "dots" until `remat.choose_remat` resolves it."""
         return self.plan.remat
 
     @property
     def unrolls(self) -> bool:
-        """True if the layers are unrolled; False with narrow products, which are unmeasured."""
+        """True if layers are unrolled; False with narrow products, which are unmeasured."""
         if not self.engine.stacks_layers or self.plan.matmul_dtype:
             return False
         return self.plan.layers_per_body > 1
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """Exchange of keys and values between devices that share rows; None if none do."""
+        """Context-parallel exchange of keys and values; None without a context axis."""
         return self.plan.exchange
 
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:
-        """Layers of the model by attention window; 0 = no window."""
+        """Number of layers of the model by attention window; 0 = no window."""
         if self.decoder is None:
             return {}
         call, layers = self.decoder.call, self.model.num_layers
@@ -314,7 +314,7 @@ class Job:
         return {window: number for window, number in counts if number}
 
     def keeps(self, name: str) -> bool:
-        """Return True if remat saves the values that a decoder marks with a name."""
+        """Return True if remat saves the values with this `checkpoint_name`."""
         if self.remat in ("none", "dots"):
             return True
         marks = self.decoder.marks if self.decoder is not None else ()
@@ -331,24 +331,24 @@ class Job:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens whose logits exist at once."""
+        """Number of tokens whose logits are in memory at once."""
         if self.decoder is None:
             return 0
         return min(self.tokens, self.plan.loss_chunk)
 
-    # -- where weights lie -------------------------------------------------------------------------
+    # -- layout of weights -------------------------------------------------------------------------
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Placement of arrays, as in training."""
+        """Layout of arrays on the mesh, as in training."""
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, role: Role) -> int:
-        """Return the elements on one device of an array with a weight's shape."""
+        """Return the elements per device of an array with a weight's shape and this role."""
         return weight.size // self._placed(weight.dims, role)[1]
 
     def total(self, weights: Iterable[Weight], role: Role) -> int:
-        """Return the elements on one device of several arrays with weights' shapes."""
+        """Return the elements per device of several arrays with weights' shapes."""
         return sum(self.size(weight, role) for weight in weights)
 
     @functools.cached_property
@@ -358,7 +358,7 @@ class Job:
 
     @functools.cached_property
     def outer(self) -> tuple[Weight, ...]:
-        """The weights outside the stack: embedding, head, last norm."""
+        """The weights outside the stacked layers: embedding, head, last norm."""
         return tuple(w for w in self.weights if not w.is_stacked)
 
     def is_gathered(self, weight: Weight) -> bool:
@@ -385,7 +385,7 @@ class Job:
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
-    """Return the settings of a run with changes in one section."""
+    """Return a copy of a run's settings with changes in one section."""
     changed: Any = dataclasses.replace(getattr(config, section), **changes)
     return dataclasses.replace(config, **{section: changed})
 
@@ -394,7 +394,7 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 def _placements(
     spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
 ) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
-    """Return (dims, role) -> mesh axes that split such an array, and into how many parts."""
+    """Return (dims, role) -> mesh axes that split such an array, and the number of shards."""
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
         "param": layout.param_specs,

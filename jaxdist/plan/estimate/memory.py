@@ -1,10 +1,10 @@
-"""Memory of one device: the state, and the phase of the step that needs most.
+"""Memory of one device: the state, plus the phase of the step with the largest need.
 
-The temporary memory of a step is that of its largest phase. A phase lists the arrays alive in it,
-as read from the GPU compiler's buffer assignments (`scripts/bench/results/plan_memory.md`).
+A phase lists the arrays that are alive at the same time, as read from the buffer assignments of the
+GPU compiler (`scripts/bench/results/plan_memory.md`).
 
-Not counted, here and by the compiler: the CUDA context, NCCL's buffers, CUDA graphs and
-fragmentation. `usable_bytes` reserves a share of the GPU for them.
+The CUDA context, NCCL's buffers, CUDA graphs and fragmentation are not counted, as in the compiler.
+`usable_bytes` reserves a share of the GPU for them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MemoryEstimate:
 
     Attributes:
         state: persistent arrays, by class.
-        phases: phase of the step -> arrays alive in addition to the state, by class.
-        workspace_bytes: scratch of attention kernels, outside the compiler's account.
+        phases: for each phase of the step, the arrays alive in addition to the state, by class.
+        workspace_bytes: scratch of attention kernels, which the compiler does not count.
         is_rough: activations are an upper bound from the model's trace.
     """
 
@@ -53,12 +53,12 @@ class MemoryEstimate:
 
     @functools.cached_property
     def peak(self) -> str:
-        """The phase that needs most memory."""
+        """The phase with the largest temporary memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def temporary_bytes(self) -> float:
-        """Bytes that exist only inside the step, at its peak."""
+        """Bytes of temporary arrays in the peak phase."""
         return sum(self.phases[self.peak].values())
 
     @property
@@ -68,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes by class in the phase that needs most."""
+        """Bytes by class in the peak phase, including the state."""
         parts = {**self.state, **self.phases[self.peak]}
         if self.workspace_bytes:
             parts["attention workspace"] = self.workspace_bytes
@@ -81,7 +81,7 @@ class MemoryEstimate:
 
 
 def usable_bytes(job: Job) -> float:
-    """Return the bytes of a GPU that a run may use: by the environment, or our default."""
+    """Return the bytes of a GPU that a run may use: XLA's memory fraction, or our default."""
     return memory_fraction() * job.cluster.gpu.memory_bytes
 
 
@@ -97,7 +97,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
-    if offload:  # the scheduler fetches as late as possible, when gradients are complete
+    if offload:  # XLA fetches offloaded moments as late as possible, when gradients are complete
         for name in _updates(job):
             phases[name] = {**phases[name], "fetched moments": moments}
     return MemoryEstimate(
@@ -127,10 +127,10 @@ def moment_bytes(job: Job) -> float:
 
 
 def _factored(job: Job, weight: Weight) -> int:
-    """Return the elements of Adafactor's unsharded row and column moments, and of vectors."""
+    """Return the elements of Adafactor's row and column moments, and of unfactored vectors."""
     if not weight.is_matrix or "d_model" not in weight.dims:
         return job.size(weight, "moment")
-    # Layers and unnamed dims (query, key, value; gate, up) stack matrices of their own.
+    # Layers and unnamed dims (query, key, value; gate, up) stack separate matrices.
     sizes = dict(zip(weight.dims, weight.shape, strict=True))
     pairs = zip(weight.dims, weight.shape, strict=True)
     stacked = math.prod(size for name, size in pairs if name in ("layers", None))
@@ -146,17 +146,17 @@ def _phases(job: Job) -> dict[str, Parts]:
     accumulated = _accumulated(job)
     head, relaid = _head(job), _transposed_weights(job)
     middle = job.num_fp8_layers / max(1, job.layers_per_stage) * job.total(job.layers, "param")
-    # Gradients of layers in fp8 are a separate array before they are merged.
+    # Gradients of fp8 layers are a separate array until they are merged.
     layer_grads = {"layer gradients": WIDE * (job.total(job.layers, "param") + middle)}
-    # Gradients of gathered weights are zeroed before the loss, the others after it.
+    # Gradient buffers of gathered weights are zeroed before the loss, the others after it.
     gathered = [weight for weight in job.layers if job.is_gathered(weight)]
     cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     waiting = cleared if costs_of(job).reorders_heads() else {}
-    # Unrolled layers, by the totals of compiled programs: weights are cast in advance, also
-    # transposed for backward, and the working memory of two layers is alive at once.
+    # With unrolled layers, compiled programs cast all weights in advance, also transposed for
+    # backward, and hold the working memory of two layers at once.
     ahead, beside = {}, {}
     if job.unrolls:
         ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "gathered")}
@@ -179,7 +179,7 @@ def _phases(job: Job) -> dict[str, Parts]:
 def _kept(job: Job) -> Parts:
     costs = costs_of(job)
     in_layers = job.layers_per_virtual_stage * costs.kept_per_layer()
-    if job.schedule is None:  # a stage saves the unrounded values
+    if job.schedule is None:  # pipeline stages save unrounded values
         in_layers -= job.num_fp8_layers * costs.saved_by_fp8()
     return {"kept activations": in_layers + costs.kept_outside()}
 
@@ -189,7 +189,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Return gradients of earlier microbatches, and this one's of an untied embedding table."""
+    """Return accumulated gradients, and the current gradient of an untied embedding table."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.weights, "gradient")
@@ -199,14 +199,14 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return float32 copies of shards whose gathered dim is not the first."""
+    """Return float32 copies of shards whose gathered dim is not the first dim."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": WIDE * job.total(turned, "param")}
 
 
 def _head(job: Job) -> Parts:
-    """Return the loss, chunk by chunk, and the gradient of its kernel."""
+    """Return the arrays of the chunked loss, and the gradient of its kernel."""
     parts = dict(costs_of(job).head_parts())
     if table := _transposed_table(job):
         parts["gathered weights"] += table
@@ -214,7 +214,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """Return one layer's gathered weights, unscattered gradients and activations."""
+    """Return one layer's gathered weights, unreduced gradients and activations."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -228,14 +228,14 @@ def _layer(job: Job) -> Parts:
 
 
 def _transposed_table(job: Job) -> float:
-    """Return a tied table transposed for the head: before it is cast, unless it is gathered."""
+    """Return bytes of a tied table, transposed for the head before its cast; 0 if gathered."""
     costs = costs_of(job)
     tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
     return WIDE * job.total(tables, "gathered") * costs.is_tied()
 
 
 def _updates(job: Job) -> dict[str, Parts]:
-    """Return new parameters under ZeRO-1 and 2; before that, Muon's complete matrices."""
+    """Return arrays of the update: Muon's complete matrices; new parameters under ZeRO-1 and 2."""
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
@@ -266,10 +266,10 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
 
 
 def _scattering(job: Job) -> Parts:
-    """Sums of all microbatches as they are reduced, and copies with the scattered dim first.
+    """Return gradient totals during their reduction, and copies with the scattered dim first.
 
-    As in XLA's buffer assignments, half of the copies are alive at the same time if the program has
-    two loops, and all of them if it has more.
+    In XLA's buffer assignments, half of the copies are alive at once if the program has two loops,
+    and all of them if it has more.
     """
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"
@@ -301,18 +301,18 @@ def _stage(job: Job) -> dict[str, float]:
     if once:
         parts["gathered weights"] += job.compute_bytes * job.total(job.layers, "gathered")
     if schedule.num_virtual_stages > 1:
-        # All pieces, plus one in use, one in transit and its transposed copy.
+        # All virtual stages, one in use, one being sent, and its transposed copy.
         sets = 1 + 3 / schedule.num_virtual_stages
         parts["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
         # A switch between forward and backward cannot add in place to the largest gradient. Weights
-        # with equal dims count as one.
+        # with equal dims count together.
         by_dims = Counter[Dims]()
         for weight in job.layers:
             by_dims[weight.dims] += job.size(weight, "gradient")
         parts["accumulated gradients"] += WIDE * max(by_dims.values())
     if schedule.splits_backward:
-        # The spare slot, the idle value, the newest one, and the values of the one in work.
+        # The spare slot, the idle value, the newest value, and the values in use.
         held = report.pending_slots + 4
         parts["deferred weight gradients"] = (
             held * job.layers_per_virtual_stage * costs_of(job).deferred_per_layer()
@@ -323,6 +323,6 @@ def _stage(job: Job) -> dict[str, float]:
 def _layer_of_stage(job: Job) -> dict[str, float]:
     parts = dict(_layer(job))
     weights = parts.pop("gathered weights")
-    if job.config.pipeline.gather == "step":  # the stage already holds all gathered weights
+    if job.config.pipeline.gather == "step":  # the stage holds all its gathered weights anyway
         return {"activations": parts["activations"]}
     return {**parts, "layer's weights": weights}

@@ -1,4 +1,4 @@
-"""Memory check of a run on its GPUs: log the estimate, refuse a run, compare after compiling."""
+"""Memory check of a run on its GPUs: logs the estimate, rejects a run, checks the compiled step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_RETRIES = 2  # a compilation takes minutes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Estimated need of one GPU, and the bytes that its allocator may use; remat is resolved."""
+    """Estimated memory of one GPU, and the limit of its allocator; remat is resolved."""
 
     job: Job
     memory: MemoryEstimate
@@ -60,14 +60,14 @@ class Budget:
         return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
 
     def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
-        """Return the budget for the rows of the data and the result of the kernel check."""
+        """Return the budget after the data (packed or not) and the kernel check are known."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
             dataclasses.replace(job, packed=packed, check=check), self.limit_bytes
         )
 
     def line(self) -> str:
-        """Return one line for the start of a run."""
+        """Return one line for the startup log."""
         rough = "; activations are an upper bound" if self.memory.is_rough else ""
         return (
             f"memory estimate: {in_bytes(self.memory.total_bytes)} of each GPU, "
@@ -75,13 +75,13 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Refuse a run whose estimate exceeds the limit by more than its own error, with a fix."""
+        """Raise, with a fix, if the estimate exceeds the limit by more than its error."""
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
-        """Return a warning if the step's `memory_analysis()` differs from the estimate, else ""."""
+        """Return a warning if the step's `memory_analysis()` is not as estimated, else ""."""
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
@@ -97,12 +97,12 @@ class Budget:
         compile_with: Callable[[Budget], Any],
         agree: Callable[[str, Any], list[Any]] = coordination.gather,
     ) -> None:
-        """Compile the step; if it needs too much memory, save less for the backward pass.
+        """Compile the step; if it needs too much memory, try remat policies that save less.
 
-        With remat "auto" the next policy is compiled, at most twice. `compile_with` returns the
-        `memory_analysis()` of a budget's step. `agree` gathers a value of every process, so all
-        choose the same policy. Raises `ConfigError` if the step needs more than the allocator may
-        use.
+        Only remat "auto" is changed, at most twice. `compile_with` compiles the step of a budget
+        and returns its `memory_analysis()`. `agree` gathers a value from every process, so that all
+        use the same policy. Raises `ConfigError` if the step needs more than the allocator may use.
+
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):
@@ -111,7 +111,7 @@ class Budget:
             needed, limit = max(one[0] for one in everyone), min(one[1] for one in everyone)
             if needed <= limit:
                 return
-            # The estimate must come down to this, if its relative error stays the same.
+            # Target of the estimate, if its relative error stays the same.
             target = limit * budget.memory.total_bytes / needed
             remat = None if budget.remat is None else budget.remat.smaller(target)
             if remat is None or tries == _MAX_RETRIES:
@@ -132,7 +132,7 @@ class Budget:
         )
 
     def _fix(self, usable: float) -> str:
-        """Return the smallest change that brings the estimate within `usable` bytes."""
+        """Return the smallest change that reduces the estimate to `usable` bytes."""
         choice = dataclasses.replace(Candidate.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."
@@ -146,7 +146,7 @@ class Budget:
 
 
 def executable_bytes(stats: Any) -> int:
-    """Return the bytes of one device that an executable needs, by `memory_analysis()`."""
+    """Return the bytes per device that an executable needs, from `memory_analysis()`."""
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
 
@@ -157,7 +157,7 @@ def needs_of(
     model: Model | None,
     host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
-    """Return mesh -> (bytes that one GPU needs, usable bytes); None without GPUs."""
+    """Return mesh -> (bytes needed on one GPU, usable bytes); None without GPUs."""
     cluster_and_limit = _cluster_of(devices, host_of or {})
     if cluster_and_limit is None:
         return None
@@ -170,7 +170,7 @@ def needs_of(
 
 
 def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Cluster, float] | None:
-    """Return the devices as a cluster, and the limit of one allocator; None if unknown."""
+    """Return the devices as a cluster, and the allocator limit of one; None if unknown."""
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
         return None
@@ -180,7 +180,7 @@ def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Clu
         return None
     processes = {device.process_index for device in devices}
     nodes = len({host_of.get(process, str(process)) for process in processes})
-    # For an unknown GPU only capability and memory matter here.
+    # For an unknown GPU only its compute capability and memory are used.
     gpu = gpu_of(first.device_kind) or dataclasses.replace(
         GPUS["h100"],
         name=first.device_kind,

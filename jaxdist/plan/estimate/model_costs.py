@@ -1,8 +1,8 @@
-"""Costs of a model on one device: work of its layers and head, and bytes of their activations.
+"""Costs of a model on one device: work of layers and head, and bytes of their activations.
 
-`ModelCosts` holds for any model: FLOPs and residuals of the trace, an upper bound. `DecoderCosts`
-refines them for the structure that `model_trace.decoder_of` recognizes: each figure names the
-arrays that it counts, as read from the GPU compiler's buffer assignments.
+`ModelCosts` applies to any model: FLOPs and residuals of the trace, an upper bound. `DecoderCosts`
+is more precise for the structure that `model_trace.decoder_of` recognizes. Its formulas count the
+arrays found in buffer assignments of the GPU compiler.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost, DecoderShape
 
 Shape = tuple[int, int, int]
-"""(m, n, k) of a product: rows and columns of the result, and the inner dimension."""
+"""(m, n, k) of a matrix product: rows and columns of the result, and contracted dim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device: FLOPs, those of attention without the masked half, and bytes moved."""
+    """Work of one device: FLOPs of products and of unmasked attention, bytes of memory traffic."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -41,12 +41,12 @@ class Work:
 
 
 def costs_of(job: Job) -> ModelCosts:
-    """Return the costs of a job's model: formulas for a decoder, else from its trace."""
+    """Return the costs of a job's model: from formulas for a decoder, else from its trace."""
     return ModelCosts(job) if job.decoder is None else DecoderCosts(job, job.decoder)
 
 
 class ModelCosts:
-    """Costs of any model, of one microbatch on one device, from its trace."""
+    """Costs of any model, from its trace; for one microbatch on one device."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -56,22 +56,22 @@ class ModelCosts:
     def flops_per_token(self, convention: str) -> float:
         """Return the FLOPs of one token or image, forward and backward.
 
-        The `convention`, "causal" or "full", matters only for a decoder's attention.
+        The `convention`, "causal" or "full", applies only to attention of a decoder.
         """
         cost = self.job.everything_kept
         total = self.job.model.num_layers * cost.layer.flops + cost.rest.flops
         return 3 * total / self.job.seq_len
 
     def forward(self) -> Work:
-        """Return the forward work of one layer: products; saved values written and read once."""
+        """Return one layer's forward: products, and one write and read of saved values."""
         return self._work(self.job.everything_kept.layer)
 
     def recomputed(self, forward: Work) -> Work:
-        """Return the forward work that one layer's backward repeats: all, unless remat is off."""
+        """Return the forward work that backward of one layer recomputes: 0 without remat."""
         return Work() if self.job.remat == "none" else forward
 
     def head(self) -> Work:
-        """Return the work, forward and backward, of everything outside the layers."""
+        """Return the forward and backward work of everything outside the layers."""
         forward = self._work(self.job.everything_kept.rest)
         return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
 
@@ -80,7 +80,7 @@ class ModelCosts:
         return Work()
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
-        """Return a microbatch's forward products, and the number of each."""
+        """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
         wide = 8192
         return [((wide, wide, self.job.stream_width or wide), 1)]
 
@@ -91,49 +91,49 @@ class ModelCosts:
     # -- bytes of activations ----------------------------------------------------------------------
 
     def kept_per_layer(self) -> float:
-        """Return the bytes that one layer saves for its backward, by the remat policy."""
+        """Return the bytes of residuals of one layer under the remat policy."""
         return self.job.micro_rows * self.job.trace.layer.kept_bytes
 
     def kept_outside(self) -> float:
-        """Return the bytes saved outside the layers, unless `head_parts` includes them."""
+        """Return the bytes of residuals outside the layers, unless `head_parts` includes them."""
         return self.job.micro_rows * self.job.trace.rest.kept_bytes
 
     def saved_by_fp8(self) -> float:
-        """Return by how many bytes one layer's saved values shrink with products in fp8."""
+        """Return the bytes by which fp8 products reduce the residuals of one layer."""
         return 0.0
 
     def reorders_heads(self) -> bool:
-        """Return True if queries, keys and values are saved before heads and positions swap."""
+        """Return True if queries, keys and values are saved before the all-to-all of heads."""
         return False
 
     def transposed_per_layer(self) -> int:
-        """Return the bytes of saved values that are copied into another order before backward."""
+        """Return the bytes of residuals that are copied to another layout before backward."""
         return 0
 
     def working(self) -> float:
-        """Return the bytes alive while one layer's backward runs, recomputation included."""
+        """Return the bytes alive during one layer's backward, including recomputation."""
         return self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
 
     def deferred_per_layer(self) -> float:
-        """Return the bytes that a layer's deferred weight gradients read (zero bubble)."""
+        """Return the bytes that one layer's deferred weight gradients read (zero bubble)."""
         return 2 * self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
 
     def head_parts(self) -> Mapping[str, float]:
-        """Return the bytes alive in the loss, by class."""
+        """Return the bytes alive during the loss, by class."""
         return {"head gradient": WIDE * self.job.total(self.job.outer, "param")}
 
     def embedding_tables(self) -> tuple[Weight, ...]:
-        """Return the tables of token embeddings."""
+        """Return the token embedding tables."""
         return ()
 
     def is_tied(self) -> bool:
-        """Return True if the head's kernel is the embedding table."""
+        """Return True if the head's kernel is the embedding table (tied)."""
         return False
 
 
 _RECOMPUTED_UNROLLED = 0.75
-"""Share of forward's memory-bound bytes that recomputation moves in unrolled layers, from the
-compiled 1.7B: it takes 12 ms more with dots than with none."""
+"""Memory traffic of recomputation in unrolled layers, as a share of forward's, from the compiled
+1.7B model: "dots" takes 12 ms more than "none"."""
 
 
 class DecoderCosts(ModelCosts):
@@ -153,7 +153,7 @@ class DecoderCosts(ModelCosts):
     # -- work --------------------------------------------------------------------------------------
 
     def flops_per_token(self, convention: str) -> float:
-        """Return the FLOPs of one token, forward and backward; padding of the head is left out."""
+        """Return the FLOPs of one token, forward and backward, without padding of the head."""
         job, shape = self.job, self.shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer = shape.d_model * (2 * queries + 2 * keys + shape.up + shape.hidden)
@@ -180,7 +180,7 @@ class DecoderCosts(ModelCosts):
         )
 
     def recomputed(self, forward: Work) -> Work:
-        """Return the work that one layer's backward repeats; the compiler drops unread products."""
+        """Return the work that backward of one layer recomputes, without unused products."""
         job = self.job
         if job.remat == "none":
             return Work()
@@ -190,7 +190,7 @@ class DecoderCosts(ModelCosts):
             "mlp_hidden": self.d_model * self.up,
         }
         again = sum(size for name, size in per_token.items() if not job.keeps(name))
-        # In a loop, recomputation is fused into the kernels of backward that read it.
+        # In a scan, recomputation is fused into the backward kernels that use it.
         share = 0.0 if job.engine.fuses_recomputation else 1.0
         return Work(
             products=2.0 * job.tokens * again,
@@ -199,7 +199,7 @@ class DecoderCosts(ModelCosts):
         )
 
     def head(self) -> Work:
-        """Return the work of the loss: three products, and passes over float32 logits."""
+        """Return the work of the loss: three products, and memory passes over float32 logits."""
         job = self.job
         logit_passes = 5 * WIDE + 2 * job.compute_bytes
         columns = self.shape.vocab / job.spec[TENSOR]
@@ -210,13 +210,13 @@ class DecoderCosts(ModelCosts):
         )
 
     def embedding(self) -> Work:
-        """Return the work of the lookup and of its gradient's scatter into a cleared table."""
+        """Return the work of the lookup, and of scattering its gradient into a zeroed table."""
         job = self.job
         table = WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
         return Work(memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model)
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
-        """Return a microbatch's forward products, and the number of each."""
+        """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
         job = self.job
         tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage)
         chunk = max(1, job.loss_chunk)
@@ -231,7 +231,7 @@ class DecoderCosts(ModelCosts):
     # -- bytes of activations ----------------------------------------------------------------------
 
     def kept_per_layer(self) -> float:
-        """Return the bytes that one layer saves for its backward, by the remat policy."""
+        """Return the bytes of residuals of one layer under the remat policy."""
         job, tokens = self.job, self.job.tokens
         stream = job.stream_tokens * self.d_model
         names = {
@@ -241,30 +241,30 @@ class DecoderCosts(ModelCosts):
             "mlp_hidden": tokens * self.hidden,
             "mlp_out": stream,
         }
-        elements = stream  # every layer's input
+        elements = stream  # input of each layer
         if job.remat.startswith("names:"):
             listed = job.remat.removeprefix("names:").split(",")
             elements += sum(names[name] for name in listed if name in self.shape.marks)
         elif job.remat == "dots" or (job.remat == "none" and job.unrolls):
             elements += names["qkv"] + names["attention"] + names["attention_out"]
-            # Without a norm after it the MLP's output only feeds the residual, and is not read.
+            # Without a norm after the MLP, its output is only added to the residual and not needed.
             elements += names["mlp_out"] * self.shape.norms_mlp_output
             elements += tokens * self.up
             if job.remat == "none":
-                # In unrolled layers the compiler itself recomputes rotations, RMS norms and the
-                # gate's nonlinearity; of GPT-2 it saves layer norms and GELU's tanh.
+                # In unrolled layers the compiler recomputes rotations, RMS norms and the gate's
+                # nonlinearity. For GPT-2 it saves layer norms and GELU's tanh.
                 elements += names["mlp_hidden"] * (2 if self.up == self.hidden else 1)
                 elements += self.shape.num_layer_norms * stream
         elif job.remat == "none":
             return self._kept_without_recomputation()
-        # A fused kernel saves the log-sum-exp of its scores with its output.
+        # A fused kernel saves its output and the log-sum-exp of its scores.
         fused = job.keeps("attention") and job.attention != "xla"
         scores = self._kept_scores() if job.remat == "none" else 0
         lse = fused * WIDE * attention.heads(job) * tokens
         return job.compute_bytes * elements + lse + scores
 
     def _kept_without_recomputation(self) -> int:
-        """Return all that backward reads: float32 norms, inputs of products, the nonlinearity."""
+        """Return all residuals of backward: float32 norms, inputs of products, the nonlinearity."""
         job = self.job
         queries = (2 + self._attention_outputs()) * self.queries
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
@@ -272,23 +272,23 @@ class DecoderCosts(ModelCosts):
         return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
 
     def _kept_scores(self) -> int:
-        """Return float32 and compute-dtype probabilities, if no fused kernel avoids them."""
+        """Return probabilities in float32 and the compute dtype; 0 with a fused kernel."""
         return attention.score_bytes(self.job) * (WIDE + self.job.compute_bytes) // WIDE
 
     def _attention_outputs(self) -> int:
-        """Return the copies saved of attention's output: before and after heads are exchanged."""
+        """Return the number of saved copies of attention's output: before and after an exchange."""
         exchange = self.job.exchange
         return 1 if exchange is None or exchange.inner == 1 else 2
 
     def kept_outside(self) -> float:
-        """Return 0: `head_parts` includes what the head saves."""
+        """Return 0, because `head_parts` includes the residuals of the head."""
         return 0.0
 
     def saved_by_fp8(self) -> float:
-        """Return by how many bytes one layer's saved values shrink with products in fp8.
+        """Return the bytes by which fp8 products reduce the residuals of one layer.
 
-        Without recomputation the inputs of products are saved rounded: the outputs of both norms
-        and the MLP's hidden values. Attention's output is saved unrounded in addition.
+        Without remat the inputs of products are saved rounded: outputs of both norms and the MLP's
+        hidden values. Attention's output is saved both rounded and unrounded.
         """
         if self.job.remat != "none":
             return 0.0
@@ -296,40 +296,40 @@ class DecoderCosts(ModelCosts):
         return self.job.tokens * ((self.job.compute_bytes - 1) * rounded - self.queries)
 
     def reorders_heads(self) -> bool:
-        """Return True if queries, keys and values are saved before heads and positions swap."""
+        """Return True if queries, keys and values are saved before the all-to-all of heads."""
         exchange, remat = self.job.exchange, self.job.remat
         if exchange is None or exchange.inner == 1 or remat == "none":
             return False
         return self.job.keeps("qkv")
 
     def transposed_per_layer(self) -> int:
-        """Return the bytes of saved queries, keys and values, transposed as one stack."""
+        """Return the bytes of saved queries, keys and values, which are transposed as one stack."""
         elements = self.job.tokens * (self.queries + 2 * self.keys)
         return self.job.compute_bytes * elements * self.reorders_heads()
 
     def working(self) -> float:
-        """Return the bytes alive while one layer's backward runs, recomputation included."""
+        """Return the bytes alive during one layer's backward, including recomputation."""
         job = self.job
-        mlp = 2 * self.up + 2 * self.hidden  # the products' outputs and their gradients
-        stream = 5 * self.d_model  # norms, residual and gradients between the branches
-        # Without a fused kernel also scores, probabilities and their gradients.
+        mlp = 2 * self.up + 2 * self.hidden  # outputs of the products, and their gradients
+        stream = 5 * self.d_model  # norms, residual, gradients between attention and MLP
+        # Scores, probabilities and their gradients, without a fused kernel.
         scores = 3 * attention.score_bytes(job)
         return job.compute_bytes * job.tokens * (mlp + stream) + scores + self._context_extra()
 
     def _context_extra(self) -> int:
-        """Return the bytes that context-parallel attention needs beyond a layer on complete rows.
+        """Return the bytes that context-parallel attention adds to a layer on complete rows.
 
-        Read from buffer assignments. Block-wise attention holds float32 partial results, outputs
-        and gradients of queries, and gradients of the local keys and values: of the complete row
-        after an all-gather. cuDNN's chunks need more than the MLP only in a ring with stages:
-        float32 sums of gradients. Exchanged heads are copied before and after.
+        From buffer assignments. Block-wise attention holds float32 partial results, outputs and
+        query gradients. It also holds gradients of the local keys and values, or after an
+        all-gather of those of the complete row. cuDNN's chunks exceed the MLP only in a ring with
+        stages, by float32 gradient sums. Exchanged heads are copied before and after.
         """
         job, exchange = self.job, self.job.exchange
         if exchange is None:
             return 0
         if job.attention == "cudnn":
             copied = 2 * job.compute_bytes * self.queries * (exchange.inner > 1)
-            # Without stages the MLP's arrays are freed before the ring's backward.
+            # Without stages, the MLP's arrays are freed before the ring's backward starts.
             in_ring = exchange.exchange != "all_to_all" and job.spec[PIPELINE] > 1
             return job.tokens * (copied + in_ring * WIDE * (self.queries + 2 * self.keys))
         if exchange.exchange == "all_gather":
@@ -337,17 +337,17 @@ class DecoderCosts(ModelCosts):
         return WIDE * job.tokens * (4 * self.queries + 4 * self.keys)
 
     def deferred_per_layer(self) -> float:
-        """Return the bytes that a layer's deferred weight gradients read (zero bubble).
+        """Return the bytes that one layer's deferred weight gradients read (zero bubble).
 
-        Inputs and gradients of the products with split weights; this device's shards of both norms'
-        outputs and of both branches' gradients.
+        Inputs and output gradients of the products with split weights, and this device's shards of
+        both norms' outputs and of the gradients of attention's and the MLP's outputs.
         """
         split = self.up + self.hidden + 2 * self.queries + 2 * self.keys
         stream = 4 * self.job.stream_tokens * self.d_model
         return self.job.compute_bytes * (self.job.tokens * split + stream)
 
     def head_parts(self) -> Mapping[str, float]:
-        """Return the bytes alive in the loss, by class: chunks of logits, the kernel's gradient."""
+        """Return the bytes alive during the loss: chunks of logits, gradient of the kernel."""
         job = self.job
         kernel = self.d_model * self.shape.vocab // job.spec[TENSOR]
         logits = job.loss_chunk * self.shape.vocab // job.spec[TENSOR]
@@ -359,9 +359,9 @@ class DecoderCosts(ModelCosts):
         }
 
     def embedding_tables(self) -> tuple[Weight, ...]:
-        """Return the tables of token embeddings."""
+        """Return the token embedding tables."""
         return tuple(w for w in self.job.outer if w.dims[:1] == (self.shape.vocab_dim,))
 
     def is_tied(self) -> bool:
-        """Return True if the head's kernel is the embedding table."""
+        """Return True if the head's kernel is the embedding table (tied)."""
         return sum(self.shape.vocab_dim in w.dims for w in self.job.outer) == 1

@@ -22,9 +22,9 @@ class Lifetimes:
     """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
-            activations: input of a virtual stage, alive until its backward.
-            cotangents: gradient of its output, alive until its backward; the last one has none.
-            pending: inputs of the weight gradient, alive from the backward to the weight action.
+        activations: input of a virtual stage, alive until its backward.
+        cotangents: gradient of its output, alive until its backward; the last one has none.
+        pending: inputs of the weight gradient, alive from the backward to the weight action.
     """
 
     activations: list[dict[Work, Interval]]
@@ -98,11 +98,11 @@ class Instruction(NamedTuple):
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
-            virtual: index among the virtual stages of this stage.
-            activation, cotangent, pending: buffer slots that the action uses, see `Lifetimes`.
-            activation_arrival: slot for the activation received at the end of the tick; the spare
-                slot (after the last one) if the stage receives none.
-            cotangent_arrival: slot for the received gradient, in the same way.
+        virtual: index among the virtual stages of this stage.
+        activation, cotangent, pending: buffer slots that the action uses, see `Lifetimes`.
+        activation_arrival: slot for the activation received at the end of the tick; the spare
+            slot (after the last one) if the stage receives none.
+        cotangent_arrival: slot for the received gradient, in the same way.
     """
 
     branch: Any

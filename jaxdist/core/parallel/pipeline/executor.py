@@ -69,7 +69,7 @@ def run(
     for loop in plan_loops(schedule):
 
         def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
-            """Run one round of a loop; `ticks` are the tick indices of the round, int32 [...]."""
+            """Run one round of a loop; `ticks` are its tick indices, int32 [ticks per round]."""
             for position, kinds in enumerate(loop.kinds):
                 now = jax.tree.map(lambda column: take(column, ticks[position]), instructions)  # noqa: B023
                 outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)

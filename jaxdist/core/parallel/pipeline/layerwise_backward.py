@@ -25,9 +25,9 @@ class Layers(NamedTuple):
     """The layers of one virtual stage.
 
     Attributes:
-            constants: non-differentiated inputs, [layers, ...]: index in the model, frozen weights.
-            aux: further inputs, identical for every layer.
-            virtual: int32 [], index of these layers in totals [virtual_stages, layers, ...].
+        constants: non-differentiated inputs, [layers, ...]: index in the model, frozen weights.
+        aux: further inputs, identical for every layer.
+        virtual: int32 [], index of these layers in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
@@ -68,7 +68,7 @@ class LayerwiseBackward:
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Any, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
-            """Return dx and the totals plus the weight gradients [...] of one layer."""
+            """Run one layer; totals are [virtual_stages, layers, ...] with its gradients added."""
             dy, totals = carry
             slot, fixed, weights, own = layer
             dx, grads = self._layer.backward(weights, (fixed, layers.aux), own, dy)

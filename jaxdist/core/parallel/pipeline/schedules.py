@@ -4,11 +4,11 @@
 `(num_stages, num_microbatches, num_virtual_stages) -> Schedule` and add it to `SCHEDULES` and its
 name to `ScheduleName`.
 
-        gpipe          all forwards, then all backwards; stashes every microbatch
-        1f1b           the textbook schedule (PipeDream-Flush): smallest stash, p - s microbatches
-        1f1b_lockstep  default: 1F1B in which all stages run the same kind of action in a tick;
-                       interleaved if a stage has several virtual stages
-        zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
+    gpipe          all forwards, then all backwards; stashes every microbatch
+    1f1b           the textbook schedule (PipeDream-Flush): smallest stash, p - s microbatches
+    1f1b_lockstep  default: 1F1B in which all stages run the same kind of action in a tick;
+                   interleaved if a stage has several virtual stages
+    zero_bubble    1f1b_lockstep whose weight gradients fill idle ticks
 
 The textbook schedule is not the default because it mixes forwards and backwards in one tick. All
 stages advance tick by tick, so its forwards wait for backwards of other stages. Separate ticks need

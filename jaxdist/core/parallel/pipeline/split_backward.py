@@ -232,7 +232,7 @@ def _is_determined(var: Any, determined: set[Any]) -> bool:
 def _function(
     traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
 ) -> Callable[..., list[Array]]:
-    """Return the part of a traced program from inputs to outputs, as a function of arrays."""
+    """Return the part of a traced program from inputs to outputs, on arrays [*dims]."""
     program = traced.jaxpr
     equations = _needed(program.eqns if equations is None else equations, outputs)
     part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)

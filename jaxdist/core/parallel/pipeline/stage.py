@@ -27,10 +27,10 @@ class Stage:
     """The parameters and microbatches of this device; an `Instruction` selects among them.
 
     Attributes:
-            layers: this stage's parameters, [virtual_stages, layers per virtual stage, ...].
-            outer: complete parameters outside the layers, in the compute dtype.
-            microbatches: [num_microbatches, rows per microbatch, ...].
-            index: int32 [], index of this stage on the ring.
+        layers: this stage's parameters, [virtual_stages, layers per virtual stage, ...].
+        outer: complete parameters outside the layers, in the compute dtype.
+        microbatches: [num_microbatches, rows per microbatch, ...].
+        index: int32 [], index of this stage on the ring.
     """
 
     forward: ForwardPass
