@@ -204,7 +204,7 @@ def _directories(directory: Location) -> list[int]:
 def _raise_transient(checkpoint: Location, error: Exception) -> None:
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return
-    if error.errno in _TRANSIENT or not checkpoint.is_local:  # stores have no bad sectors
+    if error.errno in _TRANSIENT or not checkpoint.is_local:  # store errors are transient
         raise error
 
 

@@ -207,7 +207,7 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     """Return a leaf [...] from the stored array, in the leaf's dtype and on its sharding.
 
-    A cast deletes the stored array. A PRNG key is made of uint32 data [..., words of a key].
+    A cast deletes the stored array. A PRNG key is built from uint32 data [..., words of a key].
     """
     dtype, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:

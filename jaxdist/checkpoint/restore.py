@@ -78,7 +78,7 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Return why a checkpoint must not be loaded, or ""; the same on every process."""
+        """Return why a checkpoint must not be loaded, or ""; equal on every process."""
         if step in self._corrupt:
             return self._corrupt[step]
         level = "full" if full else self.config.verify

@@ -41,7 +41,7 @@ ROLES = ("system", "user", "assistant")
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters, absent from texts
 
 _MASKS = ("weight", "train", "training", "loss_mask", "trainable")
-"""Fields that exclude a message from the loss elsewhere; only 1 and true are accepted."""
+"""Fields that exclude a message in other trainers; only 1 and true are accepted."""
 
 _METADATA = {
     "id", "uuid", "index", "idx", "hash", "prompt_id", "conversation_id", "source", "dataset",

@@ -93,7 +93,7 @@ class Corpus:
             self._requests = ThreadPoolExecutor(REQUESTS, "corpus")
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Location]]:
-        """Pickle the path: worker processes open the same files."""
+        """Pickle only the path, because worker processes open the files themselves."""
         return Corpus, (self.folder.absolute(),)
 
     @functools.cached_property

@@ -53,7 +53,7 @@ class TextEncoder:
     """Encode each text as a document, closed by the tokenizer's end token if it has one.
 
     Attributes:
-        identity: JSON that changes whenever the same files could become other tokens.
+        identity: JSON that changes whenever files could be tokenized differently.
         template: format of conversations; None for other records.
     """
 

@@ -1,7 +1,7 @@
 """Read CIFAR-10 in both published forms, without running code stored in the files.
 
     cifar-10-batches-py    data_batch_1 … data_batch_5, test_batch: Python pickles
-    cifar-10-batches-bin   the same with .bin: records of 1 label byte and 3·32·32 pixel bytes
+    cifar-10-batches-bin   the same names with .bin: records of 1 label byte and 3072 pixel bytes
 
 References:
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; both layouts are

@@ -37,7 +37,7 @@ class Position:
 
     Attributes:
         sample: first sample of the next batch.
-        left_out: samples [first, end) that no batch may hold.
+        left_out: samples [first, end) to skip.
         iterators: states of a stream's readers, by shard; None = at its start, or random access.
         ledger: the newest links of the data ledger, oldest first.
     """
@@ -156,7 +156,7 @@ class Loader:
         """Stop the thread and the workers, and free the prefetched batches; idempotent."""
         if self._batches is None:
             return
-        # Closing waits for the current read, which never ends if the file system is gone.
+        # Closing waits for the current read, which never ends if the file system hangs.
         closing = threading.Thread(target=self._batches.close, daemon=True)
         closing.start()
         closing.join(_CLOSE_S + _CLOSE_WORKER_S * self._num_workers)

@@ -1,8 +1,8 @@
 """A user's stream of rows: a `grain.IterDataset`, read in its own order.
 
-The checkpoint stores the state of its iterator. Every process reads the whole stream and keeps its
-rows of each batch, so a run resumes on any number of processes. A function with `shard_index` and
-`num_shards` divides the reading; such a run resumes on the same number of shards.
+The checkpoint stores the state of its iterator. Every process reads the complete stream and keeps
+its rows of each batch, so a run resumes on any number of processes. A function with arguments
+`shard_index` and `num_shards` returns one shard; the run resumes only on as many shards.
 """
 
 from __future__ import annotations

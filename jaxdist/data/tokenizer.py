@@ -53,7 +53,7 @@ class ByteTokenizer:
         bos_id: token that begins a text, or None; for exported models.
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
-        fingerprint: changes whenever the same text could become other tokens.
+        fingerprint: changes whenever a text could be tokenized differently.
     """
 
     name = "bytes"
@@ -82,7 +82,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; of its post-processor only the start tokens are used.
+    """A Hugging Face `tokenizer.json`; uses only the start tokens of its post-processor.
 
     The end token comes from the files next to it: `tokenizer_config.json` (and, without a list of
     added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,

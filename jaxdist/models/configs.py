@@ -365,7 +365,7 @@ class CnnConfig:
         return []
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Return the errors between this model and the rest of a run: none."""
+        """Return []: this model conflicts with no other setting."""
         return []
 
 
@@ -418,7 +418,7 @@ class ResnetConfig:
         return problems
 
     def run_problems(self, **_: Any) -> list[str]:
-        """Return the errors between this model and the rest of a run: none."""
+        """Return []: this model conflicts with no other setting."""
         return []
 
 

@@ -232,7 +232,7 @@ def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> st
     return f"[::]:{port}"
 
 
-# --- the others -----------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------
 
 
 def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:

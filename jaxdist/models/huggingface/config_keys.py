@@ -88,7 +88,7 @@ _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcappi
 """Keys for which null disables the feature; for other keys null means the default."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
-"""Family that mixes layers with and without window -> default interval of those without."""
+"""Family that mixes layers -> default interval of the layers without a window."""
 
 _WORDS = {
     int: "a whole number above 0",

@@ -44,7 +44,7 @@ def announce_failure(code: int, line: str) -> None:
     with contextlib.suppress(Exception):
         service.put(_KEY, failure)
     if process_id == 0:
-        # The store is in process 0; its exit would abort the others before they read this.
+        # Process 0 runs the store. If it exited now, the others would abort before reading this.
         time.sleep(2 * _REPORT_S)
 
 
