@@ -5,32 +5,32 @@ r"""Tokens per second of ours, a hand-written JAX step, PyTorch and rivals, inte
         --rival "nanoGPT=/path/to/venv/bin/python:/path/to/nanogpt_contender.py --eager"
 
 All train the same decoder (RMSNorm, rotary positions, causal attention, SwiGLU, untied head) on the
-same batches in float32 with AdamW, at three shapes. Each is a process of its own that stays warm.
-A round gives every contender one block of steps, one after the other; the next round starts with
-the next contender. A ratio is the median of the ratios of the rounds, so a machine that slows down
-for a while disturbs both sides of it. Contenders use as many threads as this process may use cores:
+same batches in float32 with AdamW, at three shapes. Each runs in a separate process that stays
+warm. In a round every contender runs one block of steps in turn; the next round starts with the
+next contender. A ratio is the median of the ratios of the rounds, so a temporary slowdown of the
+machine affects both sides of it. Contenders use as many threads as this process may use cores:
 `taskset -c 0,1 python scripts/bench/versus.py` for two.
 
-A contender that is not installed, dies, hangs, has another number of parameters (by more than 1 %)
-or does not learn is left out, and named with its reason.
+A contender that is not installed, crashes, hangs, does not learn, or whose number of parameters
+differs by more than 1 % is excluded, and the page gives the reason.
 
 A rival is a program of yours, started as `PYTHON SCRIPT.py ARGUMENTS JOB.json`, or with `-m MODULE`
 for a name without `.py`:
 
 1. It reads the job: `vocab_size`, `d_model`, `num_layers`, `num_heads`, `num_kv_heads`, `mlp_dim`,
-   `seq_len`, `batch_size`, `norm_eps`, `rope_theta`, `init_std`; of AdamW with gradient clipping
-   and a constant learning rate `learning_rate`, `beta1`, `beta2`, `eps`, `weight_decay` (matrices
+   `seq_len`, `batch_size`, `norm_eps`, `rope_theta`, `init_std`; for AdamW with gradient clipping
+   and a constant learning rate: `learning_rate`, `beta1`, `beta2`, `eps`, `weight_decay` (matrices
    only), `max_grad_norm`; `cores`, the number of threads; `batches`, each a list of rows of
    seq_len + 1 tokens: the first seq_len are the input, the last seq_len the targets. Step n trains
-   on batch n modulo their number.
-2. Ready, it prints one line of JSON: `{"parameters": 10818432, "versions": {"torch": "2.9.0"},
-   "threads": 2}`.
-3. For each line `{"steps": 2}` on its standard input it trains so many steps, waits for the last,
-   and prints `{"seconds": 2.71, "loss": 5.43}`: of the block, and of its last step.
-4. It ends when its standard input does. Lines of its standard output that are no JSON object, and
-   its standard error, are its log.
+   on batch n modulo the number of batches.
+2. When it is ready, it prints one line of JSON: `{"parameters": 10818432, "versions":
+   {"torch": "2.9.0"}, "threads": 2}`.
+3. For each line `{"steps": 2}` on stdin it trains that many steps, waits for the last, and prints
+   `{"seconds": 2.71, "loss": 5.43}`: the time of the block, and the loss of its last step.
+4. It exits when its stdin is closed. Its log is its stderr, and every line of its stdout that is
+   not a JSON object.
 
-`versus_pytorch.py` is an example; `versus_pipe.serve` is steps 2 to 4 for programs in Python.
+`versus_pytorch.py` is an example; `versus_pipe.serve` implements steps 2 to 4 for Python programs.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ BUILT_IN = {
     "bare": ["versus_jax.py", "bare"],
     "pytorch": ["versus_pytorch.py"],
 }
-"""Contender -> script beside this one and its arguments."""
+"""Contender -> script in this folder, and its arguments."""
 
 LEGEND = (
     "`ours` is the compiled step of a run, `bare` the fastest step that we wrote by hand in JAX "
     "(`bare.py`), `pytorch` eager PyTorch (`versus_pytorch.py`). Others are programs of the user."
 )
 NUM_BATCHES = 4
-PAUSE_S = 0.3  # threads of a contender that has finished spin for up to 0.2 s (OpenMP)
+PAUSE_S = 0.3  # OpenMP threads of a finished contender spin for up to 0.2 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Shape:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, embedding and head counted apart."""
+        """Number of parameters, with separate embedding and head."""
         head_dim = self.d_model // self.num_heads
         attention = self.d_model * (2 * self.num_heads + 2 * self.num_kv_heads) * head_dim
         layer = attention + 3 * self.d_model * self.mlp_dim + 2 * self.d_model
@@ -97,7 +97,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per step."""
         return self.batch_size * self.seq_len
 
 
@@ -127,8 +127,8 @@ class Settings:
         rounds: blocks of each contender.
         block_steps: steps of a block.
         warmup_steps: single steps before the first round, the first of which compiles.
-        timeout_s: for an answer; after it a contender counts as hung.
-        pause_s: between two blocks.
+        timeout_s: timeout of an answer, after which a contender counts as hung.
+        pause_s: pause between two blocks.
     """
 
     rounds: int = 5
@@ -142,8 +142,8 @@ class Race:
     """The contenders of one shape.
 
     Attributes:
-        running: those that are measured.
-        left_out: the others, each with its reason.
+        running: measured contenders.
+        left_out: excluded contenders, each with its reason.
     """
 
     def __init__(self, shape: Shape, settings: Settings):
@@ -152,7 +152,7 @@ class Race:
         self.left_out: dict[str, str] = {}
 
     def run(self, commands: dict[str, list[str]]) -> Race:
-        """Start, warm up, measure and stop them all; none works beside another."""
+        """Start, warm up, measure and stop all contenders; only one works at a time."""
         limit = self.settings.timeout_s
         with tempfile.TemporaryDirectory(prefix="versus-") as folder:
             job = Path(folder) / "job.json"
@@ -185,7 +185,7 @@ class Race:
         contender.blocks.append(contender.train(steps, self.settings.timeout_s) / steps)
 
     def _try(self, name: str, action: Callable[[Contender], object]) -> None:
-        """Do it with a contender that is still running; leave it out where it fails."""
+        """Run an action with a contender that still runs; exclude the contender if it fails."""
         if name not in self.running:
             return
         try:
@@ -199,13 +199,13 @@ class Race:
 
 
 def turns(names: list[str], round_number: int) -> list[str]:
-    """The order of a round: each starts with the next contender."""
+    """Return the order of a round: each round starts with the next contender."""
     first = round_number % len(names) if names else 0
     return names[first:] + names[:first]
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """Of a contender; our own find the package beside them."""
+    """Return the environment of a contender; our own import this checkout of the package."""
     if Path(command[1]).parent != HERE:
         return dict(os.environ)
     roots = [str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -213,7 +213,7 @@ def environment_of(command: list[str]) -> dict[str, str]:
 
 
 def check_learning(contender: Contender) -> None:
-    """Raise `LeftOut` unless the last loss is below the first."""
+    """Raise `LeftOut` if the last loss is not below the first."""
     first, last = contender.losses[0], contender.losses[-1]
     if not last < first:
         raise LeftOut(f"does not learn: loss {first:.4g} at the first step, {last:.4g} at the last")
@@ -229,12 +229,12 @@ def make_job(shape: Shape) -> dict[str, Any]:
 
 
 def ratio_to_ours(ours: list[float], other: list[float]) -> float:
-    """Median over the rounds of how many times as fast as the other we are."""
+    """Return our speedup over the other contender, as the median over the rounds."""
     return statistics.median(b / a for a, b in zip(ours, other, strict=True))
 
 
 def report(races: dict[str, Race], settings: Settings, machine: dict[str, str]) -> str:
-    """The page: a table for readers in a hurry, every number, and the conditions."""
+    """Return the page: a summary table, all numbers, and the conditions."""
     names = list(dict.fromkeys(name for race in races.values() for name in race.running))
     lines = ["# Ours beside others on the CPU", "", "Written by `scripts/bench/versus.py`.", ""]
     lines += [LEGEND, ""]
@@ -251,17 +251,17 @@ def report(races: dict[str, Race], settings: Settings, machine: dict[str, str]) 
 
 
 def row_of(*cells: str) -> list[str]:
-    """One row of a Markdown table."""
+    """Return one row of a Markdown table."""
     return ["| " + " | ".join(cells) + " |"]
 
 
 def speeds(race: Race, name: str) -> list[float]:
-    """Tokens per second of each block."""
+    """Return the tokens per second of each block."""
     return [race.shape.tokens / seconds for seconds in race.running[name].blocks]
 
 
 def short_cell(race: Race, name: str) -> str:
-    """Median tokens/s and the ratio, or that it was left out."""
+    """Return median tokens/s and the ratio, or a note that it was excluded."""
     if name not in race.running:
         return "not measured"
     median = f"{statistics.median(speeds(race, name)):,.0f}"
@@ -269,14 +269,14 @@ def short_cell(race: Race, name: str) -> str:
 
 
 def ratio(race: Race, name: str) -> str:
-    """`ratio_to_ours` as text; a dash where ours was not measured."""
+    """Return `ratio_to_ours` as text; a dash if ours was not measured."""
     if OURS not in race.running:
         return "–"
     return f"{ratio_to_ours(race.running[OURS].blocks, race.running[name].blocks):.2f} ×"
 
 
 def describe(shape: Shape) -> str:
-    """The sizes in one line."""
+    """Return the sizes in one line."""
     return (
         f"{shape.num_layers} layers of {shape.d_model}, {shape.num_heads} heads, MLP of "
         f"{shape.mlp_dim}, vocabulary of {shape.vocab_size:,}: {shape.num_params:,} parameters. "
@@ -285,7 +285,7 @@ def describe(shape: Shape) -> str:
 
 
 def details(race: Race) -> list[str]:
-    """The table of one shape."""
+    """Return the table of one shape."""
     columns = ("contender", "tokens/s, median", "min–max", "ours ÷ it", "parameters")
     lines = row_of(*columns, "loss of the first steps", "of the last")
     lines += row_of(*("---" for _ in range(len(columns) + 2)))
@@ -307,7 +307,7 @@ def details(race: Race) -> list[str]:
 
 
 def versions(races: dict[str, Race]) -> dict[str, str]:
-    """Contender -> its versions and threads, as it says itself."""
+    """Return contender -> its reported versions and threads."""
     found = {}
     for race in races.values():
         for name, contender in race.running.items():
@@ -329,7 +329,7 @@ def explanation(settings: Settings) -> list[str]:
 
 
 def conditions() -> dict[str, str]:
-    """Of the machine, now."""
+    """Return the current conditions of the machine."""
     names = [name for name in ("XLA_FLAGS", "OMP_NUM_THREADS") if name in os.environ]
     given = [f"{name}={os.environ[name]}" for name in names]
     return {
@@ -342,12 +342,12 @@ def conditions() -> dict[str, str]:
 
 
 def load() -> str:
-    """Over 1, 5 and 15 minutes."""
+    """Return the load over 1, 5 and 15 minutes."""
     return " ".join(f"{value:.1f}" for value in os.getloadavg())
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the name of the processor."""
     with contextlib.suppress(OSError):
         if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
             return found[1]
@@ -355,10 +355,10 @@ def processor() -> str:
 
 
 def commands_of(pythons: list[str], rivals: list[str]) -> dict[str, list[str]]:
-    """Contender -> command.
+    """Return contender -> command.
 
     Raises:
-        ValueError: what is wrong with `--python` and `--rival`, one line each.
+        ValueError: the errors in `--python` and `--rival`, one line each.
     """
     interpreters, problems = dict.fromkeys(BUILT_IN, sys.executable), []
     for given in pythons:
@@ -391,17 +391,17 @@ def commands_of(pythons: list[str], rivals: list[str]) -> dict[str, list[str]]:
 
 
 def read_rival(given: str) -> tuple[str, str, list[str]]:
-    """Name, interpreter and program with its arguments; no program where it cannot be read."""
+    """Return name, interpreter, and program with its arguments; [] if it cannot be parsed."""
     name, _, rest = given.partition("=")
     python, _, program = rest.partition(":")
     try:
         return name, python, shlex.split(program) if name and python else []
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # an unclosed quotation
         return name, python, []
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; leaves with 2 where it is wrong."""
+    """Return the parsed command line; exit with 2 if it is invalid."""
     usual = Settings()
     number = lambda kind: lambda text: positive(kind, text)
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -423,7 +423,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def positive(kind: type, text: str) -> Any:
-    """A number above 0."""
+    """Parse a number above 0."""
     with contextlib.suppress(ValueError):
         if 0 < (value := kind(text)) < math.inf:
             return value
@@ -431,7 +431,7 @@ def positive(kind: type, text: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every shape, print the page and write it; 1 where nothing could be measured."""
+    """Measure every shape, print and write the page; return 1 if nothing could be measured."""
     arguments = read_arguments(argv)
     try:
         commands = commands_of(arguments.python, arguments.rival)

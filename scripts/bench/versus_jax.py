@@ -27,7 +27,7 @@ from jaxdist.run.setup import assemble
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
     """Build the contender that the command names."""
     if sys.argv[1] == "ours":
-        runtime.tune_malloc()  # as a run does
+        runtime.tune_malloc()  # as in a run
     dims = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
     shape = bare.Shape(*(job[name] for name in dims), job["seq_len"])
     options = argparse.Namespace(documents=0, moments="float32", matmul_dtype="auto")
@@ -55,7 +55,7 @@ def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
 
 
 def batch_of(rows: list[list[int]], sharding: Any) -> dict[str, Any]:
-    """Rows [batch, seq + 1] as `tokens` and `targets`, int32 [batch, seq], with equal weights."""
+    """Split rows [batch, seq+1] into `tokens` and `targets`, int32 [batch, seq], equal weights."""
     tokens = np.array(rows, np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     batch["weights"] = np.ones(batch["tokens"].shape, np.float32)

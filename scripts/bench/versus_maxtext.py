@@ -1,10 +1,10 @@
-"""Contender of `versus.py`: MaxText's own model, optimizer and train step, jitted as it does it.
+"""Contender of `versus.py`: MaxText's own model, optimizer and train step, jitted as in MaxText.
 
     --rival "MaxText=PYTHON:scripts/bench/versus_maxtext.py scan_layers=False"
 
-Words with `=` are settings of MaxText and win over those below. The environment of PYTHON has
-MaxText (its wheel, 0.2.5 was tried) and what that imports; its loop, data and checkpoints take no
-part.
+Arguments with `=` are MaxText settings that override the ones below. The environment of PYTHON
+needs MaxText (tested with the wheel of 0.2.5) and its dependencies. Its loop, data and checkpoints
+are not used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import sharding, train_utils
 from versus_pipe import serve
 
-NUM_STEPS = 1_000_000  # of a schedule that does not get anywhere: the rate stays at its peak
+NUM_STEPS = 1_000_000  # length of the schedule: so long that the rate stays at its peak
 
 
 def settings(job: dict[str, Any]) -> dict[str, Any]:
-    """The job in MaxText's words."""
+    """Return the job as MaxText settings."""
     return {
         "run_name": "versus",
         "base_output_directory": tempfile.gettempdir(),
@@ -104,7 +104,7 @@ def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
 
 
 def batch_of(rows: list[list[int]]) -> dict[str, np.ndarray]:
-    """Rows [batch, seq + 1] as MaxText's batch: int32 [batch, seq] each, one document a row."""
+    """Convert rows [batch, seq+1] to MaxText's int32 [batch, seq] arrays, one document per row."""
     tokens = np.array(rows, np.int32)
     shape = (len(tokens), tokens.shape[1] - 1)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -1,4 +1,4 @@
-"""Both ends of the pipe between `versus.py` and a contender, as the docstring there defines it."""
+"""Both ends of the pipe between `versus.py` and a contender; `versus.py` defines the protocol."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STOP_S = 5.0  # to end by itself
-SLACK_S = 0.5  # for a request and its answer on a busy machine
+STOP_S = 5.0  # time to exit before it is killed
+SLACK_S = 0.5  # latency of a request and its answer on a busy machine
 
 
 def serve(start: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[int], float]]]) -> None:
-    """The contender's end: build what trains, then run the blocks that are asked for.
+    """Run the contender's end: build the trainer, then run the requested blocks.
 
     Args:
         start: the job -> (`parameters`, `versions` and `threads` of the contender, a function that
-            runs this many steps and returns the loss of the last, which it waits for).
+            runs a number of steps, waits for the last and returns its loss).
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # library output must not mix with answers
     say = lambda answer: print(json.dumps(answer), file=answers, flush=True)
     facts, run = start(json.loads(Path(sys.argv[-1]).read_text()))
     say(facts)
@@ -40,15 +40,15 @@ def serve(start: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[int]
 
 
 class LeftOut(Exception):
-    """Why a contender is not measured."""
+    """Raised with the reason why a contender is excluded."""
 
 
 class Contender:
-    """One process that trains when asked.
+    """One process that trains on request.
 
     Attributes:
         facts: its first answer.
-        losses: of the last step of every request, warm-up included.
+        losses: loss of the last step of every request, including warm-up.
         blocks: seconds per step of each block.
     """
 
@@ -60,7 +60,7 @@ class Contender:
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=environment,
-            start_new_session=True,  # so that it ends with all processes that it started
+            start_new_session=True,  # so that its child processes can be killed too
         )
         self.facts: dict[str, Any] = {}
         self.losses: list[float] = []
@@ -73,7 +73,7 @@ class Contender:
         """Wait until it has built its model.
 
         Raises:
-            LeftOut: it died or hung, or its model is another one.
+            LeftOut: it crashed or hung, or its model differs.
         """
         self.facts = self._answer(timeout_s, "parameters")
         found = self.facts["parameters"]
@@ -83,13 +83,13 @@ class Contender:
             raise LeftOut(f"answered versions {self.facts['versions']!r}, not names with versions")
 
     def train(self, steps: int, timeout_s: float) -> float:
-        """Seconds that these steps took.
+        """Train these steps, and return their seconds.
 
         Raises:
-            LeftOut: it died or hung, its loss is not finite, or it took longer than it says.
+            LeftOut: it crashed or hung, its loss is not finite, or its time is implausible.
         """
         begin = time.perf_counter()
-        with contextlib.suppress(OSError):  # a process that is gone is seen by its answer
+        with contextlib.suppress(OSError):  # `_answer` detects a dead process
             self.process.stdin.write(json.dumps({"steps": steps}).encode() + b"\n")
             self.process.stdin.flush()
         answer = self._answer(timeout_s, "seconds", "loss")
@@ -102,7 +102,7 @@ class Contender:
         return seconds
 
     def stop(self, wait_s: float = STOP_S) -> int:
-        """End it and what it started; its exit code."""
+        """End the process and its children; return its exit code."""
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,12 +114,12 @@ class Contender:
         return self.process.wait()
 
     def last_lines(self, count: int = 10) -> list[str]:
-        """The end of its log."""
+        """Return the end of its log."""
         lines = Path(self.log.name).read_text(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
 
     def _answer(self, timeout_s: float, *names: str) -> dict[str, Any]:
-        """The next answer, which must have these numbers."""
+        """Return the next answer, which must contain these numbers."""
         try:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:

@@ -1,8 +1,8 @@
 """Contender of `versus.py` in PyTorch, eager: `versus_pytorch.py JOB.json`.
 
-The same decoder as `bare.py`: RMSNorm, rotary positions, attention by PyTorch's
-`scaled_dot_product_attention`, SwiGLU and an untied head; fused q/k/v and gate/up products and the
-fused AdamW, so that it is as fast as eager PyTorch is on a CPU.
+It trains the decoder of `bare.py`: RMSNorm, rotary positions, `scaled_dot_product_attention`,
+SwiGLU and an untied head. Fused q/k/v and gate/up products and the fused AdamW make it as fast as
+eager PyTorch can be on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from versus_pipe import serve
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normed at its input and added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, job: dict[str, Any]):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(job["mlp_dim"], d, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, seq, d_model] -> the same; cos and sin [seq, head_dim / 2]."""
+        """Apply the block to x [batch, seq, d_model]; cos and sin are [seq, head_dim / 2]."""
         batch, seq, d = x.shape
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(F.rms_norm(x, (d,), self.norm1, self.eps))
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, seq] -> logits [batch, seq, vocab]."""
+    """Decoder from tokens [batch, seq] to logits [batch, seq, vocab]."""
 
     def __init__(self, job: dict[str, Any]):
         super().__init__()
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=out_std if is_output else job["init_std"])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of every position."""
+        """Return the logits of every position."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -78,13 +78,13 @@ class Decoder(nn.Module):
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions of x [batch, heads, seq, head_dim]."""
+    """Apply rotary positions to x [batch, heads, seq, head_dim]."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
-    """Build model and optimizer."""
+    """Build model and optimizer; return the facts and the function that trains."""
     torch.set_num_threads(job["cores"])
     torch.manual_seed(0)
     model = Decoder(job)

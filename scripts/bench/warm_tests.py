@@ -1,11 +1,11 @@
-"""Runs chosen tests again and again without importing jax again: a server of forked children.
+"""Run selected tests repeatedly without importing jax again: a server that forks a child per job.
 
-    python scripts/bench/warm_tests.py        # jobs in, outcomes out: a JSON object a line
+    python scripts/bench/warm_tests.py        # one JSON object per line: jobs in, outcomes out
 
-The server imports what is slow to import and never changes (jax, flax, Orbax, pytest), starts no
-device, and forks a child for each job, so that the package and its tests are imported anew from the
-checkout that the job names. Asked to record, the child notes which blocks of code each test ran. A
-block is the statements that run or do not run as one: a function's body, a branch, a loop's body.
+The server imports the slow, unchanging packages (jax, flax, Orbax, pytest), starts no device, and
+forks a child for each job. The child imports the package and its tests from the checkout of the
+job. If the job has `watched` modules, the child records the code blocks that each test runs. A
+block is a group of statements that always run together: a function body, a branch, a loop body.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SLOW_IMPORTS = (
 )
 ENVIRONMENT = {
     **{"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"},
-    "OPENBLAS_NUM_THREADS": "1",  # numpy starts no thread, which a fork would lose
+    "OPENBLAS_NUM_THREADS": "1",  # keeps numpy from starting threads, which a fork would lose
 }
 NO_TEST = 5
-"""Exit code of pytest where none of the tests is selected."""
+"""Exit code of pytest if no test is selected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class Job:
     Attributes:
         root: the checkout.
         files: test files, in order.
-        wanted: ids of the tests to run; empty for all of the files.
-        slow: whether to run those marked slow, or the others.
-        watched: modules, below the root, whose blocks are noted.
+        wanted: ids of the tests to run; empty = all tests of the files.
+        slow: True = run only tests marked slow, False = only the others.
+        watched: modules, below the root, whose blocks are recorded.
         cache: value of JAXDIST_CACHE.
-        scratch: folder of the tests' own files, emptied first.
+        scratch: folder for files of the tests, emptied first.
         limit_s: the child is killed after this time.
     """
 
@@ -75,12 +75,12 @@ class Outcome:
     """Outcome of a job.
 
     Attributes:
-        code: of pytest.
+        code: exit code of pytest.
         failed: the first test that failed, "" if none did.
-        seconds: of the child.
-        collected_s: until the first test began.
-        tests: id -> seconds of those that passed.
-        blocks: id -> the blocks they ran, as places in `names`.
+        seconds: duration of the child.
+        collected_s: seconds until the first test began.
+        tests: id -> seconds of each passed test.
+        blocks: id -> the blocks that the test ran, as indices into `names`.
         names: blocks as "FILE:LINE".
     """
 
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def bodies_of(tree: ast.Module) -> list[list[ast.stmt]]:
-    """The blocks of a module's functions, each as its statements, in their own list."""
+    """Return the blocks of a module's functions, each as its original list of statements."""
     found: dict[int, list[ast.stmt]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -107,14 +107,14 @@ def bodies_of(tree: ast.Module) -> list[list[ast.stmt]]:
 
 
 def block_at(tree: ast.Module, line: int) -> int:
-    """First line of the innermost block around a line; 0 outside of functions."""
+    """Return the first line of the innermost block around a line; 0 outside of functions."""
     around = [(body[0].lineno, body[-1].end_lineno or 0) for body in bodies_of(tree)]
     inside = [(last - first, first) for first, last in around if first <= line <= last]
     return min(inside)[1] if inside else 0
 
 
 def watched_code(root: Path, file: str) -> CodeType:
-    """A module that calls `__ran__` with the name of each block that it enters."""
+    """Compile a module that calls `__ran__` with the name of each block that it enters."""
     path = root / file
     tree = ast.parse(path.read_text())
     for body in bodies_of(tree):
@@ -122,12 +122,12 @@ def watched_code(root: Path, file: str) -> CodeType:
         for node in ast.walk(call):
             ast.copy_location(node, body[0])
         is_words = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-        body.insert(int(is_words), call)  # a docstring stays one
+        body.insert(int(is_words), call)  # keep a docstring first
     return compile(tree, str(path), "exec")
 
 
 class _Watched(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules with the code given, by name."""
+    """Imports modules from the given code, by name."""
 
     def __init__(self, root: Path, codes: dict[str, CodeType]) -> None:
         self.root = root
@@ -136,7 +136,7 @@ class _Watched(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's place, where it is one of ours."""
+        """Return the spec of a module in `codes`, else None."""
         if name not in self.codes:
             return None
         file = self.root / self.codes[name][0]
@@ -146,7 +146,7 @@ class _Watched(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run its code."""
+        """Run the code of a module."""
         exec(self.codes[module.__name__][1], module.__dict__)
 
 
@@ -155,7 +155,7 @@ def _module_name(file: str) -> str:
 
 
 class _Notes:
-    """A plugin of pytest: selects tests, and keeps their times, blocks and the first failure."""
+    """A pytest plugin: selects tests, and records their times, blocks and the first failure."""
 
     def __init__(self, wanted: list[str]) -> None:
         self.wanted = set(wanted)
@@ -198,7 +198,7 @@ class _Notes:
 
 
 def run_here(job: Job, codes: dict[str, CodeType], results: Path) -> int:
-    """Be the child: run the tests of a job in this process, and write what became of them."""
+    """Run the tests of a job in this child process, and write their outcome."""
     import pytest
 
     os.chdir(job.root)
@@ -219,7 +219,7 @@ def run_here(job: Job, codes: dict[str, CodeType], results: Path) -> int:
 
 
 def run_in_child(job: Job, codes: dict[str, CodeType]) -> Outcome:
-    """Fork, wait for the child within its limit, end what it has left, and read what it wrote."""
+    """Fork a child, wait up to its limit, kill its remaining processes, and read its outcome."""
     with tempfile.TemporaryDirectory(prefix="warm-tests-") as folder:
         results, output = Path(folder) / "results.json", Path(folder) / "output"
         start = time.monotonic()
@@ -233,7 +233,7 @@ def run_in_child(job: Job, codes: dict[str, CodeType]) -> Outcome:
                     os.dup2(nothing.fileno(), 0)
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
-                with contextlib.suppress(OSError):  # memory that runs out is the child's fault
+                with contextlib.suppress(OSError):  # the OOM killer should choose the child
                     Path("/proc/self/oom_score_adj").write_text("1000")
                 code = run_here(job, codes, results)
             except BaseException:
@@ -241,7 +241,7 @@ def run_in_child(job: Job, codes: dict[str, CodeType]) -> Outcome:
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(code)  # what jax and Orbax have started is not waited for
+                os._exit(code)  # do not wait for threads of jax and Orbax
         status = _wait(child, start + job.limit_s)
         seconds = time.monotonic() - start
         if results.exists():
@@ -258,7 +258,7 @@ def run_in_child(job: Job, codes: dict[str, CodeType]) -> Outcome:
 
 
 def _wait(child: int, until: float) -> int | None:
-    """Exit code of a child, None where it had to be killed; its whole session is ended."""
+    """Return the exit code of a child, None if it had to be killed; end its session."""
     status = None
     try:
         while time.monotonic() < until:
@@ -279,10 +279,10 @@ def _wait(child: int, until: float) -> int | None:
 
 
 def serve() -> int:
-    """Answer jobs until no more come."""
-    sys.path.remove(str(Path(__file__).parent))  # data.py, step.py … are no modules of the tests
+    """Answer jobs until stdin ends."""
+    sys.path.remove(str(Path(__file__).parent))  # tests must not import data.py, step.py, …
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports print is no reply
+    os.dup2(2, 1)  # output of imports must not mix with replies
     warnings.filterwarnings("ignore", message="os.fork|This process")
     for name in SLOW_IMPORTS:
         with contextlib.suppress(ImportError):
@@ -299,7 +299,7 @@ def serve() -> int:
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -311,7 +311,7 @@ class Server:
         )
 
     def run(self, job: Job) -> Outcome:
-        """Outcome of a job.
+        """Run a job and return its outcome.
 
         Raises:
             RuntimeError: the server has ended.
@@ -324,7 +324,7 @@ class Server:
         return Outcome(**json.loads(line))
 
     def close(self) -> None:
-        """No more jobs; a child that runs is killed."""
+        """End the server, and kill a running child."""
         self._process.terminate()
         self._process.wait()
 
