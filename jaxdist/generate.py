@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
 ) -> None:
-    """Stream the text of one prompt, or print those of several; token ids are int [length]."""
+    """Stream the text of one prompt, or print the texts of several; token ids are int [length]."""
     headings = [
         f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
         for request in requests

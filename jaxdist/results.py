@@ -75,7 +75,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """Return the settings stored with the checkpoint, or those of `config.toml`."""
+        """Return the settings stored with the checkpoint, or else in `config.toml`."""
         return settings_of_run(self.path, self._step)
 
     @property

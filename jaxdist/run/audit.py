@@ -69,7 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the traced train step; `fields` describes its rows (None = those of a data reader)."""
+    """Audit the traced train step; `fields` describes its rows (None = a data reader's rows)."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)

@@ -39,7 +39,7 @@ class StepReporter:
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
         """Keep metrics, scalars [], of a dispatched step for `flush`; check its `state` if due."""
-        # The loader moves on with the next batch, so the position of this one is stored.
+        # The next batch advances the loader, so store the position of this batch now.
         self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)
 

@@ -162,7 +162,7 @@ def open_run(
     devices = list(jax.devices())
     spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
     devices = devices[: spec.num_devices if spec is not None else 1]
-    # Evaluation has no microbatches; those of training may be illegal on another mesh.
+    # Evaluation has no microbatches; the training value may be illegal on another mesh.
     is_same = spec is not None and spec == config.mesh.spec and not train
     changes = {**(train or {}), **({} if is_same else {"num_microbatches": 0})}
     config = dataclasses.replace(

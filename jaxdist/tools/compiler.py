@@ -97,7 +97,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _branch_shares(parts: Any) -> dict[str, float]:
-    """Return kind of action -> share of the schedule's switches in which a stage executes it."""
+    """Return action kind -> share of the schedule slots of that kind that a stage executes."""
     schedule = parts.pipeline_schedule
     if schedule is None:
         return {}

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from test_kubernetes_pods import (  # noqa: E402, after the path
+from test_kubernetes_pods import (  # noqa: E402, needs sys.path
     bits_of,
     bucket,  # noqa: F401, a fixture
     cluster_for,

@@ -5,7 +5,7 @@ Fitted constants use every second row of `published_runs.py`. The other rows tes
 
 References:
     Dao 2023, "FlashAttention-2", section 1 and figures 4 to 6: kernels of both versions on an A100.
-    Shah et al. 2024, "FlashAttention-3", figures 5 and 6: the same on an H100.
+    Shah et al. 2024, "FlashAttention-3", figures 5 and 6: kernels on an H100.
     Sinha et al. 2022, "Not All GPUs Are Created Equal": cards of one kind in one cluster differ in
         speed by 8 % on average.
 """

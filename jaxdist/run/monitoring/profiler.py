@@ -155,9 +155,9 @@ _COLLECTIVE = re.compile(r"nccl|nvshmem|all-?reduce|all-?gather|reduce-?scatter"
 class DeviceTime:
     """Times of one GPU in a trace; `device` is its number in the process.
 
-    `total_s` is from the start of its first kernel to the end of its last. `busy_s` are the seconds
-    in which any kernel ran, `communication_s` those in which a collective ran, `exposed_s` those
-    in which only collectives ran.
+    `total_s` is the time from the start of its first kernel to the end of its last. During `busy_s`
+    any kernel ran, during `communication_s` any collective ran, and during `exposed_s` only
+    collectives ran.
     """
 
     device: int

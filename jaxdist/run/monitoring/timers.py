@@ -239,7 +239,7 @@ class StepTimer:
         return self._timed("paused")
 
     def lap(self) -> tuple[float, float]:
-        """Return the seconds since the last lap (without pauses) and the data wait among them."""
+        """Return the seconds since the last lap (without pauses), and the data wait in them."""
         now, seconds = self._clock(), self._seconds
         times = (now - self._begin - seconds["paused"], seconds["data"])
         self.device_wait_s = seconds["device"]

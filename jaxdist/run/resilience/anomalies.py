@@ -94,7 +94,7 @@ class Stopped(FloatingPointError):
 
 
 class LossGuard:
-    """Checks the loss of every step. All processes see the same losses and decide alike.
+    """Checks the loss of every step. All processes see the same losses and make the same decision.
 
     Anomalies are written to `path`; None on processes that do not write.
 

@@ -1,8 +1,8 @@
 """Checks between processes: connections, clocks, and the shared run directory.
 
 Each process listens on a port chosen by the system, as gloo and NCCL do, and connects to all
-others. A peer answers with its time, which is taken to be half the round trip old (Cristian's
-algorithm). For the directory, each process writes a token and reads those of all others.
+others. A peer answers with its time, whose age is assumed to be half the round trip (Cristian's
+algorithm). For the directory, each process writes a token and reads the tokens of all others.
 """
 
 from __future__ import annotations

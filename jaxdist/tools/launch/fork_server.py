@@ -176,8 +176,8 @@ class Forked:
 
 
 def serve(modules: Sequence[str]) -> list[str]:
-    """Import, then fork for each request; return the words after `python -m` in each fork."""
-    # Signals that a terminal or a scheduler sends to all processes of a job are for the workers.
+    """Import, then fork for each request; a fork returns the words after `python -m`."""
+    # Signals that a terminal or a scheduler sends to all processes of a job are left to workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)
     launcher = socket.socket(fileno=os.dup(0))

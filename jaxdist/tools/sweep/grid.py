@@ -1,4 +1,4 @@
-"""Settings of `jaxdist sweep`: those of training, some of them with several values."""
+"""Settings of `jaxdist sweep`: the settings of training, some with several values."""
 
 from __future__ import annotations
 
