@@ -269,7 +269,7 @@ def _bar(total_steps: int) -> Iterator[Callback]:
             losses["loss" if is_train else "eval_loss"] = f"{record['loss']:.4f}"
         bar.set_postfix(losses, refresh=False)
         if is_train and not bar.n:
-            bar.initial = bar.n = step - 1  # of a resumed run
+            bar.initial = bar.n = step - 1  # start of a resumed run
         if is_train:
             bar.update(step - bar.n)
 

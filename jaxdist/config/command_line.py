@@ -37,7 +37,7 @@ ALIASES = {
 
 _FINETUNING_LR = 2e-5
 """Default peak learning rate of a run that starts from published weights. Papers on full
-fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5; the rate of a new model is too large."""
+fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5; the rate for a new model is too high."""
 
 
 def read_run(

@@ -320,7 +320,7 @@ class RunConfig:
                 f"{stored.kind}. Omit model.kind."
             ]
         free = {"dropout", "attention_dropout", "attention", "init_std"}
-        # Earlier versions dropped a different head; loading checks a new run.
+        # Old runs may have dropped an untied head, so it is not checked here but on loading.
         free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
         if self.reinit_params:  # the head or embedding may change size; loading checks the rest

@@ -144,7 +144,7 @@ class RunDirectory:
         self.environment.write(encode(record, indent=2) + "\n")
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
-        """Write summary.json, replacing that of an earlier start."""
+        """Write summary.json, replacing the file of an earlier start."""
         if self.is_writer:
             self.summary.write(encode(record, indent=2) + "\n")
 

@@ -176,7 +176,7 @@ def open_run(
 
 
 def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
-    """Return the error for a step that is not the one of the opened checkpoint."""
+    """Return the error for a step that differs from the opened checkpoint."""
     return ConfigError(
         f"step={step}, but the path is checkpoint {named} of {run}. Omit the step, or name the run."
     )

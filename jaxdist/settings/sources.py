@@ -230,7 +230,7 @@ def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Input]:
 
 
 _FILE_BYTES = 16 << 20
-_MAX_DEPTH = 100  # of nested tables; deeper ones exceed the recursion limit of Python
+_MAX_DEPTH = 100  # maximum depth of nested tables; more could exceed Python's recursion limit
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.\s]+?)\s*=")
 

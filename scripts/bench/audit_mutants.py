@@ -304,7 +304,7 @@ def _faults(counts: collections.Counter) -> int:
 
 
 def _cells(counts: collections.Counter) -> str:
-    """Return for each kind the faults caught by types + audit + deep audit, of all faults."""
+    """Return caught faults per kind (types + audit + deep audit), and the number of faults."""
     cells = []
     for kind in KINDS:
         killed = [counts[kind, found] for found in ("types", "audit", "deep")]

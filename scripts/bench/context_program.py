@@ -1,4 +1,4 @@
-"""Attention over shared rows as XLA:GPU compiles it, without a GPU.
+"""Analyze attention over rows shared by devices, as compiled by XLA:GPU, without a GPU.
 
     pip install -e '.[plan]'
     python scripts/bench/context_program.py      # writes results/context_program.md

@@ -35,7 +35,7 @@ def bind() -> None:
 
     def run_bound(thread: threading.Thread) -> None:
         if thread.name == SAVER:
-            os.sched_setaffinity(0, {SAVING_CORE})  # of this thread alone
+            os.sched_setaffinity(0, {SAVING_CORE})  # only this thread
         run(thread)
 
     threading.Thread.run = run_bound  # type: ignore[method-assign]

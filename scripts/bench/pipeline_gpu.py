@@ -1,4 +1,4 @@
-"""The 64-GPU pipeline of `configs/pipeline_64gpu.toml` as XLA:GPU compiles it, without a GPU.
+"""Analyze the pipeline of `configs/pipeline_64gpu.toml` as compiled by XLA:GPU, without a GPU.
 
     pip install -e '.[plan]'
     python scripts/bench/pipeline_gpu.py          # writes results/pipeline_gpu_compile.md

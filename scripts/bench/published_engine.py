@@ -54,7 +54,7 @@ and 2, and cuDNN (NVIDIA's own stack)."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedEngine(Engine):
-    """The engine of other trainers; `attention` is one of `KERNELS`, "" if it is not known."""
+    """The engine of other trainers; `attention` is one of `KERNELS`, or "" if unknown."""
 
     attention: str = ""
 

@@ -2,12 +2,12 @@
 
 Sources (figures are unchanged):
     llm-foundry, scripts/train/benchmarking/README.md (January 2024), all rows that are not in
-        `published_runs` already. The A100's rows are of May and June 2023, the H100's of October
-        2023 to January 2024. Its `gpu` extra requires flash-attn 1.0.9 until March 2024, and its
-        sweep installs 2.4.2 for 8-bit rows. The H100 rows ran Composer 0.16.4 or later, whose
+        `published_runs` already. The A100 rows date from May and June 2023, the H100 rows from
+        October 2023 to January 2024. Its `gpu` extra requires flash-attn 1.0.9 until March 2024;
+        its sweep installs 2.4.2 for 8-bit rows. The H100 rows ran Composer 0.16.4 or later, whose
         "DEFAULT" reduces gradients in float32.
     Megatron-Bridge, docs/performance-summary-archive.md (August 2026): dense models on GPUs in
-        the planner's catalogue; the median if several releases list a setting.
+        the planner's catalog; the median if several releases list a setting.
     OLMo-core 1.7, README.md and src/scripts/train; the number of GPUs is not published.
     fms-fsdp, README.md, with torch.compile. Its "selective" recomputation is nearly full for 34B
         and 70B according to its MFU and HFU. The 13B row is in between and is excluded.

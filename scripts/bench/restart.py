@@ -1,4 +1,4 @@
-"""Seconds from a killed process to the next trained step, taken apart.
+"""Measure the time from a killed process to the next trained step, by part.
 
     python scripts/bench/restart.py                      # ten kills each way; about 5 minutes
     python scripts/bench/restart.py --kills 3 --only forked

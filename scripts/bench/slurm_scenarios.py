@@ -171,7 +171,7 @@ def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster,
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_training_of_which_a_process_is_killed_is_queued_again(cluster, whole, number):
-    """After SIGKILL of one of two processes the job resumes alone, with bit-identical losses."""
+    """After SIGKILL of one process the job requeues itself; the losses are bit-identical."""
     run, job_id = train(cluster, f"killed-{number}")
     wait_for(run / "checkpoints/40", cluster, job_id)
     os.kill(process_of(job_id, number), signal.SIGKILL)

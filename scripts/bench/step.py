@@ -109,7 +109,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         rivals.append(Bare(shape, parts, batches))
     compile_s = [rival.warm_up() for rival in rivals]
     times = alternate(rivals, args.blocks, args.block_steps)
-    losses = [rival.loss() for rival in rivals]  # after the same batches, from different starts
+    losses = [rival.loss() for rival in rivals]  # same batches, different initial weights
     tokens = batch * seq
     median = statistics.median(block.wall_s for block in times[0])
     result = {

@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_versions() -> dict[str, str]:
-    """Return the versions of CUDA, cuDNN, NCCL, JAX plugins and the driver; {} without any."""
+    """Return the versions of CUDA, cuDNN, NCCL, JAX plugins and the driver; {} if none is found."""
     versions_by_name = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"] or ""

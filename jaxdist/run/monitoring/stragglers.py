@@ -98,7 +98,7 @@ class StragglerDetector:
 
 
 def summarize(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-    """Return means over the steps, and over the late ones among them (0 without any).
+    """Return means over all steps, and over the late steps (0 if no step is late).
 
     Each step is (seconds, seconds waiting for data, seconds waiting for devices).
     """

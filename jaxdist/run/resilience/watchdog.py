@@ -182,7 +182,7 @@ class Watchdog:
         ):
             return
         if stuck_at != (self._phase, self._since):
-            return  # it has made progress
+            return  # this process has made progress
         self._dump_stacks()
         line = (
             f"watchdog: {time.monotonic() - self._since:.0f} s without progress in phase "

@@ -51,7 +51,7 @@ def read_query(text: str) -> list[dict[str, str]]:
 
 
 def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
-    """Check that GPUs are of one kind, healthy and unused."""
+    """Check that all GPUs are of one model, healthy and unused."""
     kinds = Counter(row["name"] for row in rows)
     text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
     results = [ok("GPUs", f"{text}, driver {rows[0]['driver_version']}")]

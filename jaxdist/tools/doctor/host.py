@@ -175,7 +175,7 @@ def check_cores(num_cores: int, num_gpus: int) -> Finding:
 
 
 def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
-    """Check the settings of the SLURM cluster; only inside one of its jobs."""
+    """Check the settings of the SLURM cluster; does nothing outside a SLURM job."""
     if "SLURM_JOB_ID" not in environ:
         return []
     try:

@@ -12,8 +12,8 @@ only through the files of `rendezvous`.
 3. Each member reads the round and starts its processes. The other hosts wait as spares.
 4. The round ends in one of three ways:
 
-       all processes have ended     after 0 the job is done; after 75 or a failure the next round
-                                    follows
+       all processes have ended     exit code 0: the job is done. Exit code 75 or a failure: the
+                                    next round follows
        a member is lost             its heartbeat stops. The processes of the others wait for it in
                                     a collective and cannot save, so they are killed
        a larger job is possible     the leader writes `stop` into the round. The members save, exit
@@ -65,9 +65,9 @@ class ElasticAgent(Agent):
         self._log = write
         self._last_message = ""
         self._had_gpus = False
-        self._newest: Round | None = None  # in round.json, and time of its first read
+        self._newest: Round | None = None  # round in round.json, and time of its first read
         self._newest_since = 0.0
-        self._idle_since: float | None = None  # time since this host leads and nothing runs
+        self._idle_since: float | None = None  # when this host last became an idle leader
         self._ended_since: dict[int, float] = {}
         self._next_watch_s = 0.0
         self._next_capacity_s = 0.0
@@ -279,7 +279,7 @@ class ElasticAgent(Agent):
         host = hosts.get(member.rank)
         if host is None or host.uuid != member.uuid:
             return "lost"
-        if host.round != current.id:  # it has not read the round, and may never do so
+        if host.round != current.id:  # the host has not read the round yet, and may never do so
             fresh = self.rendezvous.clock() < self._newest_since + self.plan.rdzv_timeout_s
             return "running" if fresh and self.rendezvous.is_alive(host) else "lost"
         if host.state in ("running", "leaving"):

@@ -171,7 +171,7 @@ class Forked:
         """See `Process.wait`."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, None)
-        assert self.returncode is not None  # it was waited for
+        assert self.returncode is not None  # the fork has ended
         return self.returncode
 
 

@@ -1,6 +1,6 @@
 """Files in a shared directory through which the launchers of an elastic job see each other.
 
-    host-<rank>.json   the state of one host, written by its launcher alone, every second
+    host-<rank>.json   the state of one host, written only by its launcher, every second
     round.json         the hosts of the current round, written by the leader
 
 Files are used instead of a server (torchrun's c10d store, etcd), because a server runs on one host
@@ -122,7 +122,7 @@ class Rendezvous:
         self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.duplicate: Host | None = None
-        # Rank -> host, and time of its last heartbeat; None = none since the first read.
+        # Rank -> host, and time of its last heartbeat; None = no heartbeat since the first read.
         self._observed: dict[int, tuple[Host, float | None]] = {}
         self._has_read = False
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class Rendezvous:
         )
         self._warned = False
         self._made: list[Location] = []
-        # Content of each file before this launch (None = no file), and as written last.
+        # Content of each file before this launch (None = no file), and its last written content.
         self._contents: dict[Location, tuple[bytes | None, bytes]] = {}
 
     def claim_rank(self) -> Host | None:

@@ -146,7 +146,7 @@ class Worker:
         code = self.process.returncode
         if self.killed:
             return "it hung, did not end with the others, and was killed"
-        if code == 128 + signal.SIGKILL:  # of a shell whose program was killed
+        if code == 128 + signal.SIGKILL:  # a shell whose program was killed
             return f"exit code {code}, killed by SIGKILL{self._who_killed()}"
         if code >= 0:
             return f"exit code {code}"
