@@ -1,6 +1,6 @@
 """Data sheets of GPUs: memory, peak rates, bandwidths and prices, with sources (`known.toml`).
 
-gpu         records of a GPU and of a cluster
+gpu         records of a GPU type and of a cluster
 catalog     GPUs of `known.toml` and of a user's TOML file, by name or by `--gpus`
 """
 

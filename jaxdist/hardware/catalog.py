@@ -26,7 +26,7 @@ _ALIASES = {
 
 
 class _Key(NamedTuple):
-    """A number of the file: field of `Gpu`, unit, allowed values."""
+    """A numeric key of the file: field of `Gpu`, unit, allowed values."""
 
     field: str
     unit: float = 1
@@ -55,7 +55,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 def read_tables(
     tables: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Gpu], list[str]]:
-    """Return the GPUs of a TOML file, one table each, and every problem in it."""
+    """Return the GPUs of a TOML file, one table each, and all problems in it."""
     gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
@@ -128,10 +128,10 @@ def _gpu_from(
         fields["compute_capability"] = str(table["compute_capability"])
     if "like" in table:
         like = str(table["like"]).lower()
-        if "peak_tflops" in table:  # another chip: the power limit of the first does not apply
+        if "peak_tflops" in table:  # a different chip, so the inherited power limit does not apply
             fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
         return dataclasses.replace(catalog[aliases.get(like, like)], name=name, **fields)
-    # No device has this kind: only the planner uses the GPU.
+    # No `device_kind` matches, because only the planner uses the GPU.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
 
 
@@ -151,8 +151,8 @@ GPUS: dict[str, Gpu] = _read_catalog()
 def gpu_of(device_kind: str) -> Gpu | None:
     """Return the GPU of a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3", or None.
 
-    The complete name must match: an L40S is not an L4, and a MIG slice is not a GPU. The kind of
-    described devices is the name in `GPUS`.
+    The complete name must match: an L40S is not an L4, and a MIG slice is not a GPU. For described
+    devices, the kind is the name in `GPUS`.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
@@ -160,13 +160,13 @@ def gpu_of(device_kind: str) -> Gpu | None:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of one device for dense products in `dtype`, or None if unknown."""
+    """Return the dense peak FLOP/s of one device in `dtype`, or None if unknown."""
     gpu = gpu_of(device_kind)
     return None if gpu is None else gpu.peak_flops.get(dtype)
 
 
 def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """Return the GPU of a name as users write it."""
+    """Return the GPU with a name or alias."""
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
     if key in catalog:
@@ -180,10 +180,10 @@ def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """Return the catalog's GPUs and those of a user's TOML file, one table each.
+    """Return the GPUs of the catalog and of a user's TOML file, one table each.
 
-    With `like` a table starts from a known GPU and holds only the differences. Otherwise it holds
-    every key of `known.toml` except `device_kind`. Raises `ConfigError` with every problem in it.
+    A table with `like` copies a known GPU and overrides some keys. Otherwise it must have every key
+    of `known.toml` except `device_kind`. Raises `ConfigError` with all problems of the file.
     """
     try:
         tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())
@@ -199,9 +199,9 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
 
 
 def parse_gpus(text: str, catalog: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
-    """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or several after commas.
+    """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or a comma-separated list.
 
-    `h100` alone is one GPU. More GPUs than a node has must fill complete nodes.
+    `h100` means one GPU. If there is more than one node, all must be full.
     """
     clusters, problems = [], []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Records of a kind of GPU and of a cluster of nodes."""
+"""Records of a GPU type and of a cluster of nodes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 GIB = 2**30
 
 HOST_BYTES_PER_S = 10e9
-"""Bandwidth between a GPU and its host: PCIe 4.0, all GPUs of a node copying at once."""
+"""Bandwidth between a GPU and its host: PCIe 4.0, with all GPUs of a node copying concurrently."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU, as JAX counts devices.
+    """One GPU type, as JAX counts devices.
 
     Attributes:
-        device_kind: pattern of the complete `jax.Device.device_kind` after the vendor's name.
-        memory_bytes: total that CUDA reports, a little below the data sheet's figure.
+        device_kind: pattern for the complete `jax.Device.device_kind` without the vendor.
+        memory_bytes: total that CUDA reports, slightly below the data sheet.
         peak_flops: dtype ("bfloat16", "float16", "float32", "float8", "float4") -> dense FLOP/s.
         memory_bandwidth: of the device memory, bytes/s.
-        link_bandwidth: to GPUs of the same fast fabric, bytes/s per GPU and direction.
+        link_bandwidth: to GPUs on the same fast links, bytes/s per GPU and direction.
         network_bandwidth: to other GPUs, bytes/s per GPU and direction.
-        gpus_per_fabric: GPUs joined by fast links; 0 = those of one machine.
-        power_w: power limit, watts; 0 = unknown.
-        max_clock: highest clock, as a share of the boost clock that peaks are given for.
+        gpus_per_fabric: number of GPUs joined by fast links; 0 = all GPUs of a machine.
+        power_w: power limit in watts; 0 = unknown.
+        max_clock: maximum clock relative to the boost clock at which peak rates are specified.
         price_per_hour, spot_price_per_hour: of one GPU, USD; spot GPUs are preemptible.
     """
 
@@ -48,7 +48,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes with GPUs of one kind."""
+    """Nodes with GPUs of one type."""
 
     gpu: Gpu
     num_nodes: int
@@ -56,25 +56,25 @@ class Cluster:
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
-        """Return the cluster of the fewest nodes that hold the GPUs equally."""
+        """Return the cluster with the fewest nodes among which the GPUs divide equally."""
         nodes = math.ceil(num_gpus / gpu.gpus_per_node)
         while num_gpus % nodes:
             nodes += 1
         return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
 
     def resized(self, num_gpus: int) -> Cluster:
-        """Return a cluster with another number of these GPUs, on nodes of the same size."""
+        """Return a cluster with a different number of these GPUs, on nodes of the same size."""
         per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
         return Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Total number of GPUs."""
         return self.num_nodes * self.gpus_per_node
 
     @property
     def gpus_per_fabric(self) -> int:
-        """GPUs joined by fast links."""
+        """Number of GPUs joined by fast links."""
         return max(self.gpus_per_node, self.gpu.gpus_per_fabric)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Objectives: (output of a model's head, batch, context) -> Sums; the loss that training minimizes.
+"""Objectives: (output of a model's head, batch, context) -> Sums; training minimizes the loss.
 
-An objective reads this device's rows of one microbatch and returns sums over them, never means:
-`loss`, `weight` and any metric (`core.types.Sums`). Write your own as a function like these two.
+An objective receives this device's rows of one microbatch. It returns sums over them, never means:
+`loss`, `weight` and any metrics (`core.types.Sums`). Custom objectives have the same signature.
 """
 
 from jaxdist.objectives.classification import classification

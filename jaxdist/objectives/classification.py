@@ -1,4 +1,4 @@
-"""Cross-entropy of one label for each row."""
+"""Cross-entropy with one label per row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from jaxdist.core.types import Array, Batch, Context, Sums
 
 
 def classification(output: Float[Array, "batch classes"], batch: Batch, context: Context) -> Sums:
-    """Sum the cross-entropy of logits, and arg-max hits, with `weights`."""
+    """Return the cross-entropy of logits and the arg-max hits, summed with `weights`."""
     del context
     return label_cross_entropy(output, batch["labels"], batch["weights"])

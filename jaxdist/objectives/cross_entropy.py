@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens."""
+"""Cross-entropy of next-token prediction."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from jaxdist.core.types import Batch, Context, Sums, TokenHead
 
 
 def cross_entropy(output: TokenHead, batch: Batch, context: Context) -> Sums:
-    """Sum the cross-entropy of `targets`, and arg-max hits (`correct`), with `weights`."""
+    """Return the cross-entropy of `targets` and the arg-max hits, summed with `weights`."""
     return context.token_loss(output, batch["targets"], batch["weights"])

@@ -1,10 +1,10 @@
 """Optimizers and learning-rate schedules: settings and update directions.
 
-An optimizer turns gradients into a direction, weight decay included, and the train step applies it:
+An optimizer maps gradients to a direction that includes weight decay. The train step applies it:
 `params -= lr(step) * direction`. Gradient clipping is part of the step.
 
-    adamw, sgd, lion   element-wise: no communication if state and gradients are sharded alike
-    adafactor, muon    matrix-wise: communication for sums over rows and columns
+    adamw, sgd, lion   element-wise: no communication if state and gradients have the same shards
+    adafactor, muon    per matrix: communication for sums over rows and columns
 """
 
 from jaxdist.optim.config import OptimConfig

@@ -1,4 +1,4 @@
-"""Adafactor: second moments of matrices, factored into means of rows and columns."""
+"""Adafactor: second moments of matrices, factored into row and column means."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DECAY_EXPONENT = 0.8
 """c of the second-moment decay 1 - step^-c (Shazeer and Stern 2018, section 7.2)."""
 
 UPDATE_CLIP = 1.0
-"""Largest RMS of a matrix's update (Shazeer and Stern 2018, section 6)."""
+"""Maximum RMS of a matrix's update (Shazeer and Stern 2018, section 6)."""
 
 
 class FactoredState(NamedTuple):
-    """Adafactor's second moments after int32 [] steps; a leaf without one has a scalar 0.
+    """Adafactor's second moments after int32 [] steps; unused moments of a leaf are a scalar 0.
 
     Attributes:
-        rows: for matrices, the mean over the column side: dims [*stacked, *row side].
-        columns: for matrices, the mean over the row side: dims [*stacked, *column side].
-        full: for vectors, the second moment itself.
+        rows: for matrices, the mean over columns: dims [*stacked, *rows].
+        columns: for matrices, the mean over rows: dims [*stacked, *columns].
+        full: for vectors, the unfactored second moment.
     """
 
     step: Array
@@ -36,11 +36,11 @@ class FactoredState(NamedTuple):
 
 
 def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Make factored second moments with update clipping, one matrix per layer.
+    """Make factored second moments with update clipping, separately for each layer's matrices.
 
-    Shazeer and Stern, "Adafactor", 2018, algorithms 4 and 5, without momentum and without the
-    learning rate relative to the parameter's scale. optax factors the two longest dims of a leaf,
-    which are not always the sides of its matrices.
+    Shazeer and Stern, "Adafactor", 2018, algorithms 4 and 5, without momentum and without a
+    learning rate relative to the parameter's scale. We do not use optax's, because it factors the
+    two longest dims of a leaf, which are not always the rows and columns.
     """
     sides = dict(jax.tree_util.tree_leaves_with_path(sides_of(axes)))
 
@@ -69,11 +69,11 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
         trees = [treedef.unflatten(column) for column in zip(*results, strict=True)]
         return trees[0], FactoredState(step, *trees[1:])
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our own state
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our state
 
 
 def _empty_moment(param: Any, sides: Sides, part: str) -> Float32[Array, "*kept"]:
-    """Return zeros in the dims of `param` that a moment keeps; `absent` if it has no such part."""
+    """Return a zero moment with the dims of `param` that it keeps, or `absent`."""
     if (part == "full") == sides.is_matrix:
         return absent()
     kept = range(param.ndim) if part == "full" else _kept(sides, part)
@@ -81,7 +81,7 @@ def _empty_moment(param: Any, sides: Sides, part: str) -> Float32[Array, "*kept"
 
 
 def absent() -> Float32[Array, ""]:
-    """Return the placeholder of a moment that a leaf does not have."""
+    """Return the placeholder of an unused moment."""
     return jnp.zeros((), jnp.float32)
 
 
@@ -98,7 +98,7 @@ def _factored_update(
 ) -> tuple[Float32[Array, "*leaf"], Any, Any, Any]:
     """Return one leaf's update, clipped by the RMS of each matrix, and its new moments."""
     rows, columns, full = moment
-    square = jnp.square(grad) + 1e-30  # epsilon 1 of the paper: keeps the square roots finite
+    square = jnp.square(grad) + 1e-30  # epsilon 1 of the paper: avoids division by zero
     if not sides.is_matrix:
         full = decay * full + (1 - decay) * square
         update = grad * jax.lax.rsqrt(full)

@@ -11,7 +11,7 @@ from jaxdist.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer, its learning rate over the run, and weight decay."""
+    """The optimizer, its learning-rate schedule, and weight decay."""
 
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting(
         "adamw", "update rule; muon updates the matrices of the layers, AdamW everything else"
@@ -70,18 +70,18 @@ class OptimConfig:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of optimizer state per parameter; rows and columns of adafactor count as none."""
+        """Bytes of optimizer state per parameter, without row and column moments of Adafactor."""
         momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]
-        # Muon's hidden matrices, nearly all of a model, have a momentum only.
+        # Muon stores only a momentum for hidden matrices, which are nearly all parameters.
         return {"adamw": momentum + 4, "adafactor": 0}.get(self.optimizer, momentum)
 
     @property
     def ema_bytes(self) -> int:
-        """Bytes per parameter of their average."""
+        """Bytes per parameter of the EMA."""
         return 4 if self.ema_decay else 0
 
     def problems(self) -> list[str]:
-        """Return the problems that bounds do not express."""
+        """Return every violated rule of this section, except bounds of single fields."""
         if re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             return []
         return [

@@ -1,4 +1,4 @@
-"""Parts of a model that training does not change."""
+"""Parameters that training does not update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.optim.config import OptimConfig
 
 
 def with_frozen(config: OptimConfig, axes: Params) -> Params:
-    """Return `Model.axes` in which the leaves that `config.freeze` names are frozen."""
+    """Return `Model.axes` with the leaves named by `config.freeze` marked as frozen."""
     if problems := frozen_problems(config, axes):
         raise ValueError(" ".join(problems))
 

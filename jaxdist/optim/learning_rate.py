@@ -15,18 +15,18 @@ from jaxdist.optim.config import OptimConfig
 LrSchedule = Callable[[Array], Array]
 
 WSD_DECAY_RATIO = 0.2
-"""Share of a run that wsd spends decaying if `decay_steps` is 0 (Hägele et al. 2024,
+"""Share of a run in which wsd decays if `decay_steps` is 0 (Hägele et al. 2024,
 "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations": 10 to 20 %)."""
 
 
 def make_lr_schedule(
     config: OptimConfig, *, total_steps: int, global_batch_size: int
 ) -> LrSchedule:
-    """Make the function that maps steps to learning rates.
+    """Make the function from steps to learning rates.
 
-    Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1). After the decay the
-    rate stays at `min_lr_ratio * peak`. `total_steps` count from 0. The function maps int32 steps,
-    scalar or array, to float32 rates.
+    Warmup is linear and never 0: step s of w has peak * (s + 1) / (w + 1). After the decay the rate
+    stays at `min_lr_ratio * peak`. Steps count from 0 to `total_steps` - 1. The function maps int32
+    steps, scalar or array, to float32 rates.
 
     References:
         cosine: Loshchilov and Hutter, "SGDR", 2017, without restarts.
@@ -40,7 +40,7 @@ def make_lr_schedule(
     start, decay = _decay_span(config, total_steps)
 
     def lr(step: Any) -> Float32[Array, "*steps"]:
-        """Return the rates of steps, int32 [*steps]."""
+        """Return the learning rate of each step, int32 [*steps]."""
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - start) / decay, 0.0, 1.0)
         if config.schedule == "cosine":
@@ -64,7 +64,7 @@ def _lr_scale(config: OptimConfig, global_batch_size: int) -> float:
 
 
 def _decay_span(config: OptimConfig, total_steps: int) -> tuple[int, int]:
-    """Return the first step of the decay and its number of steps, at least 1."""
+    """Return the first step of the decay, and the number of its steps (at least 1)."""
     if config.schedule == "wsd":
         decay = config.decay_steps or max(1, round(total_steps * WSD_DECAY_RATIO))
         return max(config.warmup_steps, total_steps - decay), decay

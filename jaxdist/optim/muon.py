@@ -1,8 +1,8 @@
-"""Muon: orthogonalized momentum of matrices, with the work split over the devices that shard it.
+"""Muon: orthogonalized momentum of matrices; the devices that shard a matrix divide the work.
 
-Orthogonalizing needs a complete matrix, and a device holds a slice of each. An all-to-all exchanges
-slices of every matrix for every n-th complete matrix, and a second one returns the slices: no
-device ever holds more than its share of the stack.
+Orthogonalizing needs complete matrices, but each of n devices holds a slice of every matrix. One
+all-to-all gives each device 1/n of the stack as complete matrices, and a second one returns the
+slices. No device ever holds more than its share of the stack.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 
 _ADAM_RMS = 0.2
-"""Usual RMS of an AdamW update, to which Muon's is scaled (Liu et al., "Muon is Scalable for LLM
-Training", 2025, section 2.2)."""
+"""Typical RMS of an AdamW update; Muon's update is scaled to it (Liu et al., "Muon is Scalable for
+LLM Training", 2025, section 2.2)."""
 
 
 class MuonState(NamedTuple):
@@ -44,16 +44,16 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     config: OptimConfig, sides: Params, shardings: Params | None
 ) -> optax.GradientTransformation:
-    """Make orthogonal updates with the RMS of AdamW's, for trees of matrices only.
+    """Make orthogonal updates with the RMS of AdamW's, for trees that contain only matrices.
 
     Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. Deviations: the
     momentum is debiased as in NAdam, as optax does; the update is scaled to AdamW's RMS.
 
-    `shardings` of gradients and momentum may be None: one device. A leaf is float32 [*stacked,
+    `shardings` of gradients and momentum may be None (one device). A leaf is float32 [*stacked,
     *rows, *columns] in any order of dims.
 
-    Wire, per leaf of B bytes over n shards: 2·B/n·(n−1)/n per device, in float32, and the padding
-    of its matrices to a multiple of n.
+    Wire, per leaf of B bytes over n shards: 2·B/n·(n−1)/n per device, in float32, plus padding to
+    a multiple of n matrices.
     """
 
     def init(params: Any) -> MuonState:
@@ -78,7 +78,7 @@ def scale_by_muon(
             updates = jax.tree.map(direction, ahead, sides, shardings)
         return updates, MuonState(step, optax.tree.cast(momentum, config.moment_dtype))
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our own state
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our state
 
 
 def _direction(
@@ -98,7 +98,7 @@ def _direction(
 
 
 def _orthogonal(x: Float32[Array, "rows columns"], eps: float) -> Float32[Array, "rows columns"]:
-    """Move a matrix's singular values to about 1, on the orientation with fewer rows."""
+    """Move a matrix's singular values to about 1, in the orientation with fewer rows."""
     if x.shape[0] > x.shape[1]:
         return _orthogonal(x.T, eps).T
     a, b, c = _COEFFICIENTS
@@ -112,9 +112,9 @@ def _orthogonal(x: Float32[Array, "rows columns"], eps: float) -> Float32[Array,
 def _split_over_devices(
     x: Float32[Array, "*slice"], *, orthogonal: Any, sides: Sides, axes: list[tuple[str, ...]]
 ) -> Float32[Array, "*slice"]:
-    """Orthogonalize every matrix of a stack on one of the devices that shard it.
+    """Orthogonalize the matrices of a stack, each one on one of the devices that shard it.
 
-    `x` and the result are this device's slices. `axes` are the mesh axes that split each dim of a
+    `x` and the result are this device's slices. `axes` are the mesh axes that shard each dim of a
     matrix, rows before columns. Runs inside `jax.shard_map`.
     """
     stack = _stack(x, sides)  # [count, *dims], dims local
@@ -123,9 +123,9 @@ def _split_over_devices(
     devices = collectives.group_size(group)
     each = -(-count // devices)
     padded = jnp.pad(stack, [(0, devices * each - count)] + [(0, 0)] * len(dims))
-    slices = collectives.all_to_all(padded, group, 0, 0)  # of this device's matrices, by sender
+    slices = collectives.all_to_all(padded, group, 0, 0)  # slices of own matrices, by sender
 
-    # [*group, each, *dims] -> [each, *(axes of a dim, the dim)]: slices of a dim become adjacent.
+    # [*group, each, *dims] -> [each, *(axes of a dim, the dim)], so that slices are adjacent.
     sizes = [collectives.group_size(axis) for axis in group]
     order, first = [len(sizes)], 0
     for i, names in enumerate(axes):
@@ -136,7 +136,7 @@ def _split_over_devices(
         by_axis.shape[1 : 1 + sum(len(names) + 1 for names in axes[: len(sides.rows)])]
     )
 
-    # One matrix at a time: the products of a single one fill a device.
+    # One matrix at a time, because its products fill a device.
     matrices = jax.lax.map(orthogonal, by_axis.reshape(each, rows, -1))
 
     back = matrices.reshape(by_axis.shape).transpose([order.index(i) for i in range(len(order))])
@@ -147,7 +147,7 @@ def _split_over_devices(
 def _matrix_axes(
     x: Shaped[Array, "*leaf"], sides: Sides, sharding: NamedSharding
 ) -> list[tuple[str, ...]]:
-    """Return the mesh axes that split each dim of the leaf's matrices, rows before columns."""
+    """Return the mesh axes that shard each dim of the leaf's matrices, rows before columns."""
     entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
     return [axes_of(P(entries[i])) for i in sides.rows + sides.columns]
 
@@ -162,7 +162,7 @@ def _stack(x: Shaped[Array, "*leaf"], sides: Sides) -> Shaped[Array, "count ..."
 def _unstack(
     stack: Shaped[Array, "*stack"], x: Shaped[Array, "*leaf"], sides: Sides
 ) -> Shaped[Array, "*leaf"]:
-    """Undo `_stack` of x."""
+    """Reshape `stack` back to the shape of x: the inverse of `_stack`."""
     order = sides.stacked + sides.rows + sides.columns
     moved = stack.reshape([x.shape[i] for i in order])
     return moved.transpose(sorted(range(x.ndim), key=lambda i: order[i]))

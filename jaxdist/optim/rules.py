@@ -1,4 +1,4 @@
-"""Update rules by name, and the parameters that each of them skips."""
+"""Update rules by name, and the parameters to which each applies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxdist.optim.muon import scale_by_muon
 def make_optimizer(
     config: OptimConfig, axes: Params, shardings: Params | None = None
 ) -> optax.GradientTransformation:
-    """Make the update direction, weight decay included, without the learning rate.
+    """Make the update direction, including weight decay, without the learning rate.
 
-    `axes` is the model's tree of `Dims`. `shardings` are those of moments, with which Muon splits
-    its work over devices; None = one device.
+    `axes` is the model's tree of `Dims`. `shardings` are those of the moments; Muon uses them to
+    divide its work over devices. None = one device.
 
-    Subtract `lr * updates` from the parameters. Gradients are float32. The state holds trees like
-    `params`, for `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves of another rule and
-    at frozen leaves, whose gradient is None.
+    Subtract `lr * updates` from the parameters. Gradients are float32. The state consists of trees
+    like `params`, for `optax.tree_utils.tree_map_params`. It has a scalar 0 for leaves of other
+    rules and for frozen leaves, whose gradient is None.
     """
     moving = jax.tree.map(lambda dims: dims.update != "none", axes)
     if all(jax.tree.leaves(moving)):
@@ -56,14 +56,14 @@ def _chain(
 
 
 def decay_mask(axes: Params) -> Params:
-    """Return a tree of booleans like `axes`: the leaves with weight decay."""
+    """Return a tree of booleans like `axes`: True for leaves with weight decay."""
     return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 
 def hidden_matrices(axes: Params) -> Params:
-    """Return a tree of booleans like `axes`: the leaves that Muon updates.
+    """Return a tree of booleans like `axes`: True for leaves that Muon updates.
 
-    They are the matrices of the stack; without one, those without a dim of vocabulary or classes.
+    They are the matrices of stacked layers. Without these, all without a vocabulary or classes dim.
     """
     has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
 
@@ -107,7 +107,7 @@ def _muon(
 
 
 def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Replace each `MaskedNode` of a rule's state by a scalar 0: every leaf is an array."""
+    """Replace each `MaskedNode` of a rule's state by a scalar 0, so that every leaf is an array."""
 
     def is_hole(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)

@@ -1,4 +1,4 @@
-"""A plan as one JSON object: the facts of the text, in bytes, seconds and exact numbers."""
+"""A plan as one JSON object with the same content as the text, in unrounded base units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.plan.planner import CompilerCheck, Plan
 
 
 def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
-    """Return the plan as plain data; infinite numbers become None."""
+    """Return the plan as JSON-compatible data; infinite numbers become None."""
     best = plan.search.choices[0] if plan.search.choices else None
     gpu = plan.cluster.gpu
     return _finite(

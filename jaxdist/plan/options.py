@@ -1,4 +1,4 @@
-"""Settings of `jaxdist plan`: a run's settings, as training takes them, and its own."""
+"""Settings of `jaxdist plan`: the settings of training, and settings of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origin
 
 COMMAND = "jaxdist.plan"
 _MOST_CELLS = 4096
-"""Largest schedule that a terminal can show."""
+"""Largest pipeline schedule that fits in a terminal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(RunConfig):
-    """A run's settings, and the GPUs and limits to plan for."""
+    """Settings of a run, and the GPUs and limits to plan for."""
 
     gpus: str = setting(
         "",
@@ -78,11 +78,11 @@ class PlanConfig(RunConfig):
 
     @property
     def limits(self) -> Limits:
-        """Days and money that the run may take."""
+        """Limits on days and money of the run."""
         return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
-        """Return the violated rules of the plan's own settings; the run's are separate."""
+        """Return the violated rules of the planner's settings; those of the run are separate."""
         problems = [
             f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
             for name in ("price", "spot_price", "failures_per_day")
@@ -118,9 +118,9 @@ def _days(text: str) -> float | None:
 def read_plan(
     argv: Sequence[str], summary: str = "", values: Mapping[str, Any] | None = None
 ) -> tuple[PlanConfig, str]:
-    """Return the settings, and the mesh that flags name ("" = find one).
+    """Return the settings, and the mesh that flags name ("" = search one).
 
-    The mesh of a config file is ignored, and data need not exist. `values` are keywords in Python.
+    The mesh of a config file is ignored, and data need not exist. `values` are set from Python.
     """
     config, origins = read_with_origins(
         PlanConfig,
@@ -154,7 +154,7 @@ def read_plan(
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:
-    """Return the clusters to plan for, with the prices of the settings."""
+    """Return the clusters to plan for, with prices from the settings."""
     try:
         clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:
@@ -163,13 +163,13 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
 
 
 def read_gpus(config: PlanConfig) -> dict[str, Gpu]:
-    """Return the GPUs of the catalog and the user's own."""
+    """Return the GPUs of the catalog and of the user's file."""
     return read_hardware(config.hardware) if config.hardware else dict(GPUS)
 
 
 def _priced(gpu: Gpu, config: PlanConfig) -> Gpu:
     price = gpu.price_per_hour if config.price < 0 else config.price
-    # A user's price without a spot price: the spot share of the list price.
+    # If the user gives only a list price, scale the spot price by the same factor.
     spot = gpu.spot_price_per_hour * (price / gpu.price_per_hour if gpu.price_per_hour else 1.0)
     spot = spot if config.spot_price < 0 else config.spot_price
     return dataclasses.replace(gpu, price_per_hour=price, spot_price_per_hour=spot)

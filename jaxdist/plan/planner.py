@@ -33,12 +33,12 @@ from jaxdist.plan.options import PlanConfig
 from jaxdist.settings import ConfigError
 
 _MOST_COMPILATIONS = 3
-"""Largest number of candidates to compile until one fits."""
+"""Maximum number of candidates to compile until one fits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerCheck:
-    """Result of compiling a choice, and the faster ones that do not fit once compiled."""
+    """Result of compiling a candidate, and the faster candidates that did not fit when compiled."""
 
     outcome: CompiledStep | NotCompiled
     rejected_by_compiler: tuple[tuple[Candidate, CompiledStep], ...] = ()
@@ -51,12 +51,12 @@ class CompilerCheck:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run on a cluster.
+    """A run planned on a cluster.
 
     Attributes:
-        choice: the planned settings: the user's mesh, or the best one.
-        check: result of the compiler; None if it was disabled.
-        checkpoints: with hardware failures only; `spot_checkpoints`: with preemptions too.
+        choice: the best candidate, on the user's mesh if one is named.
+        check: result of the compiler; None if disabled.
+        checkpoints: cost with hardware failures; `spot_checkpoints`: also with preemptions.
     """
 
     base: RunConfig
@@ -75,18 +75,18 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of one device: compiled if possible, else estimated."""
+        """Bytes per device: of the compiled step if available, else estimated."""
         compiled = self.check.compiled if self.check else None
         return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
 
     @property
     def fits(self) -> bool:
-        """The verdict."""
+        """True if the run fits."""
         return self.total_bytes <= self.choice.usable_bytes
 
 
 def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
-    """Return why GPUs cannot multiply in a format, or why its rate is unknown."""
+    """Return why these GPUs cannot multiply in a format, or why its rate is unknown."""
     problems = matmul.problems(matmul_dtype, num_layers, "gpu", gpu.compute_capability)
     unknown = [dtype for dtype in NARROW_PEAKS.get(matmul_dtype, ()) if dtype not in gpu.peak_flops]
     if unknown and not problems:
@@ -98,7 +98,7 @@ def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on one cluster, on a mesh; "" = on the best."""
+    """Plan a run on a cluster, on the named mesh or on the best one ("")."""
     run, model = config.run, config.run.build_model()
     problems = narrow_problems(run.precision.matmul_dtype, model.num_layers, cluster.gpu)
     if problems:
@@ -113,7 +113,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     else:
         candidates = list(result.choices)
         if not candidates:
-            # No mesh is legal: the check raises with the reason and a fix.
+            # No mesh is legal: this check raises with the reason and a fix.
             run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
     choice, check = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
     return _priced(config, cluster, choice, bool(mesh), result, check)
@@ -122,7 +122,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
 def _check_candidates(
     candidates: list[Candidate], config: PlanConfig, *, mesh_is_fixed: bool
 ) -> tuple[Candidate, CompilerCheck | None]:
-    """Return the first candidate that fits once compiled, or the first of all."""
+    """Return the first candidate that fits when compiled, else the first one."""
     if not config.compile:
         return candidates[0], None
     rejected: list[tuple[Candidate, CompiledStep]] = []
@@ -177,7 +177,7 @@ def _priced(
 def price_run(
     config: PlanConfig, choice: Candidate, *, spot: bool = False
 ) -> tuple[CheckpointCost, RunCost]:
-    """Return the cost of a complete run, on demand with failures, or on `spot` with preemptions."""
+    """Return the cost of a complete run: on demand with failures, or `spot` with preemptions."""
     job, cluster = choice.job, choice.job.cluster
     failures = config.failures_per_day
     if failures < 0:
@@ -206,10 +206,10 @@ def survivable_losses(
     *,
     zero: int = 0,
 ) -> Survivable:
-    """Return the node losses that local saves survive, with racks unknown.
+    """Return the node losses that local saves survive, assuming unknown racks.
 
-    Nodes take the mesh's devices in order. Two nodes hold the same shards if their devices have the
-    same indices along every axis that shards state. A run may survive more.
+    Nodes take the mesh's devices in order. Two nodes store the same shards if their devices have
+    the same indices along all axes that shard the state. In practice more losses may be survivable.
     """
     sharding = {axis.name for axis in axes.AXES if axis.weights != "replicated"}
     sharding |= set(axes.joining_fsdp(zero))

@@ -15,14 +15,14 @@ from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import price_run
 
 _KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
-"""GPU types that are always compared, in addition to the requested type and the user's own."""
+"""GPU types that are always compared, besides the requested type and the user's own."""
 
 _MOST_GPUS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The fastest choice that fits a number of GPUs of one kind, with the cost of the run."""
+    """The fastest candidate that fits a number of GPUs of one type, with the run's cost."""
 
     cluster: Cluster
     choice: Candidate
@@ -30,13 +30,13 @@ class Size:
 
 
 def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
-    """Return GPUs to compare, by name: usual ones, the user's own, and the requested kind."""
+    """Return the GPUs to compare by name: usual types, the user's own, the requested type."""
     names = [*_KINDS, *(name for name in catalog if name not in GPUS)]
     return {name: catalog[name] for name in names if name in catalog} | {requested.name: requested}
 
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
-    """Return the best of a cluster; None if nothing is legal or fits."""
+    """Return the best candidate on a cluster; None if no legal one fits."""
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None
@@ -45,7 +45,7 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
 
 
 def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
-    """Halve the batch until it fits the cluster and return the best candidate, or None."""
+    """Halve the batch until it fits on the cluster; return the best candidate, or None."""
     rows = run.train.global_batch_size
     while rows := rows // 2:
         smaller = with_section(run, "train", global_batch_size=rows)
@@ -56,7 +56,7 @@ def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate |
 
 
 def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
-    """Yield sizes of a kind, doubling the GPUs, from the fewest that hold the run."""
+    """Yield sizes for a GPU type, doubling the number from the smallest that fits."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
@@ -67,15 +67,15 @@ def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> 
 
 
 USUAL_DAYS = 90.0
-"""Longest run to recommend without a deadline."""
+"""Longest run in days to recommend if there is no deadline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of several kinds of GPU: all that fit the run, and the best of each kind.
+    """Sizes for several GPU types: all that fit, and the best for each type.
 
-    `best` has the first of each kind, by doubling, within the limits, else the fastest if there are
-    no limits.
+    `best` has, for each type, the smallest size within the limits, or without a deadline the
+    fastest.
     """
 
     best: tuple[Size, ...]
@@ -85,7 +85,7 @@ class Sizes:
 def right_sizes(
     config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> Sizes:
-    """Return the fewest GPUs of each kind, by doubling, that end in time or in `USUAL_DAYS`."""
+    """Return, for each type, the smallest doubled size that meets the deadline or `USUAL_DAYS`."""
     limits = config.limits
     within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
     best: list[Size] = []
@@ -107,7 +107,7 @@ def right_sizes(
 
 
 def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
-    """Return, if no size meets both limits, the cheapest in time and the fastest in budget."""
+    """Return the cheapest size within the deadline and the fastest within the budget."""
     in_time = [size for size in sizes.tried if not limits.late(size.cost)]
     affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
     return (

@@ -1,9 +1,9 @@
 """Costs and structure of a model, read from the trace of its own functions.
 
 The block, the head and the loss are traced with shapes only. FLOPs are those of matrix products and
-convolutions. Saved bytes are the residuals of `jax.vjp` that grow with the number of rows: an upper
-bound, because a compiler fuses some away. `decoder_of` recognizes a decoder, for which
-`model_costs` has closer formulas.
+convolutions. Saved bytes are the residuals of `jax.vjp` that grow with the number of rows. They are
+an upper bound, because compilers fuse some away. For models that `decoder_of` recognizes,
+`model_costs` has more precise formulas.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from jaxdist.core.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of one row on a device that holds the complete model: FLOPs of forward, saved bytes.
+    """Cost of one row on a device that holds the complete model: forward FLOPs, saved bytes.
 
-    `reduced` are the elements that the model sums over `tensor`, forward and backward.
+    `reduced` is the number of elements that `enter` and `leave` sum over `tensor`.
     """
 
     flops: float = 0.0
@@ -50,7 +50,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Cost of one row, of one block and of the rest; `stream` are elements of the block's input."""
+    """Costs of one row: one block, and the rest. `stream`: elements of the block's input."""
 
     layer: Cost
     rest: Cost
@@ -59,7 +59,7 @@ class Trace:
 
 @functools.lru_cache(maxsize=256)
 def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
-    """Trace a model's block and loss on rows of `seq_len`, with remat as in `train.remat`."""
+    """Trace a model's block and loss on rows of `seq_len` with the remat policy `remat`."""
     rest = _outside_layers(model, seq_len, dtype)
     if model.block is None:
         return Trace(layer=Cost(), rest=rest, stream=0)
@@ -74,9 +74,9 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
 
 
 class _Block(NamedTuple):
-    """Trace of one block on one row, without the products of attention.
+    """Trace of one block on one row, with each call of attention replaced by a `name` equation.
 
-    `calls` has the shapes of queries and keys. Each call is a `name` equation called `_ATTEND`.
+    `calls` has the shapes of queries and keys of each call.
     """
 
     calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]]
@@ -96,7 +96,7 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
     def attend(
         query: Array, key: Array, value: Array, mask: AttentionMask, **options: Any
     ) -> Array:
-        """Record the call; return the query [batch, seq, heads, head_dim] in its place."""
+        """Record the call; return the query [batch, seq, heads, head_dim] as its result."""
         dropout = options.get("dropout")
         call = AttentionCall(
             sliding_window=mask.sliding_window,
@@ -120,13 +120,13 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a block that is one attention and one MLP on a residual stream, and of the head.
+    """Sizes of a head, and of blocks with one attention and one MLP on a residual stream.
 
     Attributes:
-        up: outputs of the MLP's first product, the gate's included.
-        hidden: inputs of the MLP's last product.
-        num_norms: norms of the residual stream in one block.
-        num_layer_norms: those of them that subtract a mean.
+        up: output width of the MLP's first product, including the gate.
+        hidden: input width of the MLP's last product.
+        num_norms: norms of the residual stream per block.
+        num_layer_norms: how many of these norms subtract the mean.
         norms_mlp_output: a norm follows the MLP's last product.
     """
 
@@ -147,10 +147,10 @@ class DecoderShape:
 
 @functools.lru_cache(maxsize=64)
 def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
-    """Recognize a decoder by its trace; None for a model of another structure.
+    """Return the sizes of a decoder, recognized by its trace; None for any other structure.
 
-    The block attends once, and its products have as many outputs and FLOPs as query, key, value,
-    output and MLP of one width, however they are split into arrays. The head is a `TokenHead`.
+    The block must call attention once. Its products must have the outputs and FLOPs of query, key,
+    value, output and an MLP, in any split into arrays. The head must be a `TokenHead`.
     """
     block = _trace_block(model, seq_len)
     if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
@@ -163,13 +163,13 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     for equation, times in _equations(block.jaxpr):
         name, out = equation.primitive.name, equation.outvars[0].aval
         if flops := times * _flops_of(equation):
-            if flops > 2 * times * out.size:  # an outer product multiplies no weight
+            if flops > 2 * times * out.size:  # an outer product has no weight
                 products, outputs = products + flops, outputs + times * out.size
                 stage, norms["last"] = ("heads" if stage == "before" else stage), 0
         elif name == "name":
             marks.add(equation.params["name"])
             stage = "after" if equation.params["name"] == _ATTEND else stage
-        elif out.size == seq_len and stage != "heads":  # one number for each token
+        elif out.size == seq_len and stage != "heads":  # one scalar per token
             sums += name == "reduce_sum"
             norms.update(dict.fromkeys(("all", "last"), name in ("rsqrt", "sqrt")))
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
@@ -204,7 +204,7 @@ def _head(model: Model, seq_len: int) -> Any:
 
 
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one row of a batch: `model.row`, by default those of text."""
+    """Return the shapes of one row of a batch: `model.row`, or by default a row of text."""
     ids = jax.ShapeDtypeStruct((seq_len,), jnp.int32)
     weights = jax.ShapeDtypeStruct((seq_len,), jnp.float32)
     return dict(model.row) or {"tokens": ids, "targets": ids, "weights": weights}
@@ -249,7 +249,7 @@ def _cost(
     differentiated: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> Cost:
-    """Trace forward for the FLOPs and sums, which it appends to `reduced`, and the VJP."""
+    """Trace forward for FLOPs and sums (appended to `reduced`), then the VJP for residuals."""
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)
 
@@ -272,7 +272,7 @@ def _one_layer(model: Model, dtype: str) -> Params:
 
 
 def _key() -> Any:
-    """Return the shape of a key; a real key would start a device."""
+    """Return the shape of a PRNG key; a concrete key would start a device."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
@@ -295,7 +295,7 @@ def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any
 
 
 def _context(dtype: str, reduced: list[int]) -> Context:
-    """Return the context of one device; it records what `enter` and `leave` would sum."""
+    """Return a one-device context that records the sizes that `enter` and `leave` would sum."""
 
     def counted(x: Array) -> Array:
         reduced.append(x.size)
@@ -305,7 +305,7 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         dtype=jnp.dtype(dtype),
         enter=counted,
         leave=counted,
-        # No platform: the CPU's kernel would skip keys that are counted here.
+        # No platform, because the CPU kernel would skip keys that must be counted.
         attend=attention.make_attend(attention.AttentionPlan("none")),
         token_loss=losses.make_token_loss(),
         token_logps=make_token_logps(),
@@ -320,10 +320,10 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """Yield each equation without programs inside, in order, and how often it runs."""
+    """Yield each innermost equation in program order, with its number of executions."""
     for equation in jaxpr.eqns:
         inner = list(_inner(equation.params))
-        if equation.primitive.name == "cond":  # the branch that costs most
+        if equation.primitive.name == "cond":  # count the most expensive branch
             inner = [max(inner, key=_flops)]
         for one in inner:
             length = equation.params.get("length", 1)

@@ -1,4 +1,4 @@
-"""Muon's update: the matrices that one device orthogonalizes, divided as in `optim/muon.py`."""
+"""Matrices that one device orthogonalizes in Muon's update, divided as in `optim/muon.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxdist.plan.estimate.job import WIDE, Job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """Matrices of one stack that a device orthogonalizes, padding included.
+    """Matrices of one stack that a device orthogonalizes, including padding.
 
-    `axes` are the mesh axes that shard the matrices. `is_padded`: their number is no multiple of
-    the devices.
+    `axes` are the mesh axes that shard the matrices. `is_padded`: the number of matrices is not a
+    multiple of the number of devices.
     """
 
     matrices: int
@@ -61,10 +61,10 @@ def orthogonalized(job: Job) -> list[MatrixShare]:
 
 
 def matrix_bytes(job: Job) -> float:
-    """Return the peak bytes of gathered matrices, as in XLA's buffer assignments.
+    """Return the peak bytes of gathered matrices, from XLA's buffer assignments.
 
-    The largest stack counts three times (sent, received and transposed, result). The others count
-    with their padded copies, which are made in advance.
+    The largest stack counts three times (sent, received and transposed, result). Other stacks add
+    their padded copies, which XLA makes in advance.
     """
     shares = sorted(orthogonalized(job), key=lambda share: share.size)
     if not shares:

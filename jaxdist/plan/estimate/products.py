@@ -1,8 +1,8 @@
 """Rates of matrix products: tiles and waves, the inner dimension, and the power limit.
 
-The result of a product [m, k] × [k, n] is cut into tiles, one per multiprocessor at a time; the
-last wave of tiles is seldom full. Each tile writes its result once, while its matrix units wait. A
-GPU lowers its clock until the power limit holds; power falls with the clock's third power.
+The result of a product [m, k] × [k, n] is cut into tiles, one per multiprocessor at a time. The
+last wave of tiles is usually not full. While a tile writes its result, its matrix units are idle. A
+GPU lowers its clock to meet its power limit; power falls with the third power of the clock.
 
 References:
     NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization.
@@ -22,48 +22,49 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.model_costs import Shape, costs_of
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Tile sizes of cuBLAS; the smallest are for products that do not fill a wave."""
+"""Tile sizes of cuBLAS; the smallest ones are for products that do not fill a wave."""
 
 _SMALL_TILE = 0.15
-"""A tile of half the size reaches 2 to the minus this of the rate: it reads more per product."""
+"""Halving a tile multiplies the rate by 2 to the minus this: it reads more memory per FLOP."""
 
 _EXPOSED_WRITES = 0.85
-"""Exposed share of the time for writing 16-bit results to memory."""
+"""Share of the time for writing 16-bit results to memory that is not overlapped."""
 
 _PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
 """Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
 
-From the best products measured (Bekman; gpu_benchmark): A100 268 of 312 TFLOP/s at 400 W, A6000 131
-of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of 989 at 700 W; H100 PCIe (500
-of 757 at 350 W), L4, RTX 3090 and 4090 then follow within 12 %. T4 and Blackwell (0.6 times
-Hopper's watts per FLOP/s) are unmeasured."""
+Fitted to the best measured products (Bekman; gpu_benchmark): A100 268 of 312 TFLOP/s at 400 W,
+A6000 131 of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of 989 at 700 W. H100
+PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 are then within 12 %. T4 and Blackwell (0.6 times
+Hopper's
+watts per FLOP/s) are unmeasured."""
 
 _RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85, "float4": 0.5}
-"""Energy of an operation in other formats, in 16-bit operations. TF32 runs at half the rate with
-the same power. 8 bits assume that an H100 reaches 0.66 of its 1,979 TFLOP/s at best. 4 bits are
+"""Energy per operation in other formats, relative to 16 bits. TF32 has half the rate at the same
+power. 8 bits assume that an H100 reaches at most 0.66 of its 1,979 TFLOP/s. 4 bits are
 unmeasured."""
 
 _STATIC = 0.12
-"""Share of its power limit that a GPU draws whatever its clock: leakage, memory, links."""
+"""Share of the power limit that does not depend on the clock: leakage, memory, links."""
 
 _UNKNOWN_CLOCK = 0.85
 """Share of the boost clock if the power limit is unknown."""
 
 _CASTS = 0.90
-"""Share of the rate of 8- and 4-bit products that remains after scaling and rounding operands."""
+"""Share of the rate of 8- and 4-bit products that remains after scaling and rounding inputs."""
 
 NARROW_PEAKS = {
     "fp8": ("float8", "float8"),
     "mxfp8": ("float8", "float8"),
     "nvfp4": ("float4", "float8"),
 }
-"""`precision.matmul_dtype` -> dtypes whose peaks hold for its forward and backward products."""
+"""`precision.matmul_dtype` -> dtypes whose peak rates apply to its forward and backward."""
 
 
 def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
-    """Return the clock that a GPU sustains, as a share of its boost clock; it may exceed 1.
+    """Return the clock that a GPU sustains, relative to its boost clock; it may exceed 1.
 
-    `peak` is FLOP/s at the boost clock, `busy` the share of cycles in which matrix units work.
+    `peak` is FLOP/s at the boost clock; `busy` is the share of cycles in which matrix units work.
     """
     if not gpu.power_w:
         return _UNKNOWN_CLOCK
@@ -74,9 +75,9 @@ def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
 
 @functools.lru_cache(maxsize=65536)
 def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
-    """Return the share of cycles in which matrix units work, with the best tile size.
+    """Return the share of cycles in which matrix units work, for the best tile size.
 
-    At an inner dimension of `half_inner`, starting and ending a tile takes as long as its products.
+    With an inner dimension of `half_inner`, overhead and products of a tile take equally long.
     """
     m, n, k = shape
     best = max(
@@ -89,9 +90,9 @@ def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
 
 
 def half_inner(gpu: Gpu) -> float:
-    """Return the inner dimension at which writing a 16-bit result takes as long as computing it.
+    """Return the inner dimension k at which writing a 16-bit result takes as long as computing it.
 
-    2 bytes at the rate of the memory for 2 k operations at the peak: k = peak / bandwidth.
+    A result takes 2 bytes of memory bandwidth and 2 k operations: k = peak / bandwidth.
     """
     peaks = gpu.peak_flops
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]
@@ -103,12 +104,12 @@ def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
 
 
 def rate(job: Job, peak: float, dtype: str) -> float:
-    """Return the FLOP/s of a microbatch's products, forward and backward, in a dtype."""
+    """Return the mean FLOP/s of the products of a microbatch, forward and backward, in a dtype."""
     gpu, reach = job.cluster.gpu, job.engine.software.products
     spent = flops = 0.0
     half = half_inner(gpu)
     for (m, n, k), times in costs_of(job).product_shapes():
-        for shape in ((m, n, k), (m, k, n), (k, n, m)):  # forward, and two of backward
+        for shape in ((m, n, k), (m, k, n), (k, n, m)):  # forward, and two products of backward
             busy = reach * busy_share(shape, gpu.num_sms, half)
             work = 2.0 * math.prod(shape) * times
             spent += work / (peak * busy * clock(gpu, peak, dtype, busy))

@@ -1,6 +1,6 @@
-"""`train.remat = auto` on GPUs: the fastest policy that fits, by the estimate.
+"""`train.remat = auto` on GPUs: the policy with the shortest estimated step that fits in memory.
 
-Saving everything is seldom fastest: saved values are copied to stacks (`time.layer_backward`).
+Saving everything is seldom fastest, because residuals are copied to stacks (`time.layer_backward`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 POLICIES = (
     "none",
     "dots",
-    "names:qkv,attention,attention_out",  # repeats only the MLP's first product
+    "names:qkv,attention,attention_out",  # recomputes only the MLP's first product
     "names:attention,attention_out",
     "names:attention",
     "full",
 )
-"""Candidates of "auto", from the one that saves most to the one that saves least."""
+"""Candidates for "auto", from most to least saved."""
 
 TOLERANCE = 0.05
 """Relative error of the memory estimate."""
@@ -31,9 +31,10 @@ TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematChoice:
-    """The policy that replaces "auto", and the estimated cost of each policy.
+    """The policy that "auto" resolves to, and the estimated cost of each policy.
 
-    `limit_bytes` is rounded to GiB on every host. `rejected` policies did not fit once compiled.
+    `limit_bytes` is rounded to GiB, equal on all hosts. `rejected` policies did not fit once
+    compiled.
     """
 
     job: Job
@@ -43,7 +44,7 @@ class RematChoice:
     rejected: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """Return one line for the start of a run: the policy, and the cost of each."""
+        """Return one line for the startup log: the policy, and the cost of each candidate."""
         chosen = self.job.remat
         why = "the fastest that fits" if self.fits(chosen) else "none fits, this needs least"
         costs = ", ".join(
@@ -56,13 +57,13 @@ class RematChoice:
         return f"remat {chosen}: {why} ({costs})"
 
     def fits(self, policy: str) -> bool:
-        """Return whether a policy fits if the estimate is too low by its own error."""
+        """Return whether a policy fits even if the estimate is too low by `TOLERANCE`."""
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
 
     def smaller(self, limit_bytes: float) -> RematChoice | None:
-        """Return the choice after a compiled step did not fit: the fastest within `limit_bytes`.
+        """Return the choice after the compiled step did not fit: the fastest within `limit_bytes`.
 
-        If none is within it, the one that needs least; None if no policy needs less.
+        If no smaller policy is within it, choose the smallest; None if there is no smaller policy.
         """
         now = self.job.remat
         less = [name for name in self.bytes if self.bytes[name] < self.bytes[now]]
@@ -79,14 +80,14 @@ class RematChoice:
 
 
 def policies_of(job: Job) -> list[str]:
-    """Return the remat policies whose saved names all exist in the run's model."""
+    """Return the remat policies whose saved names all exist in the model."""
     marks = job.decoder.marks if job.decoder is not None else frozenset()
     names = lambda policy: policy.partition("names:")[2].split(",")
     return [p for p in POLICIES if not p.startswith("names:") or marks.issuperset(names(p))]
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
-    """Choose the policy of `train.remat = auto`; None if the settings name one."""
+    """Choose the policy for `train.remat = auto`; None if the settings name a policy."""
     if job.config.train.remat != "auto":
         return None
     jobs = {policy: job.changed("train", remat=policy) for policy in policies_of(job)}

@@ -1,13 +1,13 @@
-"""Seconds from the end of a process to the next trained step, part by part, with a range.
+"""Seconds from the end of a process to the next training step, part by part, with a range.
 
-The parts are those of the event `restart` (`jaxdist.runtime.start_times`). Parts that do not grow
-with the job were measured with a tiny model on two idle cores (`scripts/bench/results/restart.md`).
-No restart has been timed on GPUs, so each part has a range.
+The parts are those of the event `restart` (`jaxdist.runtime.start_times`). Parts independent of the
+job's size were measured with a tiny model on two idle cores (`scripts/bench/results/restart.md`).
+No restart was timed on GPUs, so each part is a range.
 
 References:
     Jiang et al. 2024, "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs",
-    section 3.5: processes of 2,048 GPUs start their communication in less than 5 s, of more than
-    10,000 in less than 30 s. Taken as linear in the GPUs.
+    section 3.5: 2,048 GPUs initialize communication in less than 5 s, more than 10,000 GPUs in
+    less than 30 s. We assume linear growth.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Seconds:
 
 _FIXED = {
     "notice": Seconds(low=0.05, likely=0.07, high=0.15),
-    # Up to COLLECT_S of the launcher, and its kill of survivors that hang.
+    # Waiting up to COLLECT_S in the launcher, and killing survivors that hang.
     "relaunch": Seconds(low=0.3, likely=1.06, high=2.6),
-    # Forks of a process with all imports; the high end is a fresh process.
+    # Fork of a process that has all imports; the upper bound is a new process.
     "imports": Seconds(low=0.04, likely=0.04, high=4.15),
     "setup": Seconds(low=0.5, likely=1.99, high=4.0),
 }
 _JOIN_S, _JOIN_S_PER_GPU = 0.26, 5 / 2048
 _START_GPUS_S = 10.0
-"""High end for starting drivers and communicators: unmeasured."""
+"""Upper bound for starting drivers and communicators: unmeasured."""
 _RESTORE_S, _STEP_S = 1.10, 0.34
-"""Measured with the tiny model, whose bytes and products take no time."""
+"""Measured with a tiny model, whose bytes and FLOPs take negligible time."""
 _VERIFIED_BYTES_PER_S = 1.5e9
-"""Reading and verifying checksums, per process (`scripts/bench/results/checkpoint.md`)."""
+"""Bytes/s of reading and verifying, per process (`scripts/bench/results/checkpoint.md`)."""
 LOCAL_BYTES_PER_S = 3e9
 """Local disk of a node: half of the specification of one PCIe 4.0 NVMe disk."""
 _CACHED_S, _CACHED_SHARE = 0.47, 1 / 5
-"""Loading the step from the compile cache: the tiny model, and a share of a compilation."""
+"""Loading the step from the compilation cache: tiny model; share of a compilation."""
 _COMPILE_S = 30.0
-"""A compilation if none was measured: XLA:GPU takes seconds to a minute."""
+"""Compile time if it was not measured: XLA:GPU takes seconds to a minute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """A restart after one process has ended, with its host alive; a dead host takes longer."""
+    """A restart after one process ended and its host is alive; a dead host takes longer."""
 
     parts: dict[str, Seconds]
     tier: str
@@ -60,7 +60,7 @@ class Restart:
 
     @property
     def total(self) -> Seconds:
-        """The sum of the parts; adding their bounds makes it wide on purpose."""
+        """Sum of the parts; bounds are added too, so the range is wide on purpose."""
         names = ("low", "likely", "high")
         return Seconds(
             **{name: sum(getattr(part, name) for part in self.parts.values()) for name in names}
@@ -75,9 +75,9 @@ def restart_of(
     step_s: float,
     compile_s: float | None = None,
 ) -> Restart:
-    """Estimate the restart of a job; `storage_bytes_per_s` is that of all nodes together.
+    """Estimate the restart of a job; `storage_bytes_per_s` is the rate of all nodes together.
 
-    `compile_s` is None if the step was not compiled.
+    `compile_s` is None if the compile time is unknown.
     """
     settings, cluster = job.config, job.cluster
     local = bool(settings.checkpoint.local_dir)
@@ -100,9 +100,9 @@ def restart_of(
 
 
 def restore_seconds(num_bytes: float, num_gpus: int, bytes_per_s: float) -> Seconds:
-    """Return the seconds of reading, verifying and copying to the devices.
+    """Return the seconds for reading, verifying and copying a checkpoint to the devices.
 
-    Best: processes verify twice as fast. Worst: storage reads at half its rate, without overlap.
+    Low: processes verify twice as fast. High: storage has half its rate, and nothing overlaps.
     """
     read = num_bytes / bytes_per_s
     verify = num_bytes / num_gpus / _VERIFIED_BYTES_PER_S

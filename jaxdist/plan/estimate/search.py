@@ -1,8 +1,8 @@
-"""The best mesh and settings for a run on a cluster, and why every other mesh loses.
+"""Search the best mesh and settings for a run on a cluster, with reasons against other meshes.
 
-Every mesh of the GPUs is checked by the rules of training. On each legal one the search varies
-remat, ZeRO's stage, microbatches, the pipeline's gathers and virtual stages, and the
-context-parallel exchange. The global batch, the model and the optimizer stay as they are.
+Every mesh of the GPUs is checked by the rules of training. On each legal mesh the search varies
+remat, the ZeRO stage, microbatches, the pipeline's gathers and virtual stages, and the
+context-parallel exchange. It never changes the global batch, the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxdist.settings.schema import flag_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings on a mesh: memory of one device and its limit, time of a step."""
+    """Settings on a mesh, with estimated memory and memory limit per device, and step time."""
 
     job: Job
     memory: MemoryEstimate
@@ -43,7 +43,7 @@ class Candidate:
 
     @classmethod
     def of(cls, job: Job, memory: MemoryEstimate | None = None) -> Candidate:
-        """Return the cost of a job; `memory` saves a second estimate."""
+        """Return the candidate of a job; pass `memory` to avoid estimating it again."""
         return cls(
             job=job,
             memory=memory or estimate_memory(job),
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Return True if one device can hold it."""
+        """Return True if the memory fits on one device."""
         return self.memory.total_bytes <= self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
@@ -73,7 +73,7 @@ _MAY_CHANGE = (
     *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
     "precision.compute_dtype",
 )
-"""Settings that the search may change, in addition to ZeRO's stage and the pipeline's settings."""
+"""Settings that the search may change, besides the ZeRO stage and the pipeline's settings."""
 
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
@@ -90,14 +90,14 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
 
 
 CONTEXT_FROM = 16_384
-"""Row length in tokens from which meshes with a context axis are searched."""
+"""Minimum `seq_len` for which meshes with a context axis are searched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search: the best of each legal mesh, fitting ones by speed, others by memory.
+    """Best candidate of each legal mesh: those that fit, by speed; then the others, by memory.
 
-    `refused` maps a mesh to the first rule of training that it breaks.
+    `refused` maps each illegal mesh to the first rule that it violates.
     """
 
     choices: tuple[Candidate, ...]
@@ -107,7 +107,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """The fastest candidate that fits."""
         return self.choices[0] if self.choices and self.choices[0].fits else None
 
 
@@ -118,7 +118,7 @@ def search(
     *,
     stages: bool = True,
 ) -> SearchResult:
-    """Find the best settings on every mesh of the cluster; `stages=False` skips pipelines."""
+    """Find the best settings on every mesh of a cluster; `stages=False` excludes pipelines."""
     start = time.perf_counter()
     model = model or config.build_model()
     refused: dict[MeshSpec, str] = {}
@@ -132,7 +132,7 @@ def search(
             continue
         try:
             here = list(_on_mesh(Job.of(config, spec, cluster, model)))
-        except ConfigError as error:  # no exchange of this mesh supports the named attention kernel
+        except ConfigError as error:  # no exchange on this mesh supports the attention kernel
             refused[spec] = error.problems[0]
             continue
         tried += len(here)
@@ -147,7 +147,7 @@ def search(
 
 
 def why_not(choice: Candidate, best: Candidate) -> str:
-    """Return why a choice loses against the best one; "" for the best itself."""
+    """Return why a candidate is worse than the best one; "" for the best itself."""
     if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
         return ""
     if not choice.fits:
@@ -189,7 +189,7 @@ _CAUSES = {
 
 
 def _rank(choice: Candidate) -> tuple[bool, float, int]:
-    """Return a sort key: fitting ones by speed and simplicity, then the others by memory."""
+    """Return a sort key: fitting candidates by speed and simplicity, then others by memory."""
     split = sum(axis.complexity for axis in choice.job.spec.used)
     split += choice.job.config.mesh.zero
     if not choice.fits:
@@ -198,11 +198,11 @@ def _rank(choice: Candidate) -> tuple[bool, float, int]:
 
 
 _COMPLEXITY_COST = 0.05
-"""Required speedup per degree of complexity of a mesh: the error of the estimate."""
+"""Speedup that justifies one more degree of mesh complexity: the error of the estimate."""
 
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
-    # The search chooses microbatches and exchange itself: check only that some choice is legal.
+    # The search chooses microbatches and exchange: only check that a legal choice exists.
     config = with_section(config, "train", num_microbatches=0)
     return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
 
@@ -211,7 +211,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 
 
 def _on_mesh(job: Job) -> Iterator[Candidate]:
-    """Yield for each variant the first microbatch count that fits, or the smallest in memory."""
+    """Yield, per variant, the first microbatch count that fits, else the one of least memory."""
     limit = usable_bytes(job)
     for variant in _variants(job):
         jobs = _by_microbatches(variant)
@@ -219,12 +219,12 @@ def _on_mesh(job: Job) -> Iterator[Candidate]:
         while jobs:
             tried = jobs.pop(0)
             memory = estimate_memory(tried)
-            # More microbatches may need more memory: from two on gradients are accumulated.
+            # Two or more microbatches accumulate gradients, so more may need more memory.
             if least is None or memory.total_bytes < least[1].total_bytes:
                 least = tried, memory
             if memory.total_bytes <= limit:
-                break  # more microbatches are only slower
-            if memory.state_bytes > limit:  # no count fits; the largest may come closest
+                break  # more microbatches are slower
+            if memory.state_bytes > limit:  # no count fits; the last one may need least
                 jobs = jobs[-1:]
         if least is not None:
             yield Candidate.of(*least)
@@ -242,7 +242,7 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def exchanges(job: Job) -> list[str]:
-    """Return the values of `mesh.context_attention` that heads, nodes and kernel allow."""
+    """Return the values of `mesh.context_attention` that heads, nodes and the kernel allow."""
     names = []
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):
@@ -254,7 +254,7 @@ def exchanges(job: Job) -> list[str]:
 
 
 def _best_exchanges(job: Job) -> list[str]:
-    """Return the exchanges that no other beats in both time and memory."""
+    """Return the exchanges that are not worse than another in both time and memory."""
     names = exchanges(job)
     if len(names) == 1:
         return names
@@ -294,6 +294,6 @@ def _by_microbatches(job: Job) -> list[Job]:
     examples = job.rows // rows_per_example(job.model.objective)
     counts = [n for n in range(1, examples + 1) if examples % n == 0]
     if job.spec[PIPELINE] > 1:
-        # Enough to keep stages busy; more shrink the bubble and do not enlarge the stash.
+        # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
         counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
     return [job.changed("train", num_microbatches=count) for count in counts]

@@ -1,6 +1,6 @@
 """Efficiency of the kernels of our compiled step.
 
-Every number is a share of a hardware limit, with its source. Other trainers' numbers are in
+All values are shares of a hardware limit, with sources. Values of other trainers are in
 `scripts/bench/published_engine.py`.
 
 References:
@@ -18,21 +18,21 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
-    """Efficiency of kernels, and how much of the collectives they hide.
+    """Efficiency of kernels, and the share of collectives that compute hides.
 
     Attributes:
         attention: compute capability -> share of the 16-bit peak that attention reaches on long
-            rows, without masked pairs.
-        stream_passes: reads and writes of the residual stream in one layer's forward.
-        query_passes: the same for queries and keys, by rotation and layout.
-        hidden_passes: the same for the MLP, counted in half of gate, up and hidden together.
-        backward_passes: bytes of memory-bound kernels in backward, in forwards.
-        hidden: share of overlapping collectives that costs nothing; the rest takes multiprocessors
+            rows, counting only unmasked pairs.
+        stream_passes: reads and writes of the residual stream per layer in forward.
+        query_passes: reads and writes of queries and keys, by rotation and layout changes.
+        hidden_passes: reads and writes of half of the MLP's gate, up and hidden arrays together.
+        backward_passes: memory traffic of backward's memory-bound kernels, relative to forward.
+        hidden: share of overlapping collectives that costs no time; the rest takes multiprocessors
             and memory bandwidth from compute.
-        hidden_in_tensor: the same share for activations over `tensor`.
-        hidden_in_groups: the same share if rows pass the layers in groups.
-        launch_s: seconds lost per layer and direction to launches and gaps.
-        idle: share of the compute time that one GPU of several waits, mainly for the slowest.
+        hidden_in_tensor: hidden share of activations over `tensor`.
+        hidden_in_groups: hidden share of activations over `tensor` with several row chunks.
+        launch_s: seconds per layer and direction for kernel launches and gaps.
+        idle: share of compute time that a GPU waits for others, mainly for the slowest.
     """
 
     products: float
@@ -51,10 +51,10 @@ class Software:
 
 
 OURS = Software(
-    products=0.85,  # with the power limit 0.70 of an H100's peak: our compiled step is unmeasured
-    # cuDNN on an H100: 600 forward and 530 backward of 989, a tenth less for tiles on the diagonal;
-    # on Blackwell 0.55 forward, and less backward. On a T4 a third forward, and half of that
-    # backward, which is assumed. No card of ours has confirmed any.
+    products=0.85,  # 0.70 of an H100's peak with the power limit; our compiled step is unmeasured
+    # cuDNN on an H100: 600 forward and 530 backward of 989, minus a tenth for diagonal tiles.
+    # Blackwell: 0.55 forward, less backward. T4: a third forward, and half of that backward
+    # (assumed). We have measured none of these.
     attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60, "9.0": 0.50, "10.0": 0.45},
     # Counted in our compiled programs; their elementwise kernels are listed in
     # scripts/bench/results/gpu_program.md: norms, residuals and casts are not all in one kernel.
@@ -63,21 +63,21 @@ OURS = Software(
     hidden_passes=3,
     backward_passes=2.5,
     memory=0.80,
-    # Exposed share in compiled schedules (gpu_program.md): 8B with fsdp=4,tp=2 34 % in one group
-    # of rows and 4 % in two; 70B with fsdp=16,tp=8 79 % and 47 %. The worse of both is used.
+    # Exposed share in compiled schedules (gpu_program.md), in one row chunk and in two: 8B with
+    # fsdp=4,tp=2 34 % and 4 %; 70B with fsdp=16,tp=8 79 % and 47 %. The larger exposure is used.
     hidden_in_tensor=0.20,
     hidden_in_groups=0.50,
 )
-"""Our step as XLA compiles it: unmeasured on a GPU, without a loss to the slowest of several."""
+"""Our step as XLA compiles it: unmeasured on GPUs; does not include waiting for slower GPUs."""
 
 
 ATTENTION_HALF = 250
-"""Visible keys of a query at which attention reaches half of its rate on long rows: 0.6 to 0.7 of
-it at 512 keys, 0.9 at 2,048 (Shah et al.)."""
+"""Keys per query at which attention reaches half of its peak rate: 0.6 to 0.7 of it at 512 keys,
+0.9 at 2,048 (Shah et al.)."""
 
 
 def attention_share(software: Software, capability: str, keys: float, head_dim: int) -> float:
-    """Return the share of the peak that attention reaches; heads of 64 reach 0.84 of wider ones."""
+    """Return the share of the peak that attention reaches; 0.84 of it for heads of 64."""
     long = software.attention.get(capability, software.attention["9.0"])
     narrow = min(1.0, (head_dim / 128) ** 0.25)
     return long * narrow * keys / (keys + ATTENTION_HALF)

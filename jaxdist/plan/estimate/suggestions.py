@@ -11,12 +11,12 @@ from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.estimate.search import Candidate
 
 _SMALL_CHUNK = 256
-"""Suggested number of tokens whose logits exist at once."""
+"""Suggested number of tokens whose logits are in memory at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change that makes a run fit: flags, effect, slowdown of training (a share)."""
+    """One change that makes a run fit: flags, effect, relative slowdown of training."""
 
     flags: str
     why: str
@@ -25,7 +25,7 @@ class Change:
 
 
 def smallest_changes(choice: Candidate) -> list[Change]:
-    """Return single changes that make a choice fit on its mesh, least disturbing first."""
+    """Return single changes that make a candidate fit on its mesh, least disruptive first."""
     changes = []
     for flags, why, job in _changes(choice):
         changed = _costs(choice, job)
@@ -40,7 +40,7 @@ def _costs(choice: Candidate, job: Job) -> Candidate:
 
 
 def _changes(choice: Candidate) -> Iterator[tuple[str, str, Job]]:
-    """Yield (flags, effect, the job with them)."""
+    """Yield (flags, effect, changed job) of each possible change."""
     job = choice.job
     config, spec = job.config, job.spec
     if job.loss_chunk > _SMALL_CHUNK:

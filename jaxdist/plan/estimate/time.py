@@ -1,11 +1,11 @@
 """Seconds of a step: a roofline with overlap, the pipeline's bubble, links and optimizer.
 
-Compute is products, attention and memory-bound kernels in sequence: products at the rate that their
-shapes and the power limit allow (`products`), attention by its kernel and the keys that a query
-sees, the rest at its share of the memory bandwidth. Collectives overlap with compute. Exposed is
-the part that is longer than the compute that can hide it, and a share of the rest, because
-collectives take multiprocessors and memory bandwidth from compute. Efficiencies are in `software`;
-`scripts/bench/results/plan_anchors.md` compares with published runs, to which nothing is fitted.
+Compute is products, attention and memory-bound kernels in sequence. Products run at the rate
+allowed by their shapes and the power limit (`products`). Attention runs at the rate of its kernel
+on the keys that a query sees. Other kernels run at a share of the memory bandwidth. Collectives
+overlap with compute. They are exposed if they take longer than this compute, and by a fixed share,
+because they take multiprocessors and memory bandwidth from it. Efficiencies are in `software`.
+`scripts/bench/results/plan_anchors.md` compares with published runs; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
 LIKELY = (0.85, 1.15)
-"""Four of five published runs took between these shares of their estimate
-(`scripts/bench/results/plan_anchors.md` without its large tables). None ran our software."""
+"""Range of measured / estimated time in four of five published runs, none with our software
+(`scripts/bench/results/plan_anchors.md` without its large tables)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class StepTime:
     """Seconds of one step on the busiest device.
 
     Attributes:
-        parts: cause -> seconds, without zeros; exposed collectives by purpose.
-        communication: seconds of all collectives, hidden or not.
-        model_flops: useful FLOPs of the step, causal convention.
-        peak_flops: of one device; of float32 if it has no units for the run's dtype.
+        parts: cause -> nonzero seconds; exposed collectives by purpose.
+        communication: seconds of all collectives, hidden or exposed.
+        model_flops: useful FLOPs per step, causal convention.
+        peak_flops: of one device in the run's dtype, or in float32 if it does not support it.
     """
 
     parts: dict[str, float]
@@ -54,18 +54,18 @@ class StepTime:
 
     @property
     def likely_seconds(self) -> tuple[float, float]:
-        """The range of four of five published runs, relative to their estimates."""
+        """Range of the time, by the accuracy of the estimate on published runs."""
         low, high = LIKELY
         return low * self.seconds, high * self.seconds
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all devices."""
+        """Tokens per second over all devices."""
         return self.tokens_per_step / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Useful FLOPs over the peak of all devices."""
+        """Useful FLOP/s relative to the peak of all devices."""
         return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
 
 
@@ -100,9 +100,9 @@ def estimate_time(job: Job) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """FLOP/s and bytes/s that one device reaches.
+    """FLOP/s and bytes/s that one device achieves.
 
-    `forward` and `backward` are those of layers in `precision.matmul_dtype`; recomputation is
+    `forward` and `backward` apply to layers in `precision.matmul_dtype`; recomputation counts as
     backward.
     """
 
@@ -143,7 +143,7 @@ class _Rates:
         return sum(self.parts(work))
 
     def of_mean_layer(self, job: Job, work: Work, narrow: float) -> Work:
-        """Return a layer's work, with narrow products scaled to the time that they take."""
+        """Return a layer's mean work, with narrow products as equivalent wide products."""
         if not job.num_narrow_layers:
             return work
         share = job.num_narrow_layers / job.layers_per_stage
@@ -153,21 +153,21 @@ class _Rates:
 
 def _attention_share(job: Job) -> float:
     if job.decoder is None:
-        return 1.0  # attention of a traced model is among its products
+        return 1.0  # attention of a traced model counts as products
     gpu, keys = job.cluster.gpu, attention.keys_seen(job)
     share = attention_share(job.engine.software, gpu.compute_capability, keys, job.decoder.head_dim)
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
 
 
 def _orthogonalization_s(job: Job) -> float:
-    """Return the seconds of Muon's products, which are always in float32."""
+    """Return the seconds of Muon's products, always float32."""
     work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
     return work / products.rate(job, peak, "float32") if work else 0.0
 
 
 def _moved_moments(job: Job) -> float:
-    """Return the bytes of moments fetched from the host for the update, and stored again."""
+    """Return the bytes of offloaded moments fetched from the host and written back per update."""
     return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
 
 
@@ -180,18 +180,18 @@ def _peak(job: Job) -> float:
 
 
 _ATTENTION_BACKWARD = 2.5
-"""FLOPs of a fused attention backward in forwards: five products instead of two."""
+"""FLOPs of a fused attention backward relative to forward: five products instead of two."""
 
 
 def model_flops_per_token(job: Job, convention: str = "causal") -> float:
-    """Return the useful FLOPs of one token or image, forward and backward, as in the MFU."""
+    """Return the useful FLOPs per token or image, forward and backward, as counted in the MFU."""
     if job.model.flops_per_token:
         return float(job.model.flops_per_token.get(convention, 0.0))
     return costs_of(job).flops_per_token(convention)
 
 
 def layer_backward(job: Job) -> Work:
-    """Return the work of one layer's backward, recomputation included."""
+    """Return the work of one layer's backward, including recomputation."""
     costs = costs_of(job)
     forward = costs.forward()
     backward = Work(
@@ -203,26 +203,26 @@ def layer_backward(job: Job) -> Work:
 
 
 _STACK_PASSES = 3
-"""Passes over a layer's saved values in addition to its kernels: two to copy them into the stack,
-about one to copy half of them out of it. Compiled programs have 2.5 to 4.1."""
+"""Passes over a layer's residuals besides its kernels: two to copy them into the stack, about one
+to copy half of them out of it. Compiled programs have 2.5 to 4.1."""
 
 
 def _stacked(job: Job, costs: ModelCosts) -> Work:
-    """Return saved values of one layer, written into the stack of all layers and read back."""
+    """Return the work of writing one layer's residuals to the stack of all layers, and reading."""
     if job.unrolls or not job.engine.stacks_layers:
         return Work()
     return Work(memory_bytes=float(_STACK_PASSES * costs.kept_per_layer()))
 
 
 def microbatch_extra(job: Job) -> Work:
-    """Return the work per microbatch of casting weights and accumulating gradients."""
+    """Return the work per microbatch for casting weights and accumulating gradients."""
     casts = (WIDE + job.compute_bytes) * job.total(job.layers, "param") * 2
     added = 3 * WIDE * job.total(job.weights, "gradient") * (job.num_microbatches > 1)
     return Work(memory_bytes=casts + added)
 
 
 def optimizer_work(job: Job) -> Work:
-    """Return the work of the update: the gradients' norm; moments, parameters, average."""
+    """Return the work of the update: gradient norm, moments, parameters, average."""
     elements = job.total(job.weights, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
@@ -231,7 +231,7 @@ def optimizer_work(job: Job) -> Work:
 
 
 def orthogonalization_flops(job: Job) -> float:
-    """Return the float32 FLOPs of five Newton-Schulz steps on a device's matrices."""
+    """Return the float32 FLOPs of five Newton-Schulz steps on this device's matrices."""
     total = 0.0
     for share in orthogonalized(job):
         low, high = sorted((share.rows, share.columns))
@@ -240,7 +240,7 @@ def orthogonalization_flops(job: Job) -> float:
 
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
-    """Return the busiest device's work, its seconds of pipeline bubble and of launch gaps."""
+    """Return the busiest device's work, its seconds in the pipeline bubble and in launch gaps."""
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)
@@ -250,7 +250,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count
         return total, 0.0, 3 * launch * layers * count
-    # A stage's backward first repeats the forward.
+    # The backward of a stage first recomputes its forward.
     again = forward if job.engine.stage_recomputes else Work()
     total = (forward + backward + again) * (layers * count) + ends * count + extra
     spent = rates.seconds(total)
@@ -261,7 +261,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
         "weight": 0.0,
     }
     if job.stages.schedule.splits_backward:
-        # A split backward recomputes nothing a second time: it saves everything.
+        # A split backward does not recompute inside layers: it saves all residuals.
         kept = costs.recomputed(forward)
         actions["weight"] = rates.seconds(
             Work(products=forward.products) * job.layers_per_virtual_stage
@@ -279,16 +279,16 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
 # --- communication --------------------------------------------------------------------------------
 
 _OVERLAPPED = ("weights", "gradients")
-"""Purposes whose collectives overlap with all compute; rings overlap with attention only."""
+"""Purposes whose collectives overlap with all compute; rings overlap only with attention."""
 
 
 def _exposed(
     flows: list[Flow], busy: float, beside_ring: float, beside_rows: float, software: Software
 ) -> dict[str, float]:
-    """Return `waiting for PURPOSE` -> seconds of collectives that nothing hides.
+    """Return `waiting for PURPOSE` -> seconds of exposed collectives.
 
-    `busy` and `beside_ring` are seconds of compute; the latter overlap with a ring of keys and
-    values. `beside_rows` is the share of activations over `tensor` that overlaps with other rows.
+    Collectives may overlap with `busy` seconds of compute, of which `beside_ring` seconds overlap
+    with a ring of keys and values. `beside_rows` is the hidden share of activations over `tensor`.
     """
     rings = [f for f in flows if f.axes == (CONTEXT.name,) and f.kind == "collective-permute"]
     others = [f for f in flows if f not in rings and f.purpose in _OVERLAPPED]
@@ -309,13 +309,13 @@ def _exposed(
 
 
 def _beside_rows(job: Job) -> float:
-    """Return the share of the activations over `tensor` that costs nothing."""
+    """Return the hidden share of the activations over `tensor`."""
     software = job.engine.software
     return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
 
 
 def _beside_ring(job: Job, attention_s: float) -> float:
-    """Return the seconds of attention that overlap with a ring: all hops but the local one."""
+    """Return the seconds of attention that overlap with a ring: all hops except the local one."""
     if job.exchange is None:
         return 0.0
     return attention_s * (1 - job.exchange.inner / job.spec[CONTEXT])

@@ -1,6 +1,6 @@
 """Collectives of one step: mesh axes, bytes and links.
 
-The rules are those of the step (`core/parallel`). A test compares them with compiled programs.
+The rules are those of the step (`core/parallel`); a test compares them with compiled programs.
 Bytes are of complete arrays (before a reduce-scatter, after an all-gather).
 """
 
@@ -24,13 +24,13 @@ from jaxdist.plan.estimate.muon import orthogonalized
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Collectives of one kind, over the same axes, for the same purpose.
+    """Collectives of one kind and purpose, over the same axes.
 
     Attributes:
-        bytes: of complete arrays of one group in one step, all repetitions together.
-        times: repetitions in one step.
-        wire_bytes: sent by one device in one step (ring algorithm).
-        seconds: on these links alone, at their full rates, startup included.
+        bytes: per step, of the complete arrays of one group, over all executions.
+        times: executions per step.
+        wire_bytes: bytes that one device sends per step (ring algorithm).
+        seconds: per step at full link rates without other traffic, including latency.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Flow:
 
 
 def flows_of(job: Job) -> list[Flow]:
-    """Return the collectives of one device in one step; of the busiest stage, if there are any."""
+    """Return the collectives of one device per step; with a pipeline, of the busiest stage."""
     moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
     return [
         _flow(job, axes, traffic)
@@ -54,7 +54,7 @@ def flows_of(job: Job) -> list[Flow]:
 
 
 Moved = tuple[tuple[str, ...], Traffic]
-"""Mesh axes of a group, and the collectives over them."""
+"""Mesh axes of a group, and its collectives."""
 
 
 # --- weights and their gradients ------------------------------------------------------------------
@@ -71,7 +71,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
-    # Stages gather before rounding; vectors are not gathered.
+    # Pipeline stages gather weights unrounded. Vectors are not gathered.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
     yield shard, Traffic("all-gather", "weights", c * in_layer, (depth - fp8) * passes)
     yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
@@ -87,7 +87,7 @@ def _passes(job: Job) -> int:
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Yield gradients of matrices over replicas, and over stages for weights outside layers."""
+    """Yield the reduction of matrix gradients over replicas; outside layers also over stages."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -104,22 +104,22 @@ def _replicas(job: Job) -> Iterator[Moved]:
 
 
 def _vectors(job: Job) -> Iterator[Moved]:
-    """Yield norm scales and biases: replicated on every device, one all-reduce a step."""
+    """Yield the all-reduce of gradients of norm scales and biases, which are replicated."""
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _matrices(job: Job) -> Iterator[Moved]:
-    """Yield Muon's matrices: exchanged to one device each, and back."""
+    """Yield Muon's all-to-alls: slices to complete matrices, and back."""
     for share in orthogonalized(job):
         yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
-    """Yield weights that fsdp and ZeRO shard (or do not), with further axes that sum them.
+    """Yield weights that fsdp and ZeRO shard (or do not), with further axes to reduce over.
 
-    An axis sums the gradients that it does not split: stages those outside the layers.
+    These axes split other weights: e.g. stages, for weights outside the layers.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.weights:
@@ -135,7 +135,7 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
-    """Return True if fsdp and ZeRO shard a weight: matrices with a dim for it."""
+    """Return True if fsdp and ZeRO shard a weight: a matrix with a dim that they can shard."""
     return job.gathered_dim(weight) >= 0 and len(weight.dims) - weight.is_stacked > 1
 
 
@@ -143,7 +143,7 @@ def _is_sharded_kind(job: Job, weight: Weight) -> bool:
 
 
 def _activations(job: Job) -> Iterator[Moved]:
-    """Yield the activations that the axes move, without stages."""
+    """Yield the communication of activations, except between pipeline stages."""
     if job.decoder is None:
         yield from _traced_sums(job)
         return
@@ -163,12 +163,12 @@ def _activations(job: Job) -> Iterator[Moved]:
 
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
-    """Return arguments of `ActivationSizes` for attention between devices that share rows."""
+    """Return the `ActivationSizes` arguments for context-parallel attention."""
     plan, tensor = job.exchange, job.spec[TENSOR]
     if plan is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
-    # Key/value heads are repeated before the exchange if there are fewer than neighbors.
+    # If there are fewer key/value heads than devices in the exchange, they are repeated first.
     repeats = max(1, plan.inner * tensor // shape.num_kv_heads)
     return {
         "query_bytes": each * (shape.num_heads * shape.head_dim // tensor),
@@ -183,7 +183,7 @@ def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
-    """Yield sums over `tensor` that a model requests; those that XLA inserts are unknown."""
+    """Yield sums over `tensor` that a model requests; sums inserted by XLA are unknown."""
     if job.spec[TENSOR] == 1:
         return
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
@@ -194,7 +194,7 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
 
 
 def _stages(job: Job) -> Iterator[Moved]:
-    """Yield the ring between stages: activations, gradients, weights of virtual stages."""
+    """Yield communication between stages: activations, gradients, virtual stages' weights."""
     if job.stages is None:
         return
     schedule, report = job.stages.schedule, job.stages.report
@@ -222,7 +222,7 @@ def _flow(job: Job, axes: tuple[str, ...], traffic: Traffic) -> Flow:
     if kind == "collective-permute":
         seconds = each / (slow if nodes > 1 else fast)
     else:
-        # Each node receives the data that it lacks once, over the adapters of its members.
+        # Each node receives the missing data once, through the network adapters of its members.
         seconds = max(wire / fast, wire_bytes(kind, each, nodes) / (inside * slow))
     return Flow(
         kind=kind,
@@ -237,7 +237,7 @@ def _flow(job: Job, axes: tuple[str, ...], traffic: Traffic) -> Flow:
 
 
 def wire_bytes(kind: str, total: float, size: int) -> float:
-    """Return the bytes that one device sends: ring algorithms, as in `core.collectives`."""
+    """Return the bytes that one device sends with ring algorithms, as in `core.collectives`."""
     if kind in ("collective-permute", "collective-broadcast"):
         return total
     rounds = 2 if kind == "all-reduce" else 1
@@ -247,12 +247,12 @@ def wire_bytes(kind: str, total: float, size: int) -> float:
 _START_S = 8.4e-6
 _RING_HOP_S, _RING_NODE_HOP_S = 3.4e-6, 9.6e-6
 _TREE_HOP_S, _TREE_NODE_HOP_S = 1.2e-6, 8.5e-6
-"""Seconds of a launch, and of one hop inside a node and between nodes, for a ring of long messages
-and a tree: the constants of NCCL (src/graph/tuning.cc)."""
+"""Seconds of a launch, of a hop inside a node and of a hop between nodes, for rings of long
+messages and for trees: the constants of NCCL (src/graph/tuning.cc)."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
-    """Return the latency of a collective: rings (NVIDIA/nccl#1473), or trees to reduce."""
+    """Return the latency of a collective: a ring (NVIDIA/nccl#1473), or for reductions a tree."""
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
         if kind != "all-reduce":
@@ -263,7 +263,7 @@ def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
 
 
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
-    """Return the devices of one group that fast links join; axes are ordered slow to fast."""
+    """Return the devices of one group joined by fast links; axes are ordered slow to fast."""
     stride, members = 1, 1
     for axis, size in reversed(job.spec.sizes.items()):
         if axis in axes:
