@@ -159,7 +159,7 @@ def differences(
     """Compare one step on the mesh of the run with one device; return the values that differ.
 
     The mesh of `config` sets the size of every axis and matches the number of `devices`.
-    `make_model` (seq_len -> model) and `objective` replace the configured ones. `fields` describes
+    `make_model` (seq_len -> model) and `objective` override the run's own. `fields` describes
     rows that cannot be shortened; None = the fields of the model, or short text.
     """
     spec = config.mesh.spec

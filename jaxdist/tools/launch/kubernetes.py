@@ -42,7 +42,7 @@ CONFIG_PATH = "/etc/jaxdist/run.toml"
 """Path of the config file in the pods."""
 
 _JOIN_TIMEOUT_S = 1800
-"""Long, because nodes pull the image at different speeds, and unqueued pods start one by one."""
+"""Long: nodes pull images at different speeds, and unqueued pods wait for nodes to become free."""
 
 _FORMS = {
     "volume": ("[^:]+:/[^:]+", "CLAIM:/PATH, e.g. runs:/runs"),

@@ -76,7 +76,7 @@ class LegalSizes:
     def runs(self, num_processes: int, devices: int) -> bool:
         """Return whether `num_processes` with `devices` each can run the program.
 
-        A single process may leave devices idle, up to the number of devices of the mesh.
+        A single process may leave devices idle, but may not have more than the full mesh.
         """
         if self.legal is None or num_processes * devices in self.legal:
             return True

@@ -226,5 +226,5 @@ class Worker:
 
 def _block_notices() -> None:
     die_with_parent()
-    # `runtime.Preemption` unblocks them. Without it, a signal would kill the process.
+    # A notice would kill the process until `runtime.Preemption` handles and unblocks them.
     signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)
