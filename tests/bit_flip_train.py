@@ -1,7 +1,7 @@
-"""`jaxdist.train` in which a bit flips: `FLIP=place:step` names a device of the mesh and a moment.
+"""Run `jaxdist.train` with a bit flip; `FLIP=position:step` selects device and step.
 
-For launchers: `--program "python tests/bit_flip_train.py"`. The flip befalls the memory of that one
-device after that step of the first attempt, as a bad cell or a broken link would bring it about.
+For launchers: `--program "python tests/bit_flip_train.py"`. After that step of the first attempt,
+one bit in the memory of that device flips. A defective memory cell or link has the same effect.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from test_resilience_sdc import flipped
 from jaxdist import runtime, train
 from jaxdist.run.monitoring.monitor import Monitor
 
-PLACE, STEP = map(int, os.environ["FLIP"].split(":"))
+POSITION, STEP = map(int, os.environ["FLIP"].split(":"))
 real = Monitor.track_compiles
 
 
@@ -25,11 +25,11 @@ def damaged(self, function, name=None):
         done.append(None)
         if len(done) == STEP:
             params = dict(state.params)
-            params["head"] = jax.tree.map(lambda x: flipped(x, PLACE, bit=3), params["head"])
+            params["head"] = jax.tree.map(lambda x: flipped(x, POSITION, bit=3), params["head"])
             state = dataclasses.replace(state, params=params)
         return state, metrics
 
-    step.seconds, step.compile = 0.0, inner.compile  # as a tracker has them
+    step.seconds, step.compile = 0.0, inner.compile  # as a tracker has
     return step
 
 

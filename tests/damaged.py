@@ -1,4 +1,4 @@
-"""A directory with two checkpoints, fresh for every test, and ways to look at it."""
+"""Fixture of a directory with two checkpoints, fresh for every test, and helpers to damage it."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def pristine(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(pristine, tmp_path):
-    """A fresh copy of a directory with checkpoints 2 and 4, a way to open it, and its log."""
+    """Return a fresh copy of a directory with checkpoints 2 and 4, its log, and `open`."""
 
     class Run:
         path = tmp_path / "checkpoints"

@@ -1,8 +1,8 @@
-"""Faults of a launched job: how each is caused, and what must follow.
+"""Faults of a launched job: how to cause each one, and the required reaction.
 
-`FAULTS` lists them as data. `inject` causes one at a random moment and measures the seconds until
-the console names the cause and until the job makes progress. `step_results` reads what must be
-the same whatever happened.
+`FAULTS` lists them as data. `inject` causes one at a random moment. It measures the seconds until
+the console names the cause and until the job makes progress. `step_results` reads the results that
+must be the same with and without faults.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ GUARDS = [
     "--monitoring.log_interval_steps=10",
     "--checkpoint.save_interval_steps=100",
 ]
-"""Every guard, none of which may find anything in a sound run."""
+"""Every guard. None may report anything in a run without faults."""
 FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler"}
 
 
 @dataclasses.dataclass(frozen=True)
 class FaultResult:
-    """What followed one fault.
+    """Result of one injected fault.
 
     Attributes:
-        fault: its name.
-        victim: process id of the process that it hit.
-        moment: "training", or "start" where processes were starting or compiling.
+        fault: name of the fault.
+        victim: process id of the affected process.
+        moment: "training", or "start" if processes were starting or compiling.
         detected_s: seconds from the fault to the first line that names the cause.
         recovered_s: seconds from the fault to the first new train record; for a fault that lasts (a
             full disk), from its end to the next save.
-        problem: what went wrong; empty.
+        problem: description of a failure; empty if there was none.
     """
 
     fault: str
@@ -60,10 +60,10 @@ class Fault:
     """One fault.
 
     Attributes:
-        name: in the table.
-        inject: causes it and returns the seconds to detection and to recovery.
-        at_start: it can only happen when a job begins.
-        mounts: it needs a file system of its own.
+        name: name in the table.
+        inject: function that causes it and returns the seconds to detection and to recovery.
+        at_start: it can only happen when a job starts.
+        mounts: it needs a separate file system.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Fault:
 
 
 def _new_work(job: Job, began: float, since: int) -> float:
-    """Seconds from `began` until the run writes a train record after byte `since` of them."""
+    """Return the seconds from `began` until the run writes a train record after byte `since`."""
     job.wait(lambda: job.trains(since), "a new train record", RECOVER_S)
     return time.monotonic() - began
 
@@ -207,14 +207,14 @@ FAULTS = {
 def inject(
     job: Job, fault: Fault, generator: random.Random, moment: str = "training"
 ) -> FaultResult:
-    """Cause a fault at a random moment of training or of a start, and measure what follows.
+    """Inject a fault at a random moment of training or startup, and measure detection and recovery.
 
     The job must be running. It is running afterwards, unless the result has a problem.
     """
     chosen = generator.randrange(2)
-    told = FaultResult(fault.name, chosen, "start" if fault.at_start else moment)
+    result = FaultResult(fault.name, chosen, "start" if fault.at_start else moment)
     try:
-        if told.moment == "start" and not fault.at_start:
+        if result.moment == "start" and not fault.at_start:
             job.preempt()
             job.start()
             job.wait(job.workers, "two processes", DETECT_S)
@@ -224,32 +224,32 @@ def inject(
             time.sleep(generator.uniform(0.0, 3.0))
         detected, recovered = fault.inject(job, chosen, generator)
     except (ScenarioFailed, OSError, IndexError) as error:
-        return dataclasses.replace(told, problem=f"{type(error).__name__}: {error}")
-    return dataclasses.replace(told, detected_s=detected, recovered_s=recovered)
+        return dataclasses.replace(result, problem=f"{type(error).__name__}: {error}")
+    return dataclasses.replace(result, detected_s=detected, recovered_s=recovered)
 
 
 def finish(job: Job, timeout_s: float = 600.0) -> int:
-    """Let the rest of the run pass quickly; the launcher's exit code."""
+    """Let the rest of the run finish quickly; return the launcher's exit code."""
     job.pace(0.0)
     return job.wait_for_end(timeout_s)
 
 
 def findings(run_dir: Path) -> list[dict]:
-    """Events of a run that say something was wrong with it."""
+    """Return the events that report a problem of the run."""
     return [r for r in read_records(run_dir / "metrics.jsonl") if r.get("event") in FINDINGS]
 
 
 def step_results(run_dir: Path) -> dict[int, tuple[str, str]]:
-    """Step -> loss and gradient norm to the last bit, after checking that each step is there once.
+    """Return step -> (loss, gradient norm) as hex; check that each step is recorded once.
 
     Raises:
-        ScenarioFailed: a step is missing, or one that was done twice had another result.
+        ScenarioFailed: a step is missing, or one that ran twice had different results.
     """
     records = read_records(run_dir / "metrics.jsonl")
     value = lambda r: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
-    found: dict[int, tuple[str, str]] = {}
+    results: dict[int, tuple[str, str]] = {}
     for record in records:
-        if record["kind"] == "train" and found.setdefault(record["step"], value(record)) != value(
+        if record["kind"] == "train" and results.setdefault(record["step"], value(record)) != value(
             record
         ):
             raise ScenarioFailed(f"step {record['step']} had two results")
@@ -259,4 +259,4 @@ def step_results(run_dir: Path) -> dict[int, tuple[str, str]]:
         raise ScenarioFailed(
             f"steps are not there once each: {len(steps)} records, missing {missing[:10]}"
         )
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""Hugging Face model directories made without transformers, and a tokenizer for them."""
+"""Write Hugging Face model directories without transformers, and a tokenizer for them."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import family_of, write_config
 from jaxdist.models.huggingface.tensors import pieces
 
-# As ChatML, but what the assistant says is marked for transformers' own mask.
+# ChatML, with the assistant's replies marked for transformers' own mask.
 CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -26,7 +26,7 @@ CHATML = """\
 
 
 def write_tokenizer(path: Path, texts, vocab_size: int = 320, template: str = "") -> None:
-    """A tokenizer's files: byte-level BPE with ChatML's special tokens."""
+    """Write the files of a tokenizer: byte-level BPE with ChatML's special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -52,7 +52,7 @@ def write_tokenizer(path: Path, texts, vocab_size: int = 320, template: str = ""
 
 
 def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: float = 1.0) -> None:
-    """A model directory as Hugging Face has it, with random weights."""
+    """Write a model directory in Hugging Face's layout, with random weights."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(write_config(config, "float32")))
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: floa
     for piece in pieces(config, family_of(config)):
         for source in piece.sources:
             values = scale * rng.standard_normal(source.shape, np.float32)
-            if piece.name.endswith("/scale"):  # of a norm: near 1, or nothing passes
+            if piece.name.endswith("/scale"):  # norm scales are near 1
                 values += 1
             values = values.astype(dtype)
             tensors[source.name] = safetensors.Tensor(values.shape, values.dtype, [values])
@@ -68,7 +68,7 @@ def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: floa
 
 
 def rewrite_tensors(path: Path, change) -> None:
-    """Change a directory's tensors, name -> values, in place."""
+    """Change a directory's tensors, name -> values, in the file."""
     values = {name: tensor.read() for name, tensor in safetensors.open_all(path).items()}
     change(values)
     tensors = {name: safetensors.Tensor(x.shape, x.dtype, [x]) for name, x in values.items()}

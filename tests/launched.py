@@ -1,4 +1,4 @@
-"""The launcher in a process of its own, with workers that do what a test says, for its tests."""
+"""Run the launcher in a separate process, with workers that run code of the test."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def main():
 """
 
 
-# As `python -m jaxdist.launch`, with less time for processes to report after the first failure.
+# Like `python -m jaxdist.launch`, with less time for processes to report after the first failure.
 LAUNCHER = """
 from jaxdist import runtime
 from jaxdist.tools.launch import __main__, worker_group
@@ -32,7 +32,7 @@ runtime.run_command(__main__.main)
 
 
 class Launched:
-    """A launcher in a process of its own, with a worker whose `main` is `body`."""
+    """A launcher in a separate process, with a worker whose `main` is `body`."""
 
     def __init__(self, tmp_path: Path, body: str, *flags: str, args: tuple[str, ...] = ()):
         self.run_dir = tmp_path / "run"
@@ -59,7 +59,7 @@ class Launched:
         return self.process.returncode, out, err
 
     def wait_for(self, *names: str) -> None:
-        """Until the workers have made these files."""
+        """Wait until the workers have created these files."""
         until = time.monotonic() + 60
         while not all((self.run_dir / name).exists() for name in names):
             if time.monotonic() > until:
@@ -70,7 +70,7 @@ class Launched:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process computes; a zombie that nobody has reaped does not."""
+    """Return True if the process runs; a zombie that nobody has reaped does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""A process that trains on some mesh from some checkpoint and writes down what it saw.
+"""Train on a mesh, from a checkpoint or from scratch, and record digests of the results.
 
     python tests/mesh_worker.py '{"devices": 8, "jobs": [...], "out": "records.jsonl", ...}'
 
-A job: `mesh` and `flags`, `source` (a checkpoint directory to go on from, or ""), `target` (where
-to save after `save_after` steps, or ""), `steps` to train. Its record has the digest of every leaf
-as it was restored and as it was saved, of every batch, and every loss.
+A job has `mesh` and `flags`, `source` (checkpoint directory to resume from, or ""), `target`
+(directory to save to after `save_after` steps, or ""), and `steps` to train. Its record has the
+digest of every restored leaf, of every saved leaf and of every batch, and every loss.
 """
 
 import gc
@@ -28,7 +28,7 @@ FLAGS = [
 
 
 def main() -> None:
-    gc.set_threshold(100_000, 50, 100)  # as a command does: see `run_command`
+    gc.set_threshold(100_000, 50, 100)  # as `run_command` does for commands
     settings = json.loads(sys.argv[1])
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -50,7 +50,7 @@ def main() -> None:
     for job in settings["jobs"]:
         key = (job["mesh"], *job["flags"])
         if key not in parts:
-            parts[key] = assembled(job, settings["data"])
+            parts[key] = assemble_parts(job, settings["data"])
         record = run(job, parts[key])
         if jax.process_index() == 0:
             with Path(settings["out"]).open("a") as out:
@@ -61,7 +61,7 @@ def main() -> None:
     os._exit(0)
 
 
-def assembled(job: dict, data: str):
+def assemble_parts(job: dict, data: str):
     import jax
 
     from jaxdist.config import read_run
@@ -115,7 +115,7 @@ def run(job: dict, parts) -> dict:
 
 
 def leaf_digests(state) -> dict[str, str]:
-    """SHA-256 of each leaf, gathered on the host of every process."""
+    """Return the SHA-256 of each leaf, gathered on the host of every process."""
     import jax
 
     from jaxdist.checkpoint import pytree
@@ -126,14 +126,14 @@ def leaf_digests(state) -> dict[str, str]:
 
 
 def in_row(values, array):
-    """A whole field [rows, seq] with its positions in their own order."""
+    """Return a complete field [rows, seq] with its positions in ascending order."""
     import numpy as np
 
     from jaxdist.core.parallel import context
 
     size = context.num_position_shards(array.sharding)
-    places = [context.position_ids_of(i, values.shape[1] // size, size) for i in range(size)]
-    return values if size == 1 else values[:, np.argsort(np.concatenate(places))]
+    positions = [context.position_ids_of(i, values.shape[1] // size, size) for i in range(size)]
+    return values if size == 1 else values[:, np.argsort(np.concatenate(positions))]
 
 
 def gathered(array):
@@ -146,10 +146,10 @@ def gathered(array):
 
 
 def digest(arrays: dict) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.shape} {array.dtype} ".encode() + array.tobytes())
-    return found.hexdigest()[:16]
+        hasher.update(f"{name} {array.shape} {array.dtype} ".encode() + array.tobytes())
+    return hasher.hexdigest()[:16]
 
 
 if __name__ == "__main__":

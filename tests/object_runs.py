@@ -1,4 +1,4 @@
-"""What runs and operations on any object store must do, on servers of `object_servers`."""
+"""Checks of runs and operations for any object store of `object_servers`."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ from jaxdist.runtime.storage import Location, Locked, locate
 
 
 def upload(folder: Path, url: str) -> Location:
-    """Copy the files of a directory to a place on an object store."""
+    """Copy the files of a directory to an object store."""
     for file in folder.rglob("*"):
         if file.is_file():
             (locate(url) / file.relative_to(folder)).write(file.read_bytes())
@@ -23,44 +23,44 @@ def upload(folder: Path, url: str) -> Location:
 
 
 def history(folder) -> list:
-    """What a sequence of operations answers."""
-    said = [folder.entries(), folder.files(), folder.exists(), (folder / "a").version()]
+    """Return the results of a sequence of operations."""
+    answers = [folder.entries(), folder.files(), folder.exists(), (folder / "a").version()]
     (folder / "b" / "c").make_directory()
     for name in ("b/c/2", "b/1", "a", "ab"):
         (folder / name).write(name * 3)
     (folder / "a").write(b"new")
-    said += [folder.entries(), folder.files(), (folder / "b").entries(), folder.sizes()]
+    answers += [folder.entries(), folder.files(), (folder / "b").entries(), folder.sizes()]
     of_tags = [(folder / name).tags() for name in ("b", "a", "none")]
-    said += [{name: size for name, (size, _) in tags.items()} for tags in of_tags]
-    said += [(folder / name).exists() for name in ("a", "b", "b/c", "c", "b/c/2/x")]
-    said += [(folder / name).is_directory() for name in ("a", "b", "c")]
-    said += [(folder / "ab").size(), (folder / "ab").read(), (folder / "b" / "1").part(1, 4)]
-    said += [b"".join((folder / "ab").stream()), (folder / "a").text(), (folder / "a").name]
-    said += [(folder / "new").create(), (folder / "new").create(), (folder / "new").read()]
-    for name in ("lines", "lines"):  # a start, and one that goes on
+    answers += [{name: size for name, (size, _) in tags.items()} for tags in of_tags]
+    answers += [(folder / name).exists() for name in ("a", "b", "b/c", "c", "b/c/2/x")]
+    answers += [(folder / name).is_directory() for name in ("a", "b", "c")]
+    answers += [(folder / "ab").size(), (folder / "ab").read(), (folder / "b" / "1").part(1, 4)]
+    answers += [b"".join((folder / "ab").stream()), (folder / "a").text(), (folder / "a").name]
+    answers += [(folder / "new").create(), (folder / "new").create(), (folder / "new").read()]
+    for name in ("lines", "lines"):  # a first start, and a resumed one
         appender = (folder / name).appender()
-        said.append(appender.cut_torn_tail())
+        answers.append(appender.cut_torn_tail())
         appender.append(b"one\n")
         appender.append(b"two\n")
         appender.close()
         appender.close()
-    said += [(folder / "lines").read(), (folder / "lines").size(), (folder / "lines").exists()]
-    said += [folder.entries(), folder.files(), folder.sizes()["lines"]]
+    answers += [(folder / "lines").read(), (folder / "lines").size(), (folder / "lines").exists()]
+    answers += [folder.entries(), folder.files(), folder.sizes()["lines"]]
     (folder / "a").delete()
     (folder / "a").delete()
     (folder / "b").delete_tree()
     (folder / "b").delete_tree()
-    said.append(folder.files())
+    answers.append(folder.files())
     (folder / "lines").delete_tree()
     with pytest.raises(FileNotFoundError):
         (folder / "lines").read()
     with pytest.raises(FileNotFoundError):
         (folder / "lines").size()
-    return [*said, folder.files()]
+    return [*answers, folder.files()]
 
 
 def take_a_lock_twice(folder) -> None:
-    """Two take a lock at once; one is refused, and again when it took it from one that beats."""
+    """Take a lock twice at once: the second fails, also after the holder's next heartbeat."""
     one, two = (folder / ".lock").lock(), (folder / ".lock").lock()
     assert not one.is_exclusive and one.read() == two.read() == b""
     one.write(b"one")
@@ -69,7 +69,7 @@ def take_a_lock_twice(folder) -> None:
     assert taken.value.holder == b"one" and (folder / ".lock").read() == b"one"
     one.write(b"still one")  # its next heartbeat
     assert two.read() == b"still one"
-    two.write(b"two")  # took over what it has seen
+    two.write(b"two")  # takes over a lock whose content it has read
     with pytest.raises(Locked):
         one.write(b"back again")
 
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 def kill_and_resume(url: str, tmp_path) -> None:
-    """Kill a run while it uploads a checkpoint; it goes on with the bits of one that was not."""
+    """Kill a run while it uploads a checkpoint, and check that it resumes bit-identically."""
     program = {"__name__": "in this process"}
     exec(RUN, program)
     killed = subprocess.run(
@@ -114,10 +114,10 @@ def kill_and_resume(url: str, tmp_path) -> None:
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     checkpoints = locate(url) / "checkpoints"
-    whole = manifest.steps_in(checkpoints)
-    there = {name for name in checkpoints.entries() if name.isdecimal()}
-    assert whole and {str(step) for step in whole} < there, "no upload was cut short"
-    assert all(manifest.damage(checkpoints / step) == "" for step in whole)
+    complete = manifest.steps_in(checkpoints)
+    uploaded = {name for name in checkpoints.entries() if name.isdecimal()}
+    assert complete and {str(step) for step in complete} < uploaded, "no upload was cut short"
+    assert all(manifest.damage(checkpoints / step) == "" for step in complete)
 
     resumed, local = program["train"](url), program["train"](tmp_path / "local")
     assert resumed.exit_reason == local.exit_reason == "finished"
@@ -130,8 +130,8 @@ def kill_and_resume(url: str, tmp_path) -> None:
     assert compared == 0
 
     stored, written = checkpoints / 4, locate(tmp_path / "local" / "checkpoints" / "4")
-    told = [(place / "meta" / "metadata").json()["arrays"] for place in (stored, written)]
-    assert told[0] == told[1]  # a checksum for each array
+    checksums = [(path / "meta" / "metadata").json()["arrays"] for path in (stored, written)]
+    assert checksums[0] == checksums[1]  # a checksum for each array
     (chunk,) = [name for name in stored.files() if name.endswith("params/embed.table/0.0")]
     data = bytearray((stored / chunk).read())
     data[7] ^= 1

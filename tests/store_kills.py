@@ -1,4 +1,4 @@
-"""A run whose checkpoints lie on an object store, killed at named points."""
+"""Run with checkpoints on an object store, killed at named points."""
 
 import json
 import subprocess
@@ -13,24 +13,24 @@ from commands import ROOT, environment
 WORKER = ROOT / "tests" / "checkpoint_worker.py"
 EVERY = 4
 BEFORE_TRAINING = ("lock_taken", "during_restore", "during_mark")
-"""Points of the start of a run; all others are in a save of it."""
+"""Points in the startup of a run; all others are in a save."""
 
 
 class Kill(NamedTuple):
-    """What a kill left: steps of whole checkpoints, of corrupt ones, and from where it went on."""
+    """Steps of complete and corrupt checkpoints after a kill, and the next start's first step."""
 
     point: str
-    whole: list[int]
+    complete: list[int]
     corrupt: list[int]
     next_start: int | None  # None: the next start was killed before it had restored
 
 
 def kill_at(url: str, folder: Path, points: Sequence[str], *, async_save: bool) -> list[Kill]:
-    """Kill a run once at each point, in turn, and let it end.
+    """Kill a run once at each point, in turn, and let it finish.
 
-    Asserts that each start was killed, that each goes on from the newest whole checkpoint that the
-    kill before left, and that losses and state have the bits of a run on disk that was not killed.
-    Before the point `during_mark` a bit of the newest checkpoint is flipped.
+    Asserts that each start was killed, that each resumes from the newest complete checkpoint that
+    the previous kill left, and that losses and state are bit-identical to an uninterrupted run on
+    disk. Before the point `during_mark` a bit of the newest checkpoint is flipped.
     """
     settings = {**DEFAULTS, "every": EVERY, "width": 64, "pause_s": 0, "directory": url}
     settings["out"] = str(folder / "records.jsonl")
@@ -50,19 +50,19 @@ def kill_at(url: str, folder: Path, points: Sequence[str], *, async_save: bool) 
 
 
 def run(settings: dict, starts: list) -> None:
-    """One start after the other, each in a fork of one process."""
+    """Run the starts one after another, each in a fork of one process."""
     command = [sys.executable, str(WORKER), json.dumps(settings), json.dumps(starts)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def read(path: Path) -> list[dict]:
-    """Records; a line that a kill cut short is left out."""
+    """Return the records; skip a line that a kill truncated."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def losses(records: list[dict]) -> dict[int, list[str]]:
-    """Step -> loss; every repetition of a step must have given the same bits."""
+    """Return step -> loss; every repetition of a step must have given the same bits."""
     seen: dict[int, list[str]] = {}
     for record in records:
         if "step" in record:
@@ -71,24 +71,24 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 
 def kills_in(records: list[dict]) -> list[Kill]:
-    """The kills of a run, from its records."""
-    found: list[Kill] = []
-    began, newest = None, None  # of the start that these records are of; before it
+    """Return the kills of a run, from its records."""
+    kills: list[Kill] = []
+    began, newest = None, None  # start step of the present records; newest step before it
     was_flipped = False
     for record in records:
         began = record.get("start", began)
         if "point" not in record:
             continue
         assert began in (None, newest or 0), f"{record['point']}: from {began}, not {newest}"
-        if found:
-            found[-1] = found[-1]._replace(next_start=began)
-        whole = [int(step) for step, is_whole in record["left"].items() if is_whole]
-        corrupt = [int(step) for step, is_whole in record["left"].items() if not is_whole]
+        if kills:
+            kills[-1] = kills[-1]._replace(next_start=began)
+        complete = [int(step) for step, is_intact in record["left"].items() if is_intact]
+        corrupt = [int(step) for step, is_intact in record["left"].items() if not is_intact]
         if record["point"]:
             assert record["killed"], record
             assert began is not None or record["point"] in BEFORE_TRAINING, record
             was_flipped = was_flipped or record["point"] == "during_mark"
             assert not corrupt or was_flipped, record
-            found.append(Kill(record["point"], whole, corrupt, None))
-        began, newest = None, max(whole)
-    return found
+            kills.append(Kill(record["point"], complete, corrupt, None))
+        began, newest = None, max(complete)
+    return kills

@@ -1,6 +1,6 @@
-"""Real processes, killed at every named point, several at once, on other numbers of processes.
+"""Kill real processes at every named point, several at once, with different numbers of processes.
 
-`scripts/bench/checkpoint_kills.py` kills at random moments instead, fifty times.
+`scripts/bench/checkpoint_kills.py` kills fifty times at random moments instead.
 """
 
 import json
@@ -47,7 +47,7 @@ class Run:
         ]
 
     def finish(self, **changes) -> list[dict]:
-        """Run to the end; the records that this start wrote."""
+        """Run to the end; return the records that this start wrote."""
         before = len(self.records())
         processes = self.start(**changes)
         errors = [process.communicate(timeout=180)[1] for process in processes]
@@ -60,12 +60,12 @@ class Run:
 
 
 def value(records: list[dict], key: str, default=None):
-    """The last value of a key."""
+    """Return the last value of a key."""
     return next((r[key] for r in reversed(records) if key in r), default)
 
 
-# Crash point, and from which checkpoint the start that dies there goes on (None: it dies before).
-# Saves are due at every even step, those at 2, 6, 10, ... are kept only until the next. Two of the
+# Crash point -> checkpoint from which the start killed there resumes (None: it is killed before).
+# Saves are due at every even step; those at 2, 6, 10, ... are kept only until the next. Two of the
 # others are kept; the first start leaves 4 and 8.
 CRASHES = {
     "lock_taken": None,
@@ -80,18 +80,18 @@ CRASHES = {
 }
 
 
-def test_a_kill_at_any_named_point_leaves_whole_checkpoints_and_costs_no_bits(tmp_path):
-    assert {*CRASHES, "during_upload"} == set(POINTS)  # that one: test_object_storage
+def test_kill_at_any_named_point_leaves_complete_checkpoints_and_resumes_bit_identically(tmp_path):
+    assert {*CRASHES, "during_upload"} == set(POINTS)  # test_object_storage tests that one
     settings = {"every": 4, "width": 64, "pause_s": 0, "preflight": False}
     settings["config"] = {"max_to_keep": 2}
     run = Run(tmp_path, **settings)
-    whole = {
+    alone = {
         "directory": str(tmp_path / "whole"),
         "out": str(tmp_path / "whole.jsonl"),
         "every": 99,
     }
     starts = [["", {"steps": 8}], *[[point, {"steps": 100}] for point in CRASHES]]
-    starts += [["", {"steps": 16}], ["", {"steps": 16, **whole}]]
+    starts += [["", {"steps": 16}], ["", {"steps": 16, **alone}]]
     command = [sys.executable, WORKER, json.dumps(run.settings), json.dumps(starts)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -107,21 +107,23 @@ def test_a_kill_at_any_named_point_leaves_whole_checkpoints_and_costs_no_bits(tm
         assert record["killed"] and record["status"] == signal.SIGKILL, (point, done.stderr[-3000:])
         assert began == start, point
         corrupt = {"12"} if point == "during_mark" else set()
-        assert {step for step, is_whole in record["left"].items() if not is_whole} == corrupt, point
+        assert {step for step, is_intact in record["left"].items() if not is_intact} == corrupt, (
+            point
+        )
     assert list(children["before_manifest"][0]["left"]) == ["4", "8"]
     assert list(children["after_manifest"][0]["left"]) == ["4", "8", "10"]
     assert list(children["during_retention"][0]["left"]) == ["8", "10", "12"]
-    assert [record["start"] for record in records if "start" in record][-1] == 10  # past corrupt 12
+    assert [record["start"] for record in records if "start" in record][-1] == 10  # skips 12
     assert list(children[""][0]["left"]) == ["12", "16"]
 
-    uninterrupted = [json.loads(line) for line in Path(whole["out"]).read_text().splitlines()]
+    uninterrupted = [json.loads(line) for line in Path(alone["out"]).read_text().splitlines()]
     assert losses(records) == losses(uninterrupted)
     assert value(records, "checksums") == value(uninterrupted, "checksums")
 
 
 @pytest.mark.slow
 def test_process_and_device_counts_may_change_at_every_start(tmp_path):
-    """2 processes -> 1 -> 4 -> 1 on 64 devices -> 1: the same bits as one that never stopped."""
+    """2 processes -> 1 -> 4 -> 1 on 64 devices -> 1: bit-identical to a run that never stopped."""
     for name in ("elastic", "whole"):
         (tmp_path / name).mkdir()
     run = Run(tmp_path / "elastic", width=64, pause_s=0)
@@ -136,13 +138,13 @@ def test_process_and_device_counts_may_change_at_every_start(tmp_path):
         records = run.finish(steps=6 * (number + 1), **start)
         assert value(records, "start") == 6 * number
         assert value(records, "committed") is True
-    whole = Run(tmp_path / "whole", width=64, pause_s=0, every=10**6).finish(steps=30)
-    assert losses(run.records()) == losses(whole)
-    assert value(records, "checksums") == value(whole, "checksums")
+    uninterrupted = Run(tmp_path / "whole", width=64, pause_s=0, every=10**6).finish(steps=30)
+    assert losses(run.records()) == losses(uninterrupted)
+    assert value(records, "checksums") == value(uninterrupted, "checksums")
 
 
 @pytest.mark.slow
-def test_two_processes_fall_back_past_damage_together(tmp_path):
+def test_two_processes_skip_a_damaged_checkpoint_together(tmp_path):
     run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=6, width=64, pause_s=0)
     run.finish()
     largest = max((run.directory / "6" / "arrays").rglob("*"), key=lambda p: p.stat().st_size)
@@ -168,7 +170,7 @@ def test_two_processes_survive_a_failed_save_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mount_that_one_host_loses_fails_the_save_on_all_and_ends_none(tmp_path):
+def test_mount_lost_on_one_host_fails_the_save_on_all_and_ends_no_process(tmp_path):
     mounts = {"directory": str(tmp_path / "mount-{process}"), "broken": [6], "broken_on": 1}
     run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=12, width=64, pause_s=0, **mounts)
     run.directory.mkdir()
@@ -177,8 +179,8 @@ def test_a_mount_that_one_host_loses_fails_the_save_on_all_and_ends_none(tmp_pat
     records = run.finish()
     before, after = ["save"] * 3, ["save"] * 4  # 1, 3, 4; 7, 9, 10, 12
     assert value(records, "events") == ["preflight", *before, "save_failed", *after]
-    said = [record.get("log", "") for record in records]
-    assert any(missing(line, "mount-1 is gone", f"process 1 on {HOST}") == [] for line in said)
+    logs = [record.get("log", "") for record in records]
+    assert any(missing(line, "mount-1 is gone", f"process 1 on {HOST}") == [] for line in logs)
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def stores_page(stores: list[str]) -> str:
             for kill in kills:
                 start = f"from {kill.next_start}" if kill.next_start is not None else "killed first"
                 lines.append(
-                    f"| {store} | {ground} | `{kill.point}` | {steps(kill.whole)} | "
+                    f"| {store} | {ground} | `{kill.point}` | {steps(kill.complete)} | "
                     f"{steps(kill.corrupt)} | {start} |"
                 )
     return "\n".join([*lines, ""])
