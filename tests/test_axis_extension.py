@@ -1,4 +1,4 @@
-"""A new mesh axis is one object and one entry in the list: shown with one made in this file."""
+"""A new mesh axis needs one object and one list entry; this file adds one as an example."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ REPLICA = Axis(
 
 
 @pytest.fixture(autouse=True)
-def longer_list(monkeypatch):
+def axes_with_replica(monkeypatch):
     pipeline, data, *others = axes.AXES
     monkeypatch.setattr(axes, "AXES", (pipeline, data, REPLICA, *others))
 
@@ -48,14 +48,14 @@ def run(run_dir, mesh: str) -> None:
     assert train.main(tiny(*FLAGS, f"--mesh={mesh}", f"--run-dir={run_dir}")) == 0
 
 
-def test_it_trains_as_data_does_and_resumes_with_the_same_bits(tmp_path):
+def test_new_axis_trains_as_data_parallel_and_resumes_bit_identically(tmp_path):
     run(tmp_path / "data", "dp=4,fsdp=2")
     run(tmp_path / "replica", "dp=2,rp=2,fsdp=2")
     expected = [r["loss"] for r in records(tmp_path / "data", "train")]
-    found = [r["loss"] for r in records(tmp_path / "replica", "train")]
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    assert found == pytest.approx(expected, rel=2e-5)
-    assert found != [found[0]] * len(found)
+    actual = [r["loss"] for r in records(tmp_path / "replica", "train")]
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert actual == pytest.approx(expected, rel=2e-5)
+    assert actual != [actual[0]] * len(actual)
 
     before = losses(tmp_path / "replica")
     shutil.rmtree(tmp_path / "replica" / "checkpoints" / "4")
@@ -65,12 +65,12 @@ def test_it_trains_as_data_does_and_resumes_with_the_same_bits(tmp_path):
     assert losses(tmp_path / "replica") == before
 
 
-def test_it_is_planned_as_data_is(capsys):
+def test_plan_treats_new_axis_as_data_parallel(capsys):
     def planned(mesh: str) -> dict:
         flags = ["--gpus=h100:8", "--compile=false", "--json", f"--mesh={mesh}"]
         assert plan([*flags, "--train.global_batch_size=256", "--zero=1"]) == 0
-        (found,) = json.loads(capsys.readouterr().out)["plans"]
-        return found
+        (candidate,) = json.loads(capsys.readouterr().out)["plans"]
+        return candidate
 
     data, replica = planned("dp=8"), planned("rp=8")
     assert replica["flags"]["mesh"] == "rp=8"
@@ -81,7 +81,7 @@ def test_it_is_planned_as_data_is(capsys):
     assert moved(replica) == moved(data) and moved(data)
 
 
-def test_a_bad_size_is_refused_with_every_problem_and_legal_meshes():
+def test_bad_axis_size_reports_every_problem_and_legal_meshes():
     with pytest.raises(ConfigError) as caught:
         read_run(["--simulate=6", "--mesh=rp=3,dp=2"], command="jaxdist.train")
     text = str(caught.value)
@@ -91,7 +91,7 @@ def test_a_bad_size_is_refused_with_every_problem_and_legal_meshes():
         MeshSpec.parse("replicas=2")
 
 
-def test_it_shrinks_in_an_elastic_job():
+def test_new_axis_shrinks_in_an_elastic_job():
     config = read_run(["--mesh=dp=2,rp=4", "--mesh.elastic=true"], command="jaxdist.train")
     assert fit_devices(config, 4).mesh.spec == MeshSpec(replica=4)
     assert len(factorisations(8)) == 56  # 2³ as an ordered product of six powers of two

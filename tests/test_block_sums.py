@@ -1,4 +1,4 @@
-"""What blocks sum reaches the step once, on every mesh and schedule, and `aux_loss` trains."""
+"""Sums returned by blocks reach the step once, on every mesh and schedule; `aux_loss` trains."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ SCALE = 4.0
 
 
 def gated_block(params, x, aux, context):
-    """An MLP whose router is charged for its balance; rows weigh as their targets do."""
+    """An MLP with a load-balancing loss on its router; positions weigh as their targets do."""
     gates = jax.nn.softmax(x @ params["router"])
     weights = context.split(aux["weights"][..., None])
     hidden = jnp.tanh(
@@ -32,7 +32,7 @@ def gated_block(params, x, aux, context):
     sums = {
         "aux_loss": 0.1 * jnp.sum(weights * gates**2),
         "first_gate": jnp.sum(weights[..., 0] * gates[..., 0]),
-        # Of this device's part of the hidden units: partial with and without sequence parallelism.
+        # Over this device's hidden units: partial with and without sequence parallelism.
         "hidden": jnp.sum(aux["weights"][..., None] * hidden**2),
     }
     return y, sums
@@ -77,8 +77,8 @@ def make_batch():
 
 
 @pytest.fixture(scope="module")
-def by_hand():
-    """(params, sums, gradients of the mean objective) of a plain loop over layers."""
+def reference():
+    """Return (params, sums, gradients of the mean objective) of a plain loop over layers."""
     model, batch = make_model(), make_batch()
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 
@@ -114,8 +114,8 @@ class Case:
     remat: str = "none"
 
     def __str__(self):
-        given = [f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name))]
-        return "-".join(given)
+        parts = [f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name))]
+        return "-".join(parts)
 
 
 CASES = [
@@ -151,8 +151,8 @@ def make_parts(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
-    params, expected, expected_grads = by_hand
+def test_sums_and_gradients_match_a_plain_loop(case, reference):
+    params, expected, expected_grads = reference
     model, layout, plan, context = make_parts(case)
     function = make_value_and_grad(model, layout, plan, context)
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
@@ -161,8 +161,8 @@ def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
     check_sums(sums, expected)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     jax.tree.map(
-        # float32 sums in another order.
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest),
+        # float32 sums in another order
+        lambda ours, other: np.testing.assert_allclose(ours, other, rtol=0, atol=1e-5 * largest),
         jax.device_get(grads),
         expected_grads,
     )
@@ -171,16 +171,16 @@ def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
 @pytest.mark.parametrize(
     "case", [Case("dp=2,tp=2", sequence=True), Case("pp=2,tp=2", virtual=2)], ids=str
 )
-def test_evaluation_sums_what_blocks_return(case, by_hand):
-    params, expected, _ = by_hand
+def test_evaluation_adds_up_the_sums_of_blocks(case, reference):
+    params, expected, _ = reference
     model, layout, plan, context = make_parts(case)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     check_sums(run(make_evaluate(model, layout, plan, context), placed, batch), expected)
 
 
-def test_a_constant_sum_is_counted_once_by_devices_that_share_a_layer(by_hand):
-    params, _, _ = by_hand
+def test_constant_sum_is_counted_once_by_devices_that_share_a_layer(reference):
+    params, _, _ = reference
     model, layout, plan, context = make_parts(Case("tp=2", sequence=True))
     model = dataclasses.replace(model, block=lambda _, x, *__: (x, {"layers": jnp.float32(1)}))
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
@@ -203,7 +203,7 @@ def check_sums(sums, expected):
 @pytest.mark.parametrize(
     "returned", [lambda x: x, lambda x: (x, {"rows": jnp.sum(x, (1, 2))}), lambda x: (x, {"n": 1})]
 )
-def test_a_block_that_returns_something_else_is_refused(returned):
+def test_block_with_invalid_return_value_is_refused(returned):
     model = dataclasses.replace(make_model(), block=lambda params, x, *_: returned(x))
     _, layout, plan, context = make_parts(Case("1"))
     evaluate = make_evaluate(model, layout, plan, context)

@@ -1,4 +1,4 @@
-"""The image classifier against the same network in PyTorch: one step exactly, training in kind."""
+"""Compare the image classifier with the same network in PyTorch: steps and training results."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxdist.optim import OptimConfig, make_optimizer
 
 
 class TinyConfig(CnnConfig):
-    """Images of 8 x 8 and few channels."""
+    """Images of 8 x 8 pixels and few channels."""
 
     image_size = 8
     channels = (8, 16)
@@ -47,7 +47,7 @@ def random_batch(rows=8, seed=0, size=8):
 
 
 def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
-    """(step, first state) of plain SGD with momentum."""
+    """Return (step, first state) of plain SGD with momentum."""
     model = build(config, seq_len=1)
     layout, optimizer = layout_of(model, mesh, **options), make_optimizer(SGD, model.axes)
     train = TrainConfig(num_microbatches=num_microbatches)
@@ -61,7 +61,7 @@ def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
 
 
 def torch_cnn(torch, config):
-    """The tutorial's network; its classes draw their own initial weights."""
+    """Build the tutorial's network; its classes draw their own initial weights."""
     nn, size = torch.nn, KERNEL_SIZE
     return nn.Sequential(
         nn.Conv2d(IMAGE_CHANNELS, config.channels[0], size, padding="same"),
@@ -77,18 +77,18 @@ def torch_cnn(torch, config):
     )
 
 
-PLACES = {"conv_1": 0, "conv_2": 3, "dense_1": 7, "dense_2": 9}
+LAYER_INDEX = {"conv_1": 0, "conv_2": 3, "dense_1": 7, "dense_2": 9}
 
 
 def from_torch(network, config, read=lambda weight: weight.detach()):
-    """Our tree of the network's weights, or of what `read` makes of each (gradients)."""
+    """Return our tree of the network's weights, or of their gradients if `read` returns them."""
     tree = {}
-    for name, place in PLACES.items():
-        kernel, bias = (read(w).numpy() for w in (network[place].weight, network[place].bias))
+    for name, index in LAYER_INDEX.items():
+        kernel, bias = (read(w).numpy() for w in (network[index].weight, network[index].bias))
         if kernel.ndim == 4:
             kernel = kernel.transpose(2, 3, 1, 0)
         elif name == "dense_1":
-            # Theirs flattens channels first, ours last.
+            # PyTorch flattens channels first; we flatten them last.
             side = config.image_size // 4
             kernel = kernel.reshape(-1, config.channels[1], side, side).transpose(2, 3, 1, 0)
             kernel = kernel.reshape(config.flat_size, -1)
@@ -105,10 +105,10 @@ def torch_loss(torch, network, batch):
     return torch.nn.functional.cross_entropy(logits, labels), logits
 
 
-def assert_trees_close(ours, theirs, tolerance):
-    """Each leaf within `tolerance` of its own largest entry."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(theirs):
+def assert_trees_close(ours, expected, tolerance):
+    """Check each leaf within `tolerance` of its largest entry."""
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         own = ours
         for key in path:
             own = own[key.key]
@@ -128,7 +128,7 @@ def assert_trees_close(ours, theirs, tolerance):
     ids=["microbatches2", "dp2_fsdp2_tp2", "dp2_tp4_zero3", "tp8", "fsdp8"],
 )
 def test_two_sgd_steps_equal_pytorch(mesh, options):
-    """The second step meets momentum and updated weights."""
+    """The second step covers momentum and updated weights."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     torch.manual_seed(0)
     network = torch_cnn(torch, TINY)
@@ -149,7 +149,7 @@ def test_two_sgd_steps_equal_pytorch(mesh, options):
         hits = (logits.argmax(-1).numpy() == batch["labels"]).mean()
 
         state, metrics = step.train(state, jax.device_put(batch, step.batch_sharding), np.inf)
-        # float32 sums in another order.
+        # float32 sums in another order
         np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
         np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
         assert metrics["accuracy"] == hits and metrics["weight"] == 8
@@ -170,7 +170,7 @@ def test_gradients_equal_pytorch():
     assert_trees_close(jax.device_get(grads), from_torch(network, TINY, lambda w: w.grad), 5e-6)
 
 
-def test_initial_weights_have_pytorch_s_range():
+def test_initial_weights_have_the_range_of_pytorch():
     params = jax.device_get(jax.jit(build(CnnConfig(), seq_len=1).init)(jax.random.key(0)))
     fans = {"conv_1": 27, "conv_2": 288, "dense_1": 4096, "dense_2": 512}
     for name, fan_in in fans.items():
@@ -181,7 +181,7 @@ def test_initial_weights_have_pytorch_s_range():
         np.testing.assert_allclose(params[name]["kernel"].std(), (3 * fan_in) ** -0.5, rtol=0.05)
 
 
-def test_counts_and_flops_are_those_of_the_layers():
+def test_parameter_count_and_flops_match_the_layers():
     config = CnnConfig()
     model = build(config, seq_len=1)
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
@@ -192,13 +192,13 @@ def test_counts_and_flops_are_those_of_the_layers():
 
 
 def test_images_of_weight_zero_are_not_counted():
-    """How a ragged last batch of an evaluation is padded."""
+    """Such images pad the ragged last batch of an evaluation."""
     step, start = trainer(TINY, "dp=2,fsdp=2,tp=2")
     params = start(0).params
-    whole, padded = random_batch(8), random_batch(8)
+    complete, padded = random_batch(8), random_batch(8)
     padded["weights"][5:] = 0
     padded["images"][5:] = 7.0
-    few = {name: value[:5] for name, value in whole.items()}
+    few = {name: value[:5] for name, value in complete.items()}
     sums = jax.device_get(step.evaluate(params, jax.device_put(padded, step.batch_sharding)))
     alone, start = trainer(TINY)
     expected = jax.device_get(alone.evaluate(start(0).params, few))
@@ -211,7 +211,7 @@ def test_images_of_weight_zero_are_not_counted():
 
 
 class FewChannels(CnnConfig):
-    """Images of the full size."""
+    """Full-size images and few channels."""
 
     channels = (8, 16)
 
@@ -230,7 +230,7 @@ def cifar():
 
 
 def epochs(images):
-    """Batches of the recipe, the same for both sides; the ragged rest of an epoch is dropped."""
+    """Yield the batches of the recipe, the same for both sides; drop the ragged end of an epoch."""
     rng = np.random.default_rng(0)
     for _ in range(EPOCHS):
         order = rng.permutation(images.num_rows)
@@ -238,8 +238,8 @@ def epochs(images):
             yield images.rows(order[first : first + BATCH])
 
 
-def trained(step, state, train, test):
-    """(loss of each step, accuracy after the last) of ours."""
+def train_ours(step, state, train, test):
+    """Return (loss of each step, accuracy after the last) of our implementation."""
     losses = []
     for batch in epochs(train):
         state, metrics = step.train(state, jax.device_put(batch, step.batch_sharding), np.inf)
@@ -248,7 +248,7 @@ def trained(step, state, train, test):
     return losses, float(sums["correct"] / sums["weight"])
 
 
-def trained_by_torch(torch, network, train, test):
+def train_torch(torch, network, train, test):
     optimizer = torch.optim.SGD(network.parameters(), lr=PEAK_LR, momentum=0.9)
     losses = []
     for batch in epochs(train):
@@ -264,8 +264,8 @@ def trained_by_torch(torch, network, train, test):
 
 
 @pytest.mark.slow
-def test_learns_cifar_as_the_same_network_in_pytorch():
-    """The same recipe, batches and first weights give the same losses, and as good a network."""
+def test_training_on_cifar_matches_the_same_network_in_pytorch():
+    """The same recipe, batches and initial weights give the same losses and similar accuracy."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     torch.manual_seed(0)
     network = torch_cnn(torch, SMALL)
@@ -274,10 +274,10 @@ def test_learns_cifar_as_the_same_network_in_pytorch():
     state = start(0)
     params = jax.tree.map(jnp.asarray, from_torch(network, SMALL))
     state = type(state)(**{**vars(state), "params": params})
-    ours, our_accuracy = trained(step, state, train, test)
-    theirs, their_accuracy = trained_by_torch(torch, network, train, test)
-    # Float32 sums in another order; each step amplifies that (1e-2 after 50), until the two are as
-    # far apart as two seeds are, whose accuracies have a standard deviation of 0.02.
-    np.testing.assert_allclose(ours[:10], theirs[:10], rtol=1e-4)
+    ours, our_accuracy = train_ours(step, state, train, test)
+    torch_losses, their_accuracy = train_torch(torch, network, train, test)
+    # Float32 sums in another order. Each step amplifies the difference (1e-2 after 50), until it
+    # equals that of two seeds, whose accuracies have a standard deviation of 0.02.
+    np.testing.assert_allclose(ours[:10], torch_losses[:10], rtol=1e-4)
     assert min(our_accuracy, their_accuracy) > 0.25  # chance is 0.1
     assert abs(our_accuracy - their_accuracy) < 0.06

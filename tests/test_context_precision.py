@@ -1,4 +1,4 @@
-"""Half precision over shared rows: bfloat16 and float16 train as they do on one device."""
+"""Half precision with context parallelism: bfloat16 and float16 train as on one device."""
 
 import jax
 import numpy as np
@@ -13,20 +13,22 @@ pytestmark = pytest.mark.slow
 BFLOAT16 = PrecisionConfig(compute_dtype="bfloat16")
 
 
-def test_bfloat16_over_shared_rows_is_bfloat16_on_one_device():
-    """8 bits of mantissa: 4e-3 a rounding, averaged over many tokens and products."""
-    found, expected = (
+def test_bfloat16_over_shared_rows_matches_one_device():
+    """8 bits of mantissa: a rounding error of 4e-3, averaged over many tokens and products."""
+    actual, expected = (
         run(Case("rotary", mesh, exchange=exchange), precision=BFLOAT16)
         for mesh, exchange in (("cp=2", "ring"), ("1", "auto"))
     )
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-3)
-    assert distance(found.grads, expected.grads) <= 0.02 * largest(expected.grads)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=0.01)
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=1e-3)
+    assert distance(actual.grads, expected.grads) <= 0.02 * largest(expected.grads)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=0.01)
 
 
-def test_float16_over_shared_rows_finds_a_loss_scale_and_trains_as_on_one_device(monkeypatch):
-    """A scale that overflows at first, and grows again. Devices that share rows add up fewer terms
-    in float16, so theirs may differ; updates do not depend on it.
+def test_float16_over_shared_rows_finds_a_loss_scale_and_matches_one_device(monkeypatch):
+    """Start with a scale that overflows, and let it grow again.
+
+    Devices that share rows sum fewer terms in float16, so their scales may differ. Updates do not
+    depend on the scale.
     """
     monkeypatch.setattr("jaxdist.core.precision.INITIAL_LOSS_SCALE", 2.0**22)
     monkeypatch.setattr("jaxdist.core.precision.GROWTH_STEPS", 4)
@@ -44,7 +46,7 @@ def test_float16_over_shared_rows_finds_a_loss_scale_and_trains_as_on_one_device
 
 
 def trained(case: Case, steps: int = 16) -> dict[str, list]:
-    """Loss scales, which updates were applied, and their losses, in float16."""
+    """Return the loss scales, which updates were applied, and their losses, in float16."""
     step, state = step_of(case, precision=PrecisionConfig(compute_dtype="float16"))
     batch = place_batch(text_batch(), step.batch_sharding)
     seen: dict[str, list] = {"losses": [], "scales": [], "applied": []}

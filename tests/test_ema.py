@@ -1,4 +1,4 @@
-"""The moving average of weights: its numbers, its place on a mesh, and who uses it."""
+"""Moving average of the weights: values, sharding, evaluation and export."""
 
 import dataclasses
 import json
@@ -26,38 +26,38 @@ from jaxdist.tools.convert.__main__ import main as convert
 DECAY, STEPS = 0.75, 4
 
 
-def averaged(mesh, poisoned=()):
-    """Parameters and their average after each step, as numpy."""
+def train_with_ema(mesh, poisoned=()):
+    """Return parameters and their average after each step, as numpy."""
     case = tiny.Case("cnn", mesh)
     step, state = tiny.step_of(case, ema_decay=DECAY)
-    found = [jax.device_get((state.params, state.ema_params))]
+    history = [jax.device_get((state.params, state.ema_params))]
     for number in range(STEPS):
         batch = tiny.image_batch(seed=number)
         if number in poisoned:
             batch["images"][0] = np.nan
         state, _ = step.train(state, place_batch(batch, step.batch_sharding), np.inf)
-        found.append(jax.device_get((state.params, state.ema_params)))
+        history.append(jax.device_get((state.params, state.ema_params)))
     placed = jax.tree.map(lambda p, e: p.sharding == e.sharding, state.params, state.ema_params)
     assert all(jax.tree.leaves(placed))
-    return found
+    return history
 
 
-def test_the_average_is_the_closed_form_of_the_trajectory():
-    """d^n p_0 + (1 - d) Σ d^(n-i) p_i, in float64; a step that is left out moves nothing."""
-    found = averaged("1", poisoned=[2])
-    trajectory = [params for params, _ in found if params is not found[3][0]]
+def test_average_equals_the_closed_form_of_the_trajectory():
+    """d^n p_0 + (1 - d) Σ d^(n-i) p_i, in float64; a skipped step changes nothing."""
+    history = train_with_ema("1", poisoned=[2])
+    trajectory = [params for params, _ in history if params is not history[3][0]]
     weights = [DECAY**3, *((1 - DECAY) * DECAY ** (3 - i) for i in (1, 2, 3))]
     expected = jax.tree.map(
         lambda *leaves: sum(w * np.float64(p) for w, p in zip(weights, leaves, strict=True)),
         *trajectory,
     )
-    assert tiny.distance(found[-1][1], expected) <= 1e-6
-    assert tiny.distance(found[3][1], found[2][1]) == 0
-    assert tiny.distance(found[-1][1], found[-1][0]) > 1e-3
+    assert tiny.distance(history[-1][1], expected) <= 1e-6
+    assert tiny.distance(history[3][1], history[2][1]) == 0
+    assert tiny.distance(history[-1][1], history[-1][0]) > 1e-3
 
 
-def test_a_mesh_averages_as_one_device_does():
-    one, many = averaged("1")[-1][1], averaged("fsdp=2,tp=2")[-1][1]
+def test_average_on_a_mesh_matches_one_device():
+    one, many = train_with_ema("1")[-1][1], train_with_ema("fsdp=2,tp=2")[-1][1]
     assert tiny.distance(many, one) <= 1e-5 * tiny.largest(one)
 
 
@@ -70,7 +70,7 @@ def parts_of(ema_decay):
     return assemble(config, jax.devices()[:2])
 
 
-def test_an_average_begins_and_ends_between_two_checkpoints(tmp_path, caplog):
+def test_average_can_start_and_end_between_two_checkpoints(tmp_path, caplog):
     caplog.set_level(logging.INFO, "jaxdist")
     checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
     without, with_ema = parts_of(0.0), parts_of(0.5)
@@ -122,20 +122,20 @@ def arrays(path):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_its_average_to_the_last_bit(run, tmp_path):
+def test_run_resumes_its_average_bit_identically(run, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run.path, again)
     shutil.rmtree(again / "checkpoints" / "4")
     resumed = train(again)
     assert [e["event"] for e in resumed.events].count("restore") == 1
-    expected, found = (arrays(path / "checkpoints" / "4") for path in (run.path, again))
-    assert found == expected
+    expected, actual = (arrays(path / "checkpoints" / "4") for path in (run.path, again))
+    assert actual == expected
     assert any(name.startswith("ema_params/") for name in expected)
     assert resumed.evaluations[-1]["loss"] == run.evaluations[-1]["loss"]
 
 
 @pytest.mark.slow
-def test_the_average_is_what_is_evaluated_and_exported(run, tmp_path, capsys):
+def test_average_is_evaluated_and_exported(run, tmp_path, capsys):
     from jaxdist.evaluate import main as evaluate
 
     losses = {}
@@ -150,9 +150,9 @@ def test_the_average_is_what_is_evaluated_and_exported(run, tmp_path, capsys):
     for weights, item in (("auto", "ema_params"), ("raw", "params")):
         out = tmp_path / weights
         assert convert(["to-hf", str(run.path), str(out), f"--weights={weights}"]) == 0
-        table_of_theirs = open_all(out)["model.embed_tokens.weight"]
+        exported_table = open_all(out)["model.embed_tokens.weight"]
         table = stored.read(f"{item}/embed/table")
-        np.testing.assert_array_equal(table_of_theirs.read(), table)
+        np.testing.assert_array_equal(exported_table.read(), table)
     np.testing.assert_array_equal(
         run.params["embed"]["table"], stored.read("ema_params/embed/table")
     )

@@ -1,4 +1,4 @@
-"""Frozen parts: they stay, cost nothing, and leave the rest as it would be."""
+"""Frozen parameters: they do not change, cost nothing, and do not affect the others."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ FROZEN = ["embed", "layers/attention", "params/layers/mlp/down"]
 
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "pp=2,tp=2"])
-def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimizer, mesh):
+def test_frozen_parts_stay_and_the_rest_trains_as_if_they_had_no_gradient(optimizer, mesh):
     start, grads = initial_state("rotary").params, reference("rotary").grads
     config = OptimConfig(optimizer=optimizer, eps=1e-3, freeze=FROZEN)
     axes = model_of("rotary").axes
@@ -52,7 +52,7 @@ def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimiz
     )
     state, metrics = step.train(state, place(step, text_batch()), np.inf)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    allowed = 2e-3 if optimizer == "lion" else 0  # signs of what is 0 up to rounding
+    allowed = 2e-3 if optimizer == "lion" else 0  # signs of values that are 0 up to rounding
 
     def check(path, new, old, direction, move):
         if not move:
@@ -78,7 +78,7 @@ STAYING = {
 }
 
 
-def test_frozen_parts_have_no_moments_and_cost_no_products():
+def test_frozen_parts_have_no_moments_and_no_weight_gradients():
     config = OptimConfig(freeze=["layers/mlp", "layers/attention"])
 
     def program(config):
@@ -97,11 +97,11 @@ def test_frozen_parts_have_no_moments_and_cost_no_products():
     missing = 2 * inside - 2 * len(
         jax.tree.leaves([params["layers"]["mlp"], params["layers"]["attention"]])
     )
-    assert large - small == missing  # a scalar stands where a moment would
+    assert large - small == missing  # a scalar replaces each moment
     assert few < 0.9 * many
 
 
-def test_what_cannot_be_frozen_is_said():
+def test_invalid_freeze_settings_are_reported():
     axes = model_of("rotary").axes
     (unknown,) = optim.frozen_problems(OptimConfig(freeze=["layers/mlpp", "embed"]), axes)
     assert "'layers/mlpp'" in unknown and "layers/mlp/down" in unknown

@@ -1,4 +1,4 @@
-"""The mesh notation, its errors, and the meshes near a refused one."""
+"""The mesh notation, its errors, and the legal meshes closest to a refused one."""
 
 import jax
 import pytest
@@ -33,7 +33,7 @@ def test_short_and_long_names_in_any_order(text, sizes):
     ("text", "num_devices", "expected"),
     [("dp=-1", 8, "dp=8"), ("dp=-1,tp=4", 64, "dp=16,tp=4"), ("fsdp=-1,dp=8", 8, "dp=8")],
 )
-def test_minus_one_takes_the_devices_left_over(text, num_devices, expected):
+def test_minus_one_uses_the_remaining_devices(text, num_devices, expected):
     assert str(MeshSpec.parse(text, num_devices)) == expected
 
 
@@ -59,7 +59,7 @@ def test_printing_and_parsing_are_inverse(spec):
         ("dp=2 tp=2", ["dp=2 tp=2 is", "not a size"]),
     ],
 )
-def test_a_wrong_mesh_says_what_is_allowed(text, facts):
+def test_invalid_mesh_reports_the_allowed_values(text, facts):
     with refused(*facts):
         MeshSpec.parse(text, 8)
 
@@ -70,7 +70,7 @@ def test_every_problem_is_reported_at_once():
     assert len(error.value.problems) == 4
 
 
-def test_minus_one_stays_open_until_devices_are_counted():
+def test_minus_one_is_unresolved_until_devices_are_counted():
     spec = MeshSpec.parse("dp=-1,tp=2")
     assert spec.is_open and spec.resolve(8) == MeshSpec(data=4, tensor=2)
     with refused("dp=-1"):
@@ -82,10 +82,12 @@ def test_a_built_mesh_keeps_the_order_of_devices():
     mesh = spec.build()
     assert mesh.axis_names == names()
     assert list(mesh.devices.flat) == jax.devices()
-    # Neighbours differ in tensor first.
+    # Neighboring devices differ in tensor first.
     assert list(mesh.devices[0, 0, 0, 0]) == jax.devices()[:2]
     assert MeshSpec.of(mesh) == spec
-    assert MeshSpec.of(jax.make_mesh((8,), ("fsdp",))) == MeshSpec(fsdp=8)  # made by someone else
+    assert MeshSpec.of(jax.make_mesh((8,), ("fsdp",))) == MeshSpec(
+        fsdp=8
+    )  # created outside of jaxdist
 
 
 @pytest.mark.parametrize(
@@ -98,22 +100,22 @@ def test_a_built_mesh_keeps_the_order_of_devices():
         ("dp=2,tp=2", 8, ["4 devices", "8 are visible", "dp=-1", "CUDA_VISIBLE_DEVICES"]),
     ],
 )
-def test_another_number_of_devices_is_refused_with_the_fix(text, visible, facts):
+def test_wrong_number_of_devices_is_refused_with_the_fix(text, visible, facts):
     with refused(*facts):
         MeshSpec.parse(text).check_device_count(visible)
 
 
-def test_factorisations_are_all_and_each_once():
+def test_factorizations_are_complete_and_unique():
     specs = factorisations(8)
-    # Ways to write 2³ as an ordered product of five powers of two: C(3 + 4, 4).
+    # Number of ways to write 2³ as an ordered product of five powers of two: C(3 + 4, 4).
     assert len(specs) == len(set(specs)) == 35
     assert all(spec.num_devices == 8 for spec in specs)
     assert len(factorisations(8, without=[PIPELINE])) == 20
 
 
-def test_the_nearest_mesh_changes_least():
-    asked = MeshSpec(data=3, tensor=2)
-    assert str(nearest(asked, factorisations(8), count=1)[0]) == "dp=4,tp=2"
+def test_nearest_mesh_has_the_fewest_changes():
+    requested = MeshSpec(data=3, tensor=2)
+    assert str(nearest(requested, factorisations(8), count=1)[0]) == "dp=4,tp=2"
     legal = [MeshSpec(data=8), MeshSpec(tensor=8), MeshSpec(data=2, tensor=4)]
     assert nearest(MeshSpec(tensor=6), legal)[0] == MeshSpec(tensor=8)
 

@@ -1,5 +1,6 @@
-"""The decoder: decoding, packed documents, windows, dropout, padding, kernels. One device unless
-a test says otherwise; families against transformers are in test_model_families.py."""
+"""The decoder, mostly on one device: decoding, packed documents, windows, dropout, padding,
+kernels.
+"""
 
 import dataclasses
 import itertools
@@ -33,7 +34,7 @@ from jaxdist.settings import ConfigError
 TOLERANCE = 1e-5
 
 
-def test_norms_begin_with_a_scale_of_one():
+def test_norms_start_with_a_scale_of_one():
     params = jax.jit(build(FAMILIES["gpt2"], seq_len=16).init)(jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     scales = [leaf for path, leaf in leaves if "scale" in jax.tree_util.keystr(path)]
@@ -42,7 +43,7 @@ def test_norms_begin_with_a_scale_of_one():
 
 @pytest.mark.parametrize("name", ["llama3.1", "mistral", "qwen3", "gpt2", "gemma2", "gemma3"])
 def test_decoding_with_a_cache_equals_the_full_forward(name):
-    """Ragged prompts at once, then one token at a time; every position's logits must agree."""
+    """Ragged prompts at once, then one token at a time; every position's logits must match."""
     model = build({**FAMILIES, **VARIANTS}[name], seq_len=16)
     params = random_params(model)
     tokens = random_tokens(3, 12)
@@ -73,8 +74,8 @@ def test_decoding_bounds_learned_positions():
     assert build(FAMILIES["llama2"], seq_len=16).decoding.max_len > 10**6
 
 
-def test_llama3_frequencies_are_those_of_its_published_code():
-    """Meta's `apply_scaling` frequency by frequency, with many in each of its three ranges."""
+def test_llama3_frequencies_match_its_published_code():
+    """Compare with Meta's `apply_scaling` for many frequencies in each of its three ranges."""
     factor, low, high, old_len = 8.0, 1.0, 4.0, 8192
     frequencies = 500000.0 ** -(np.arange(256) / 256)
     expected, ranges = [], []
@@ -91,14 +92,14 @@ def test_llama3_frequencies_are_those_of_its_published_code():
             smooth = (old_len / wavelength - low) / (high - low)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
     assert min(ranges.count(name) for name in ("kept", "stretched", "ramp")) > 20
-    found = layers.llama3_stretch(factor, low, high, old_len)(jnp.array(frequencies, jnp.float32))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)  # float32
+    actual = layers.llama3_stretch(factor, low, high, old_len)(jnp.array(frequencies, jnp.float32))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # float32
 
 
 @pytest.mark.parametrize("sum_bytes", [1 << 20, 4 * 8 * 4, 4 * 2 * 4])
 @pytest.mark.parametrize("table_dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_of_a_frequent_row_are_summed_in_float32(monkeypatch, table_dtype, sum_bytes):
-    """2,048 places of one row: sums in bfloat16 stay at 256 times one of them."""
+def test_gradients_of_a_frequent_token_are_summed_in_float32(monkeypatch, table_dtype, sum_bytes):
+    """One token at 2,048 positions: in bfloat16, adding equal terms stops at 256 of them."""
     monkeypatch.setattr(layers, "_SUM_BYTES", sum_bytes)  # 8, 8 and 2 columns at a time
     table = jnp.zeros((4, 8), table_dtype)
     index = jnp.zeros((8, 256), jnp.int32).at[0, :3].set(2)
@@ -107,14 +108,14 @@ def test_gradients_of_a_frequent_row_are_summed_in_float32(monkeypatch, table_dt
         rows = layers.look_up(table, index, jnp.bfloat16)
         return (rows * jnp.arange(1, 9, dtype=jnp.bfloat16)).astype(jnp.float32).sum()
 
-    found = jax.jit(jax.grad(total))(table)
-    assert found.dtype == table_dtype
+    actual = jax.jit(jax.grad(total))(table)
+    assert actual.dtype == table_dtype
     exact = np.array([2045, 0, 3, 0], np.float32)[:, None] * np.arange(1, 9, dtype=np.float32)
-    assert np.array_equal(found.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(np.float32))
+    assert np.array_equal(actual.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(np.float32))
 
 
-def test_the_scale_of_gemma_s_queries_is_not_rounded_to_bfloat16():
-    """Of 8/9, as Gemma 2 27B's 128/144, bfloat16 would make the root 0.15 % smaller."""
+def test_query_scale_of_gemma_is_not_rounded_to_bfloat16():
+    """With 8/9, like Gemma 2 27B's 128/144, bfloat16 would make the root 0.15 % smaller."""
     plain = DecoderConfig(**SIZES, positions="learned")
     scaled = dataclasses.replace(plain, query_pre_attn_scalar=9)
     x = jax.random.normal(jax.random.key(1), (2, 16, 32), jnp.bfloat16)
@@ -131,7 +132,7 @@ def test_the_scale_of_gemma_s_queries_is_not_rounded_to_bfloat16():
 
 
 def packed_batch():
-    """Two rows: the first holds documents of 5 and 9 tokens and 2 of padding, the second one."""
+    """Return two rows: documents of 5 and 9 tokens with 2 of padding, and one document."""
     tokens = random_tokens(2, 16, seed=3)
     lengths = [[5, 9], [16]]
     segments, positions = np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)
@@ -145,14 +146,14 @@ def packed_batch():
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "gpt2", "gemma3"])
-def test_a_packed_document_reads_as_if_it_were_alone(name):
+def test_packed_document_has_the_logits_of_a_separate_row(name):
     model = build({**FAMILIES, **VARIANTS}[name], seq_len=16)
     params, batch = random_params(model), packed_batch()
     packed = np.array(logits_of(model, params, batch))
     alone = np.array(logits_of(model, params, {"tokens": np.roll(batch["tokens"][:1], -5, 1)}))
     np.testing.assert_allclose(packed[0, 5:14], alone[0, :9], atol=TOLERANCE, rtol=0)
 
-    # Without the segments the second document does see the first: the test can fail.
+    # Without segments the second document sees the first, so the test can fail.
     leaky = {name: batch[name] for name in ("tokens", "positions")}
     leaked = np.array(logits_of(model, params, leaky))
     assert np.abs(leaked[0, 5:14] - alone[0, :9]).max() > 1e-2
@@ -160,11 +161,11 @@ def test_a_packed_document_reads_as_if_it_were_alone(name):
 
 
 def test_no_gradient_crosses_a_document_boundary():
-    """The second document's loss does not depend on the first document's tokens at all."""
+    """The second document's loss does not depend on the first document's tokens."""
     model = build(FAMILIES["llama2"], seq_len=16)
     params, batch = random_params(model), packed_batch()
-    params["embed"]["table"][:16] = np.eye(16, 32)  # rows to tell tokens apart
-    batch["tokens"][0] = np.arange(16)  # no token twice, so that its row's gradient is its own
+    params["embed"]["table"][:16] = np.eye(16, 32)  # rows that distinguish tokens
+    batch["tokens"][0] = np.arange(16)  # no token twice: each gradient has one source
 
     def second_document(table):
         logits = logits_of(model, {**params, "embed": {"table": table}}, batch)
@@ -200,7 +201,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
         ({"softcap": 50.0}, "capped at 50"),
     ],
 )
-def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, reason):
+def test_unsupported_cudnn_falls_back_with_a_reason_or_is_refused_if_requested(change, reason):
     ask = {**GPU, "head_dim": 64, "num_keys": 64, "packed": False, **change}
     kernel, why = kernel_of("auto", **ask)
     assert kernel == "xla" and reason in why
@@ -209,39 +210,39 @@ def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, rea
     assert kernel_of("xla", **ask) == ("xla", "from the settings")
 
 
-def test_cudnn_is_chosen_on_a_gpu_that_can():
-    for wanted, packed in itertools.product(("auto", "cudnn"), (False, True)):
+def test_cudnn_is_chosen_on_a_supported_gpu():
+    for requested, packed in itertools.product(("auto", "cudnn"), (False, True)):
         width = 256 if packed else 128
-        kernel, why = kernel_of(wanted, **GPU, head_dim=width, num_keys=8192, packed=packed)
+        kernel, why = kernel_of(requested, **GPU, head_dim=width, num_keys=8192, packed=packed)
         assert kernel == "cudnn" and "causal" in why
         assert (f"{DOCUMENTS} documents" in why) == packed
 
 
-def test_long_rows_go_block_by_block_where_cudnn_cannot():
+def test_long_rows_use_blockwise_attention_without_cudnn():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": False}
-    for wanted in ("auto", "xla"):
-        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
-        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "tiled"
-        assert kernel_of(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
+    for requested in ("auto", "xla"):
+        assert kernel_of(requested, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
+        assert kernel_of(requested, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "tiled"
+        assert kernel_of(requested, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
 
 
 @pytest.mark.parametrize("change", [{"platform": "gpu"}, {"platform": "cpu", "cached": True}])
-def test_rows_that_cannot_go_in_tiles_go_block_by_block_earlier(change):
+def test_rows_without_tiling_use_blockwise_attention_earlier(change):
     ask = {**GPU, "head_dim": 64, "packed": False, **change}
     for num_keys, kernel in ((1023, "xla"), (1024, "blockwise")):
         assert kernel_of("xla", **ask, num_keys=num_keys)[0] == kernel
 
 
-def test_rows_on_cpu_go_tile_by_tile_where_there_is_a_tile_to_skip():
+def test_rows_on_cpu_use_tiled_attention_if_a_tile_can_be_skipped():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": True, "num_keys": TILE + 1}
-    for wanted in ("auto", "xla"):
-        assert kernel_of(wanted, **ask)[0] == "tiled"
+    for requested in ("auto", "xla"):
+        assert kernel_of(requested, **ask)[0] == "tiled"
         for change in ({"num_keys": TILE}, {"dropout": 0.1}, {"cached": True}):
-            assert kernel_of(wanted, **{**ask, **change})[0] == "xla"
+            assert kernel_of(requested, **{**ask, **change})[0] == "xla"
     assert kernel_of("xla", **{**ask, "platform": "gpu"})[0] == "xla"
 
 
-def test_packed_rows_are_refused_when_cudnn_was_asked_for():
+def test_packed_rows_with_requested_cudnn_are_refused_if_unsupported():
     config = dataclasses.replace(FAMILIES["llama2"], attention="cudnn")
     model = build(config, seq_len=16)
     ampere = {**GPU, "compute_capability": "8.6"}
@@ -249,7 +250,7 @@ def test_packed_rows_are_refused_when_cudnn_was_asked_for():
         logits_of(model, random_params(model), packed_batch(), **ampere)
 
 
-def test_the_plan_names_the_kernel_and_why():
+def test_plan_has_the_kernel_and_its_reason():
     model = build(FAMILIES["llama2"], seq_len=16)
     layout = Layout(mesh=MeshSpec.parse("1").build(jax.devices()[:1]))
     settings = StepSettings(TrainConfig(seq_len=16))
@@ -266,15 +267,15 @@ def test_the_plan_names_the_kernel_and_why():
         (True, slow, "xla"),
         (False, slow, "cudnn"),
     ):
-        found = plan(gpu, packed, check=check)
-        assert found.kernel == kernel
-        assert ("slow" in found.reasons["kernel"]) == (kernel == "xla")
+        result = plan(gpu, packed, check=check)
+        assert result.kernel == kernel
+        assert ("slow" in result.reasons["kernel"]) == (kernel == "xla")
     assert plan(gpu, True).digest != plan(gpu, True, check=slow).digest
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
+def test_attention_equals_its_definition(window, packed):
     rng = np.random.default_rng(0)
     query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
     segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
@@ -294,7 +295,7 @@ def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_capped_scores_and_a_window_in_every_other_layer(layer, monkeypatch):
-    """Whole rows against the definition, and block by block (values, gradients) against those."""
+    """Compare dense attention with the definition, and blockwise (values, gradients) with dense."""
     rng = np.random.default_rng(0)
     heads = [jnp.asarray(rng.normal(size=(2, 8, n, 4)), jnp.float32) for n in (4, 2, 2)]
     mask = AttentionMask(sliding_window=3, full_every=2, layer=jnp.asarray(layer))
@@ -313,11 +314,11 @@ def test_capped_scores_and_a_window_in_every_other_layer(layer, monkeypatch):
     monkeypatch.setattr(blockwise.Rule.__new__, "__defaults__", (True, 0, 4, 0.0))
     again = make_attend(AttentionPlan("cpu"))(*heads, mask, softcap=0.7)
     np.testing.assert_allclose(again, mixed, atol=1e-6)
-    for ours, theirs in zip(jax.jit(jax.grad(pull, (0, 1, 2)))(*heads), dense, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for ours, expected in zip(jax.jit(jax.grad(pull, (0, 1, 2)))(*heads), dense, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
-def test_settings_of_layers_that_differ_are_refused_where_layers_do_not():
+def test_settings_for_different_layers_are_refused_if_layers_are_equal():
     sizes = {**SIZES, "full_attention_every": 2}
     with refused("model.full_attention_every=2", num_problems=1):
         raise ConfigError(DecoderConfig(**sizes).problems())
@@ -325,15 +326,17 @@ def test_settings_of_layers_that_differ_are_refused_where_layers_do_not():
         raise ConfigError(DecoderConfig(**SIZES, local_rope_theta=100.0).problems())
 
 
-def test_queries_at_given_positions_see_what_they_would_in_the_whole_row():
+def test_queries_at_explicit_positions_match_the_complete_row():
     rng = np.random.default_rng(0)
     query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
     attend = make_attend(AttentionPlan("cpu"))
-    whole = attend(query, key, value, AttentionMask(sliding_window=3))
+    complete = attend(query, key, value, AttentionMask(sliding_window=3))
     at = np.array([[5, 2], [0, 7]])
     mask = AttentionMask(sliding_window=3, query_positions=jnp.asarray(at))
-    some = attend(np.take_along_axis(query, at[..., None, None], 1), key, value, mask)
-    np.testing.assert_allclose(some, np.take_along_axis(whole, at[..., None, None], 1), atol=1e-6)
+    selected = attend(np.take_along_axis(query, at[..., None, None], 1), key, value, mask)
+    np.testing.assert_allclose(
+        selected, np.take_along_axis(complete, at[..., None, None], 1), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,7 +363,7 @@ DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=
 
 
 def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
-    """Sums and gradients of the train step's differentiated part on a mesh."""
+    """Return sums and gradients of the train step's differentiated part on a mesh."""
     num_microbatches = layout.pop("num_microbatches", 1)
     model = dataclasses.replace(build(config, seq_len=16), **layout.pop("change", {}))
     spec = MeshSpec.parse(mesh)
@@ -396,29 +399,29 @@ def dropped_on_one_device():
     ],
     ids=["microbatches2", "fsdp8", "tp4", "tp4_sequence"],
 )
-def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
-    """All axes at once: `test_step.test_dropout_is_the_same_on_every_mesh`."""
+def test_dropout_uses_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
+    """`test_step.test_dropout_is_the_same_on_every_mesh` covers all axes at once."""
     sums, grads = loss_and_gradients(DROPPING, mesh, batch=training_batch(), **layout)
     expected, expected_grads = dropped_on_one_device
-    # float32 sums in another order; another key would move the loss by more than 1e-4.
+    # float32 sums in another order; another key would change the loss by more than 1e-4.
     np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
-    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * largest, rtol=0)
+    for ours, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(ours, other, atol=1e-5 * largest, rtol=0)
 
 
-def test_every_layer_has_a_dropout_key_of_its_own():
+def test_every_layer_has_its_own_dropout_key():
     def draws(_params, x, _aux, context):
         draw = jax.random.uniform(context.dropout_key)
         return x, {"draw": draw, "square": draw * draw}
 
     sums, _ = loss_and_gradients(DROPPING, "1", batch=training_batch(), change={"block": draws})
-    # The squared mean is the mean of squares where all draws are one, and below it else.
+    # The squared mean equals the mean of squares if all draws are equal; otherwise it is smaller.
     assert DROPPING.num_layers * sums["square"] > 1.01 * sums["draw"] ** 2
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(dropped_on_one_device):
-    """With tied embeddings neither the lookup nor the softmax may touch the padding rows."""
+    """With tied embeddings neither the lookup nor the softmax may use the padding rows."""
     _, grads = dropped_on_one_device
     table = grads["embed"]["table"]
     assert table.shape[0] == DROPPING.padded_vocab > DROPPING.vocab_size
@@ -435,7 +438,7 @@ def test_nothing_is_dropped_without_a_key():
     )
 
 
-def test_dropout_keeps_the_mean_and_the_share():
+def test_dropout_keeps_the_mean_and_the_rate():
     x = jnp.ones((8, 64, 32))
     drop = jax.jit(
         lambda x: layers.dropout(x, 0.25, jax.random.key(0), jnp.arange(8), jnp.arange(64))
@@ -443,13 +446,13 @@ def test_dropout_keeps_the_mean_and_the_share():
     y = np.array(drop(x))
     kept = y > 0
     np.testing.assert_allclose(y[kept], 1 / 0.75, rtol=1e-6)
-    # 16384 draws: the share's standard deviation is 0.0034; four of them.
+    # 16384 draws: the rate's standard deviation is 0.0034; allow four of them.
     assert abs(kept.mean() - 0.75) < 0.014
     # No two tokens of any row share their bits.
     assert len({bits.tobytes() for bits in kept.reshape(-1, 32)}) == 8 * 64
 
 
-def test_a_kernel_that_drops_nothing_is_refused_for_dropout():
+def test_kernel_without_dropout_support_is_refused_for_dropout():
     rows = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     attend = make_attend(AttentionPlan("gpu", "9.0"))
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))

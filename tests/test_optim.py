@@ -1,4 +1,4 @@
-"""Optimizers and schedules against PyTorch, the papers written out in numpy, and closed forms."""
+"""Optimizers and schedules compared with PyTorch, numpy code of the papers, and closed forms."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["optimizer"])
 
 
 def named(tree):
-    """Leaves by the last part of their path."""
+    """Return leaves by the last part of their path."""
     return {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -50,7 +50,7 @@ def random_tree(seed):
 
 
 def train(config, lr=0.1, axes=AXES):
-    """Parameters after each of a few steps, as the train step applies them."""
+    """Return parameters after each of a few steps, applied as in the train step."""
     optimizer = make_optimizer(config, axes)
     params = jax.tree.map(jnp.asarray, random_tree(0))
     state = optimizer.init(params)
@@ -64,7 +64,7 @@ def train(config, lr=0.1, axes=AXES):
 
 
 def reference(rule, lr=0.1, weight_decay=0.0, decayed=MATRICES):
-    """The same with `rule(name) -> (g -> direction)` in numpy, one leaf at a time, float64."""
+    """Return the same with `rule(name) -> (g -> direction)` in numpy, per leaf, in float64."""
     params = {k: v.astype(np.float64) for k, v in named(random_tree(0)).items()}
     rules = {name: rule(name) for name in params}
     history = []
@@ -77,8 +77,8 @@ def reference(rule, lr=0.1, weight_decay=0.0, decayed=MATRICES):
     return history
 
 
-def assert_same_history(ours, theirs, rtol=2e-5, atol=2e-6):
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+def assert_same_history(ours, expected, rtol=2e-5, atol=2e-6):
+    for step, (a, b) in enumerate(zip(ours, expected, strict=True)):
         for name in b:
             np.testing.assert_allclose(
                 a[name], b[name], rtol=rtol, atol=atol, err_msg=f"{name} after step {step + 1}"
@@ -126,7 +126,7 @@ def test_adamw_equals_pytorch_with_decay_on_matrices_only():
         return torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 
     config = OptimConfig(optimizer="adamw", weight_decay=0.3)
-    # float32 against float32 in another order of operations: a few units in the last place.
+    # float32 against float32 with another order of operations: a few units in the last place.
     assert_same_history(train(config)[0], torch_history(make))
 
 
@@ -170,7 +170,7 @@ def test_lion_equals_its_paper():
 
 
 def split_matrices(name, g):
-    """The matrices of a leaf by hand: each layer's, and each projection of a fused one."""
+    """Split a leaf into its matrices: one per layer, and per projection of a fused one."""
     if name == "embed":
         return [g]
     if name == "qkv":
@@ -198,7 +198,7 @@ def join_matrices(name, parts):
 
 
 def matrix_by_matrix(name, make):
-    """A rule for the leaf from a rule for one matrix or vector."""
+    """Return a rule for a leaf, made from a rule for one matrix or vector."""
     rules = []
 
     def direction(g):
@@ -236,8 +236,8 @@ def test_adafactor_equals_its_paper_matrix_by_matrix(monkeypatch):
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.1))
 
 
-def test_adafactor_moves_nothing_that_has_had_no_gradient():
-    """A token that no batch has had yet, or a whole leaf."""
+def test_adafactor_does_not_change_parameters_without_a_gradient():
+    """A token that has not occurred in a batch yet, or a complete leaf."""
     axes = {"table": Dims(("vocab", "d_model")), "scale": Dims(("d_model",))}
     params = {"table": jnp.ones((4, 3)), "scale": jnp.ones(3)}
     rule = adafactor(OptimConfig(optimizer="adafactor"), axes)
@@ -249,7 +249,7 @@ def test_adafactor_moves_nothing_that_has_had_no_gradient():
 
 
 def newton_schulz(x):
-    """Jordan's quintic iteration, five times, on the wide orientation."""
+    """Jordan's quintic iteration, five times, in the wide orientation."""
     transpose = x.shape[0] > x.shape[1]
     x = x.T if transpose else x
     x = x / np.linalg.norm(x)
@@ -272,12 +272,12 @@ def numpy_muon():
     return direction
 
 
-def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalizes_hidden_matrices_and_uses_adamw_for_the_rest():
     def rule(name):
         return matrix_by_matrix(name, numpy_muon) if name in HIDDEN else numpy_adam()
 
     config = OptimConfig(optimizer="muon", momentum=0.95, weight_decay=0.1)
-    # The quintic amplifies float32 rounding by its slope at zero, 3.44^5 at most.
+    # The quintic amplifies float32 rounding by its slope at zero, at most 3.44^5.
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.1), rtol=2e-4, atol=2e-5)
 
 
@@ -292,8 +292,8 @@ DIVIDED = [("dp=2,fsdp=2,cp=2", 3), ("pp=2,fsdp=2,tp=2", 0)]
         *(pytest.param(*case, marks=pytest.mark.slow) for case in DIVIDED),
     ],
 )
-def test_muon_divided_over_shards_updates_as_one_device(mesh, zero):
-    """Random matrices: a slice in a wrong place, or made orthogonal alone, gives another update."""
+def test_sharded_muon_matches_one_device(mesh, zero):
+    """Random matrices: a misplaced slice, or one orthogonalized alone, gives another update."""
     axes = model_of("rotary").axes
     layout = layout_of(Case("rotary", mesh, zero=zero))
     shardings = layout.shardings(layout.moment_specs(axes))
@@ -301,11 +301,13 @@ def test_muon_divided_over_shards_updates_as_one_device(mesh, zero):
     start = initial_state("rotary").params
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), start)
-    alone, divided = make_optimizer(config, axes), make_optimizer(config, axes, shardings)
+    alone, sharded = make_optimizer(config, axes), make_optimizer(config, axes, shardings)
     expected, _ = make_update(alone)(grads, alone.init(start), start)
-    placed = jax.device_put((grads, start), (shardings, shardings))
-    found, _ = make_update(divided)(placed[0], divided.init(placed[1]), placed[1])
-    for one, many in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    sharded_trees = jax.device_put((grads, start), (shardings, shardings))
+    actual, _ = make_update(sharded)(
+        sharded_trees[0], sharded.init(sharded_trees[1]), sharded_trees[1]
+    )
+    for one, many in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert np.abs(np.asarray(one) - many).max() <= 1e-5 * np.abs(one).max()
 
 
@@ -314,7 +316,7 @@ def test_muon_updates_have_the_rms_of_adamws():
     params = random_tree(0)
     updates = named(make_update(optimizer)(random_tree(1), optimizer.init(params), params)[0])
     for name in HIDDEN:
-        # Five quintic steps leave singular values in about [0.7, 1.2] and not exactly 1.
+        # Five quintic steps leave singular values in about [0.7, 1.2] instead of exactly 1.
         assert 0.1 < np.sqrt(np.square(updates[name]).mean()) < 0.25, name
 
 
@@ -326,7 +328,7 @@ def test_matrices_decay_and_biases_and_norms_do_not():
     assert {name for name, decays in mask.items() if decays} == MATRICES
 
 
-def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
+def test_in_gpt2_only_matrices_and_tables_decay_and_muon_updates_the_blocks():
     from jaxdist.models import DecoderConfig, build
 
     biases = dict(bias=["qkv", "out", "mlp"], norm="layer", activation="gelu")
@@ -340,7 +342,7 @@ def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
     assert names(optim.hidden_matrices(axes)) == blocks
 
 
-def test_hidden_matrices_are_the_stacked_ones_or_a_cnns_kernels():
+def test_hidden_matrices_are_stacked_matrices_or_cnn_kernels():
     assert {k for k, v in named(optim.hidden_matrices(AXES)).items() if v} == HIDDEN
     cnn = {
         "conv": Dims((None, None, None, "channels")),
@@ -359,10 +361,10 @@ def test_bfloat16_moments_keep_second_moments_in_float32_and_stay_close(optimize
     history, state = train(config)
     exact, _ = train(dataclasses.replace(config, moment_dtype="float32"))
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim > 1 or leaf.size == 6}
-    assert ("bfloat16" in dtypes) == (optimizer != "adafactor")  # which has no first moment
+    assert ("bfloat16" in dtypes) == (optimizer != "adafactor")  # it has no first moment
     assert ("float32" in dtypes) == (optimizer in ("adamw", "adafactor", "muon"))
     if optimizer == "lion":
-        return  # the sign of a rounded momentum may flip where it is close to zero
+        return  # the sign of a rounded momentum may flip if it is close to zero
     for name, value in history[-1].items():
         # A moment is rounded to 8 bits at each of four steps of size 0.1 * O(1).
         np.testing.assert_allclose(value, exact[-1][name], atol=0.02, err_msg=name)
@@ -375,8 +377,8 @@ def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
     marked = optax.tree_utils.tree_map_params(
         rule, lambda leaf, p: leaf.shape == p.shape or leaf.ndim < p.ndim, rule.init(params), params
     )
-    found = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
-    assert len(found) >= len(jax.tree.leaves(params)) and all(found)
+    flags = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
+    assert len(flags) >= len(jax.tree.leaves(params)) and all(flags)
 
 
 # ---- schedules ----
@@ -411,17 +413,17 @@ def test_schedule_equals_its_closed_form(schedule, decay_steps):
     np.testing.assert_allclose(got, want, rtol=1e-5)  # float32 cosine
 
 
-def test_wsd_stays_at_the_peak_and_decays_over_the_last_share():
+def test_wsd_stays_at_the_peak_and_decays_over_the_last_fraction():
     got = lrs(schedule="wsd", decay_steps=30)
     np.testing.assert_allclose(got[9:71], 0.5, rtol=1e-6)
     np.testing.assert_allclose(got[70:101], np.linspace(0.5, 0.05, 31), rtol=1e-5)
     np.testing.assert_allclose(got[100:], 0.05, rtol=1e-6)
 
 
-def test_warmup_starts_above_zero_and_none_starts_at_the_peak():
+def test_warmup_starts_above_zero_and_no_warmup_starts_at_the_peak():
     assert 0 < lrs()[0] == pytest.approx(0.05)
     assert lrs(warmup_steps=0)[0] == pytest.approx(0.5)
-    # A run shorter than its warmup never leaves it.
+    # A run shorter than its warmup stays in it.
     np.testing.assert_allclose(
         lrs(total_steps=5, schedule="wsd")[:5], 0.05 * np.arange(1, 6), rtol=1e-6
     )
@@ -448,7 +450,7 @@ def test_learning_rate_scales_with_the_effective_batch(scaling, factor):
         ("max_grad_norm", math.inf),
     ],
 )  # fmt: skip
-def test_a_bad_value_is_named_with_its_rule(field, value):
+def test_invalid_value_is_reported_with_its_rule(field, value):
     (problem,) = problems_of(OptimConfig(**{field: value}), "optim")
     assert problem.startswith(f"optim.{field}={value} must be")
 

@@ -1,7 +1,7 @@
-"""Every mesh computes what one device computes: losses, gradients, updates, initial parameters.
+"""Every mesh computes the same as one device: losses, gradients, updates, initial parameters.
 
-Tolerances are the contract of the numerics: float32 sums in another order differ by a few units in
-the last place (1.2e-7 relative), and nothing else may differ.
+Tolerances follow the numerics contract: float32 sums in another order differ by a few units in the
+last place (1.2e-7 relative), and nothing else may differ.
 """
 
 import jax
@@ -25,17 +25,17 @@ from tiny import (
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.state import init_state
 
-FIRST_LOSS = 1e-6  # relative: the order of one sum
+FIRST_LOSS = 1e-6  # relative: order of one sum
 GRADIENTS = 1e-5  # of the largest gradient
-UPDATE = 1e-4  # of the learning rate: Adam divides gradients by themselves
-LOSSES = 2e-5  # relative, over 20 steps, each building on the last
+UPDATE = 1e-4  # of the learning rate: Adam normalizes gradients
+LOSSES = 2e-5  # relative, over 20 consecutive steps
 
 MESHES = ["dp=8", "fsdp=8", "tp=8", "dp=2,fsdp=4", "dp=4,tp=2", "fsdp=2,tp=4", "dp=2,fsdp=2,tp=2"]
 """Each axis alone, each pair of axes with two sizes, and all three."""
 
 
 def is_legal(**choice) -> bool:
-    """Whether the choices differ from a case without them, and the model has room for the mesh."""
+    """Return True if no choice is redundant and the model's dims allow the mesh."""
     case, spec = Case(**choice), MeshSpec.parse(choice["mesh"])
     return not (
         (case.model == "rotary" and spec["tensor"] > 4)  # it has four key/value heads
@@ -64,7 +64,7 @@ NUM_SMOKE, NUM_FAST = 3, 10
 
 
 def marks(number: int) -> list:
-    """The first cases cover most pairs: those run everywhere."""
+    """Return the marks of a case; the first cases cover most pairs, so they always run."""
     return [pytest.mark.smoke] * (number < NUM_SMOKE) + [pytest.mark.slow] * (number >= NUM_FAST)
 
 
@@ -86,7 +86,7 @@ def test_every_mesh_computes_what_one_device_computes(case):
     check(run(case), reference(case.model))
 
 
-def test_the_reference_learns():
+def test_reference_loss_decreases():
     losses = reference("rotary").losses
     assert losses[-1] < 0.5 * losses[0]
 
@@ -100,7 +100,7 @@ def test_the_reference_learns():
     ],
     ids=str,
 )
-def test_a_second_run_gives_the_same_bits(case):
+def test_second_run_is_bit_identical(case):
     first, second = run(case, steps=5), run(case, steps=5)
     assert first.losses == second.losses
     jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
@@ -119,7 +119,7 @@ def test_a_second_run_gives_the_same_bits(case):
     ],
     ids=str,
 )
-def test_initial_parameters_are_equal_bit_for_bit(case):
+def test_initial_parameters_are_bit_identical(case):
     model = model_of(case.model)
     state = init_state(model, optimizer(), layout_of(case), seed=0, loss_scale={})
     expected = initial_state(case.model)

@@ -18,14 +18,14 @@ OPTIMIZER = optax.scale_by_adam()
 
 
 def make_run(case: Case):
-    """(layout, step) of a case with Adam, clipping and a constant learning rate."""
+    """Return (layout, step) of a case with Adam, clipping and a constant learning rate."""
     model, layout, plan, _ = make_parts(case)
     optimizer = Optimizer(OPTIMIZER, lambda count: 3e-3 + 0.0 * count, max_grad_norm=1.0)
     return layout, make_step(model, model.objective, optimizer, layout, plan)
 
 
 def train(step, state, first: int, last: int):
-    """Losses of steps first .. last - 1 on batches that differ by step, and the state after."""
+    """Return losses of steps first .. last - 1, with a new batch each, and the final state."""
     losses = []
     for number in range(first, last):
         batch = host_batch(8)
@@ -49,19 +49,19 @@ def start(case: Case, layout):
     ],
     ids=str,
 )
-def test_twenty_steps_follow_one_device(case):
+def test_twenty_steps_match_one_device(case):
     layout, step = make_run(case)
     one = dataclasses.replace(Case(mesh="dp=1"), family=case.family)
     one_layout, one_step = make_run(one)
     losses, _ = train(step, start(case, layout), 0, 20)
     expected, _ = train(one_step, start(one, one_layout), 0, 20)
     assert expected[-1] < expected[0] - 0.05
-    # The project's contract: 20 steps within 2e-5 relative in float32.
+    # Contract of the project: 20 steps within 2e-5 relative in float32.
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_interleaved_stages_goes_on_without_stages_and_back(tmp_path):
+def test_checkpoint_of_interleaved_stages_resumes_without_stages_and_back(tmp_path):
     staged = Case(mesh="pp=2,fsdp=2", virtual=2)
     plain = Case(mesh="dp=2")
     model = make_model(staged.family, staged.layers)
@@ -85,8 +85,8 @@ def test_a_checkpoint_of_interleaved_stages_goes_on_without_stages_and_back(tmp_
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
-def test_generation_on_stages_gives_the_logits_of_one_device():
-    """The layers lie on their stages; XLA brings each to the activations as the scan reaches it."""
+def test_generation_on_stages_matches_the_logits_of_one_device():
+    """Layers are stored on their stages; XLA moves each to the activations during the scan."""
     logits = {}
     for mesh in ("dp=1", "pp=4,tp=2"):
         model, layout, _, context = make_parts(Case(mesh=mesh))

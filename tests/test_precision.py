@@ -1,4 +1,4 @@
-"""Number formats and the float16 loss scale, alone; in a step they are tested in test_step."""
+"""Number formats and the float16 loss scale in isolation; test_step tests them in a step."""
 
 import math
 
@@ -13,7 +13,7 @@ from jaxdist.core.step.train_step import _make_train
 
 
 @pytest.mark.parametrize(
-    ("asked", "platform", "dtype"),
+    ("setting", "platform", "dtype"),
     [
         ("auto", "cpu", "float32"),
         ("auto", "gpu", "bfloat16"),
@@ -21,12 +21,12 @@ from jaxdist.core.step.train_step import _make_train
         ("float16", "cpu", "float16"),
     ],
 )
-def test_auto_follows_the_platform(asked, platform, dtype):
-    assert PrecisionConfig(compute_dtype=asked).resolve(platform) == jnp.dtype(dtype)
+def test_auto_dtype_depends_on_the_platform(setting, platform, dtype):
+    assert PrecisionConfig(compute_dtype=setting).resolve(platform) == jnp.dtype(dtype)
 
 
 @pytest.mark.parametrize(
-    ("asked", "compute", "dtype"),
+    ("setting", "compute", "dtype"),
     [
         ("auto", "bfloat16", "bfloat16"),
         ("auto", "float32", "float32"),
@@ -35,9 +35,9 @@ def test_auto_follows_the_platform(asked, platform, dtype):
         ("bfloat16", "float32", "bfloat16"),
     ],
 )
-def test_gradients_are_summed_as_they_leave_products_unless_asked_otherwise(asked, compute, dtype):
-    """Not in float16, whose range is narrow."""
-    assert PrecisionConfig(reduce_dtype=asked).resolve_reduce(compute) == jnp.dtype(dtype)
+def test_gradients_are_summed_in_the_compute_dtype_by_default(setting, compute, dtype):
+    """float16 is the exception, because its range is narrow."""
+    assert PrecisionConfig(reduce_dtype=setting).resolve_reduce(compute) == jnp.dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -52,7 +52,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_run_of_finite_steps(mo
     state = initial_loss_scale(jnp.float16)
     update = jax.jit(update_loss_scale)
     seen = []
-    # The first overflow is on the step that would double the scale, the second is not.
+    # The first overflow is on the step that would double the scale; the second is not.
     for finite in (True, True, True, True, True, False, True, False, True, True, True):
         state = update(state, finite)
         seen.append((float(state["scale"]), int(state["finite_steps"])))
@@ -79,10 +79,10 @@ def test_the_scale_never_falls_below_one(monkeypatch):
         (0.0, 0.0, math.nan, math.inf, False, 8.0),
     ],
 )
-def test_the_step_on_which_the_scale_doubles(
+def test_step_on_which_the_loss_scale_doubles(
     monkeypatch, loss, weight, norm, limit, applied, scale
 ):
-    """The update, the average and the loss scale of one step on the boundary of the scale."""
+    """Check the update, the average and the loss scale of one step at the scale's boundary."""
     monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
     state = TrainState(
         step=jnp.int32(7),

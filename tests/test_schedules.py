@@ -1,4 +1,4 @@
-"""Schedules: every table is legal, costs what its closed form says, and faults are refused."""
+"""Pipeline schedules: tables are legal, costs equal closed forms, and faults are refused."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ GRID = [
 @pytest.mark.parametrize(("name", "p", "m", "v"), GRID)
 def test_every_schedule_is_legal_and_its_slots_never_collide(name, p, m, v):
     schedule = make_schedule(name, p, m, v)
-    run_by_hand(schedule)
+    run_reference(schedule)
     lives = Lifetimes.of(schedule)
     report = simulate(schedule)
     for family, count in (
@@ -46,7 +46,7 @@ def test_every_schedule_is_legal_and_its_slots_never_collide(name, p, m, v):
     assert 0 <= report.bubble < 1
 
 
-def test_the_peak_is_what_counting_begins_and_ends_gives():
+def test_peak_equals_counting_starts_and_ends():
     random = np.random.default_rng(0)
     for _ in range(200):
         firsts = random.integers(0, 12, size=random.integers(0, 10))
@@ -56,7 +56,7 @@ def test_the_peak_is_what_counting_begins_and_ends_gives():
 
 @pytest.mark.parametrize("v", CHUNKS)
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (8, 2)])
-def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
+def test_evaluation_runs_every_piece_once_with_few_slots(p, m, v):
     schedule = forward_only(p, m, v)
     check(schedule)
     assert sum(action is not None for tick in schedule.ticks for action in tick) == p * m * v
@@ -66,8 +66,8 @@ def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
     assert report.activation_slots <= max(1, p if v > 1 else 1)
 
 
-def run_by_hand(schedule: Schedule) -> None:
-    """An independent machine: values move through the tables the executor reads, slot by slot."""
+def run_reference(schedule: Schedule) -> None:
+    """Run an independent interpreter: move values through the executor's tables, slot by slot."""
     tables, num_slots = to_arrays(schedule)
     p, v = schedule.num_stages, schedule.num_virtual_stages
     stash = [[None] * (num_slots[0] + 1) for _ in range(p)]
@@ -117,7 +117,7 @@ def most_alive(intervals) -> int:
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("m", [1, 4, 7, 32])
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_1f1b_lockstep_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p, m, ratio):
+def test_1f1b_lockstep_and_gpipe_have_the_textbook_bubble_at_any_cost_ratio(p, m, ratio):
     costs = Costs(input_gradient=ratio / 2, weight_gradient=ratio / 2)
     for name in ("gpipe", "1f1b_lockstep"):
         report = simulate(make_schedule(name, p, m), costs)
@@ -127,7 +127,7 @@ def test_1f1b_lockstep_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p,
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 16)])
-def test_chunks_divide_the_bubble(p, m, v):
+def test_virtual_stages_divide_the_bubble(p, m, v):
     for name in ("gpipe", "1f1b_lockstep"):
         report = simulate(make_schedule(name, p, m, v))
         assert report.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
@@ -140,10 +140,10 @@ def test_zero_bubble_leaves_a_third_of_the_bubble_at_equal_costs(p, m, v):
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 32), (8, 16)])
-def test_zero_bubble_waits_less_than_1f1b_lockstep_also_when_backwards_recompute(p, m):
-    apart = simulate(make_schedule("zero_bubble", p, m), RECOMPUTE).bubble
-    whole = simulate(make_schedule("1f1b_lockstep", p, m), RECOMPUTE).bubble
-    assert apart < 0.65 * whole
+def test_zero_bubble_has_less_bubble_than_1f1b_lockstep_with_recomputation(p, m):
+    split = simulate(make_schedule("zero_bubble", p, m), RECOMPUTE).bubble
+    lockstep = simulate(make_schedule("1f1b_lockstep", p, m), RECOMPUTE).bubble
+    assert split < 0.65 * lockstep
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 64])
@@ -160,7 +160,7 @@ def test_stash_is_bounded_by_the_stages_and_not_by_the_microbatches(p, m):
     assert simulate(make_schedule("1f1b_lockstep", p, m, 2)).activation_slots <= 4 * p
 
 
-def test_textbook_1f1b_pays_for_its_stash_when_backwards_are_longer():
+def test_textbook_1f1b_has_a_larger_bubble_if_backward_is_longer():
     textbook, lockstep = make_schedule("1f1b", 4, 32), make_schedule("1f1b_lockstep", 4, 32)
     assert simulate(
         textbook, Costs(input_gradient=0.5, weight_gradient=0.5)
@@ -170,11 +170,11 @@ def test_textbook_1f1b_pays_for_its_stash_when_backwards_are_longer():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8), (4, 32), (8, 16)])
-def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
+def test_phases_cover_every_tick_once_and_allow_its_actions(name, p, m):
     schedule = make_schedule(name, p, m)
-    found = plan_loops(schedule)
+    phases = plan_loops(schedule)
     covered = []
-    for phase in found:
+    for phase in phases:
         for ticks in phase.rounds:
             assert len(ticks) == len(phase.kinds)
             for tick, kinds in zip(ticks, phase.kinds, strict=True):
@@ -182,17 +182,17 @@ def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
                     assert {a.kind for a in schedule.ticks[tick] if a} <= set(kinds)
                     covered.append(tick)
     assert covered == list(range(len(schedule.ticks)))
-    assert sum(len(phase.kinds) for phase in found) <= 12
+    assert sum(len(phase.kinds) for phase in phases) <= 12
     if name in ("gpipe", "1f1b_lockstep") and m >= 3:
         bodies = [("forward",), ("backward",)]
-        assert {kinds for phase in found for kinds in phase.kinds} == set(bodies)
-        assert len(found) <= 2
+        assert {kinds for phase in phases for kinds in phase.kinds} == set(bodies)
+        assert len(phases) <= 2
 
 
 # --- faults --------------------------------------------------------------------------------------
 
 
-def planted(schedule: Schedule, changes: dict[tuple[int, int], Action | None]) -> Schedule:
+def change_actions(schedule: Schedule, changes: dict[tuple[int, int], Action | None]) -> Schedule:
     ticks = [list(tick) for tick in schedule.ticks]
     for (t, s), action in changes.items():
         ticks[t][s] = action
@@ -204,7 +204,7 @@ def test_a_stage_that_starts_one_tick_early_is_refused(name: ScheduleName):
     schedule = make_schedule(name, 4, 8)
     column = [tick[1] for tick in schedule.ticks]
     early = [*column[1:], None]
-    shifted = planted(schedule, {(t, 1): action for t, action in enumerate(early)})
+    shifted = change_actions(schedule, {(t, 1): action for t, action in enumerate(early)})
     facts = "forward of microbatch 0", "on stage 1", "tick 0", "on stage 0"
     with refused(*facts, error=ScheduleError):
         check(shifted)
@@ -219,7 +219,7 @@ def test_swapped_chunks_are_refused(name: ScheduleName):
         if (action := tick[1]) is not None
     }
     with pytest.raises(ScheduleError, match="but needs"):
-        check(planted(schedule, swap))
+        check(change_actions(schedule, swap))
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_swapped_chunks_are_refused(name: ScheduleName):
     ],
     ids=["lost", "repeated", "no_such_microbatch", "no_such_chunk", "backward_first"],
 )
-def test_lost_repeated_and_reordered_work_is_refused(changes, facts):
+def test_missing_repeated_and_reordered_work_is_refused(changes, facts):
     with refused(*facts, error=ScheduleError):
-        check(planted(make_schedule("1f1b_lockstep", 4, 8), changes))
+        check(change_actions(make_schedule("1f1b_lockstep", 4, 8), changes))
 
 
 def test_a_weight_gradient_before_its_backward_is_refused():
@@ -247,10 +247,10 @@ def test_a_weight_gradient_before_its_backward_is_refused():
     first, weight = Action("backward", 0), Action("weight", 0)
     changes = {where[first]: weight, where[weight]: first}
     with refused("weight of microbatch 0", error=ScheduleError):
-        check(planted(schedule, changes))
+        check(change_actions(schedule, changes))
 
 
-def test_sizes_and_combinations_that_do_not_exist_are_refused_with_the_fix():
+def test_invalid_sizes_and_combinations_are_refused_with_the_fix():
     with refused("num_microbatches=0", error=ScheduleError):
         make_schedule("1f1b_lockstep", 4, 0)
     with refused("num_virtual_stages=1", "1f1b_lockstep", error=ScheduleError):
@@ -271,12 +271,12 @@ def test_drawing_shows_each_stage_and_the_costs():
     assert "F0a" in text and "W1b" in text and "F=1 B=1 W=1" in text
 
 
-def test_colouring_reuses_a_slot_only_after_its_last_tick():
+def test_coloring_reuses_a_slot_only_after_its_last_tick():
     slots = assign_slots({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
     assert slots == {(0, 0): 0, (1, 0): 1, (2, 0): 1, (3, 0): 0}
 
 
-def test_tables_name_the_spare_slot_where_nothing_arrives():
+def test_tables_use_the_spare_slot_if_nothing_arrives():
     tables, num_slots = to_arrays(make_schedule("gpipe", 2, 2))
     assert num_slots[0] == 2
     assert np.all(tables.activation_arrival[:, 0] == 2), "stage 0 of two has no stage before it"

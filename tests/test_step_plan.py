@@ -1,4 +1,4 @@
-"""The plan of a step: all commands print one digest, and nothing else decides."""
+"""The plan of a step: all commands print one digest, and no other code makes its decisions."""
 
 import ast
 import dataclasses
@@ -55,10 +55,8 @@ def test_every_command_prints_the_same_digest(tmp_path, capsys):
     assert digest_in(captured.out + captured.err) == digest
 
 
-def test_every_command_prints_the_digest_of_the_remat_that_costs_choose(
-    tmp_path, capsys, monkeypatch
-):
-    """On CPU devices with the memory of H100s, for which another policy is the fastest."""
+def test_every_command_prints_the_digest_of_the_cost_based_remat(tmp_path, capsys, monkeypatch):
+    """On CPU devices with the memory of H100s, for which another policy is fastest."""
     cluster = Cluster.of(GPUS["h100"], 8)
     monkeypatch.setattr(memory_check, "_cluster_of", lambda *_: (cluster, 72 * 2.0**30))
     monkeypatch.setattr(estimate_remat, "POLICIES", ("dots", "full"))
@@ -110,7 +108,7 @@ def test_other_decisions_have_other_digests():
 
 
 def test_building_a_plan_is_quick_and_traces_nothing(monkeypatch):
-    """A search over meshes builds thousands."""
+    """A mesh search builds thousands."""
     monkeypatch.setattr(jax, "eval_shape", None)
     model, layout = model_of("rotary"), layout_of(Case("rotary", "fsdp=2,tp=2"))
     device, settings = Device("gpu", "9.0", "h100", 1, True), StepSettings(TrainConfig())
@@ -126,7 +124,7 @@ DECIDED = {
     "platform", "device_kind", "compute_capability", "attention", "context_attention", "remat",
     "pipeline", "compute_dtype", "matmul_dtype", "reduce_dtype", "loss_chunk_tokens",
 }  # fmt: skip
-"""Facts of devices and settings from which the plan of a step follows."""
+"""Facts of devices and settings that determine the plan of a step."""
 
 EXCEPTIONS = {
     "core.step_plan": "the builder",
@@ -149,32 +147,36 @@ EXCEPTIONS = {
 """Module -> why it may read them outside of the plan."""
 
 
-def readers(tree: ast.AST) -> set[str]:
-    """Fields of `DECIDED` that a module reads of anything but a plan."""
-    found = set()
+def plan_inputs_read(tree: ast.AST) -> set[str]:
+    """Return the fields of `DECIDED` that a module reads from anything but a plan."""
+    fields_read = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in DECIDED:
             owner = ast.unparse(node.value)
             if owner.rpartition(".")[2] != "plan" and not owner.startswith("self.plan"):
-                found.add(node.attr)
+                fields_read.add(node.attr)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            found |= {a.value for a in node.args if isinstance(a, ast.Constant)} & DECIDED
-    return found
+            fields_read |= {a.value for a in node.args if isinstance(a, ast.Constant)} & DECIDED
+    return fields_read
 
 
-def test_nothing_but_the_builder_reads_what_the_plan_follows_from():
-    found = {}
+def test_only_the_builder_reads_the_inputs_of_the_plan():
+    fields_by_module = {}
     for folder in ("core", "models", "run"):
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-            if fields := readers(ast.parse(path.read_text())):
-                found[name] = fields
-    assert {name: fields for name, fields in found.items() if name not in EXCEPTIONS} == {}
-    assert found.keys() == EXCEPTIONS.keys()  # an exception that nothing needs goes
+            if fields := plan_inputs_read(ast.parse(path.read_text())):
+                fields_by_module[name] = fields
+    assert {
+        name: fields for name, fields in fields_by_module.items() if name not in EXCEPTIONS
+    } == {}
+    assert fields_by_module.keys() == EXCEPTIONS.keys()  # unused exceptions must be removed
 
 
-def test_a_choice_by_the_platform_is_found():
+def test_platform_dependent_decision_is_detected():
     planted = "def f(layout):\n    return layout.mesh.devices.flat[0].platform == 'cpu'\n"
-    assert readers(ast.parse(planted)) == {"platform"}
-    assert readers(ast.parse("getattr(device, 'compute_capability', '')")) == {"compute_capability"}
-    assert readers(ast.parse("parts.plan.platform; plan.remat")) == set()
+    assert plan_inputs_read(ast.parse(planted)) == {"platform"}
+    assert plan_inputs_read(ast.parse("getattr(device, 'compute_capability', '')")) == {
+        "compute_capability"
+    }
+    assert plan_inputs_read(ast.parse("parts.plan.platform; plan.remat")) == set()

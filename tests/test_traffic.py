@@ -1,8 +1,8 @@
-"""The collectives of each strategy, as compiled, move exactly the bytes that its theory asks for.
+"""The compiled collectives of each strategy move exactly the bytes of the theory.
 
-Theory (whole arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthikanti et al. 2022):
+Theory (complete arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthikanti et al. 2022):
 
-    data      one all-reduce of the gradients a step, whatever M
+    data      one all-reduce of the gradients a step, for any M
     ZeRO-1    one reduce-scatter of the gradients, one all-gather of the new parameters
     ZeRO-2    a reduce-scatter per microbatch, one all-gather of the new parameters
     ZeRO-3    per microbatch: layers gathered forward and again backward, gradients
@@ -36,10 +36,10 @@ def lowered(case: Case, **options):
 
 
 def traffic(text: str, mesh: dict[str, int]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, "data+fsdp") -> (instructions run, bytes of whole arrays), per step.
+    """Return (kind, "data+fsdp") -> (instructions run, bytes of complete arrays), per step.
 
     Raises:
-        UnknownHLO: something is not known, or a collective may or may not run.
+        UnknownHLO: an instruction is unknown, or a collective may or may not run.
     """
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for c in read_collectives(text, mesh):
@@ -52,7 +52,7 @@ def traffic(text: str, mesh: dict[str, int]) -> dict[tuple[str, str], tuple[int,
 
 
 def parameter_bytes(case: Case) -> Counter:
-    """Bytes of one tensor device's part: matrices of layers, other matrices, and vectors."""
+    """Return the bytes of one tensor device's part: layer matrices, other matrices, and vectors."""
     spec, model = MeshSpec.parse(case.mesh), model_of(case.model)
     total = Counter()
     leaves = jax.tree_util.tree_leaves_with_path(model.axes)
@@ -68,7 +68,7 @@ def parameter_bytes(case: Case) -> Counter:
 
 
 def theory(case: Case) -> dict[tuple[str, str], int]:
-    """(kind, axes) -> bytes of whole arrays per step."""
+    """Return (kind, axes) -> bytes of complete arrays per step."""
     spec, size = MeshSpec.parse(case.mesh), parameter_bytes(case)
     matrices = size["layers"] + size["outer"]
     moved: Counter = Counter()
@@ -104,7 +104,7 @@ def theory(case: Case) -> dict[tuple[str, str], int]:
         add("reduce-scatter", ("tensor",), times * activations)
     else:
         add("all-reduce", ("tensor",), times * activations)
-    # The split vocabulary: largest logit, sum of exponentials, target's logit of each token.
+    # Sharded vocabulary: largest logit, sum of exponentials, target's logit of each token.
     add("all-reduce", ("tensor",), 3 * 4 * rows * SEQ)
     return {key: amount for key, amount in moved.items() if amount}
 
@@ -125,20 +125,20 @@ CASES = [
     pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=3), marks=pytest.mark.slow),
     pytest.param(Case("rotary", "dp=2,tp=4", zero=2, microbatches=2), marks=pytest.mark.slow),
 ]
-"""Compiled and compared with their theory in `test_estimate_traffic`, beside the estimate."""
+"""`test_estimate_traffic` compiles these and compares them with their theory and the estimate."""
 
 
 def test_data_parallelism_is_one_collective_per_step():
     case = Case("rotary", "dp=2", microbatches=4)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
-    assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
+    totals = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
+    assert [(kind, count) for (kind, _), (count, _) in totals.items()] == [("all-reduce", 1)]
 
 
-@pytest.mark.parametrize("asked, reduced", [("auto", "bf16"), ("float32", "f32")])
-def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_as_asked(asked, reduced):
-    """As they leave their product, unless asked otherwise."""
-    # As traced: XLA:CPU widens every bfloat16 collective to float32, GPUs do not.
-    precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=asked)
+@pytest.mark.parametrize("setting, reduced", [("auto", "bf16"), ("float32", "f32")])
+def test_weights_are_gathered_in_the_compute_dtype_and_gradients_in_reduce_dtype(setting, reduced):
+    """By default gradients keep the dtype of their product."""
+    # In the traced program: XLA:CPU widens every bfloat16 collective to float32, GPUs do not.
+    precision = PrecisionConfig(compute_dtype="bfloat16", reduce_dtype=setting)
     text = lowered(Case("rotary", "fsdp=2"), precision=precision).as_text()
     gathered = re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]*(\w+)>', text)
     assert set(gathered) == {"bf16"}
