@@ -1,4 +1,4 @@
-"""Order, mixing, splits and packing: which rows there are, and when training takes them."""
+"""Order, mixing, splits and packing: which rows exist, and when training uses them."""
 
 import json
 
@@ -26,7 +26,7 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_each_epoch_takes_every_row_once(size):
+def test_each_epoch_uses_every_row_once(size):
     order = Order([size], [], seed=3)
     for epoch in range(3):
         samples = np.arange(epoch * size, (epoch + 1) * size)
@@ -37,20 +37,20 @@ def test_epochs_and_seeds_are_ordered_differently():
     def orders(seed, epoch):
         return Order([1000], [], seed).rows(np.arange(1000) + 1000 * epoch)
 
-    # Two independent orders of 1000 rows agree in 1 place on average, in 10 almost never.
+    # Two independent orders of 1000 rows agree in 1 position on average, almost never in 10.
     kinds = [orders(0, 0), orders(0, 1), orders(1, 0), orders(1, 1), orders(2, 0)]
     for i, one in enumerate(kinds):
         for other in kinds[:i]:
             assert (one == other).sum() < 10
 
 
-def test_every_row_is_equally_likely_at_every_place():
+def test_every_row_is_equally_likely_at_every_position():
     counts = np.zeros((7, 7))
     for seed in range(1000):
         rows = Order([7], [], seed).rows(np.arange(7))
         counts[np.arange(7), rows] += 1
     expected = 1000 / 7
-    # Chi-square of 36 degrees of freedom: 99.99 % of fair orders stay below 80.
+    # Chi-square with 36 degrees of freedom: 99.99 % of fair orders stay below 80.
     assert ((counts - expected) ** 2 / expected).sum() < 80
 
 
@@ -64,7 +64,7 @@ def test_large_orders_have_no_trace_of_the_storage_order():
 
 
 def test_order_is_pinned():
-    """A checkpoint of an earlier version must find its order again; else raise STATE_VERSION."""
+    """A checkpoint of an earlier version must get the same order; otherwise raise STATE_VERSION."""
     assert Order([1000], [], 7).rows(np.array([0, 1, 999, 1000, 123456])).tolist() == PINNED
     mixed = Order([10, 1000], [0.25, 0.75], 7).rows(np.arange(8)).tolist()
     assert mixed == PINNED_MIXED
@@ -74,31 +74,31 @@ PINNED = [531, 750, 580, 726, 177]
 PINNED_MIXED = [8, 992, 7, 195, 186, 9, 502, 787]
 
 
-def test_a_sample_has_one_row_however_it_is_asked_for():
+def test_sample_maps_to_one_row_for_any_query():
     order = Order([50, 70], [0.3, 0.7], 1)
-    whole = order.rows(np.arange(500))
+    complete = order.rows(np.arange(500))
     assert np.concatenate(
         [order.rows(np.arange(i, i + 20)) for i in range(0, 500, 20)]
-    ).tolist() == (whole.tolist())
-    assert order.rows(np.array([499, 3])).tolist() == whole[[499, 3]].tolist()
+    ).tolist() == (complete.tolist())
+    assert order.rows(np.array([499, 3])).tolist() == complete[[499, 3]].tolist()
 
 
-def test_mixing_keeps_the_shares_at_every_time_and_epochs_within_each_source():
+def test_mixing_keeps_the_shares_at_any_step_and_epochs_within_each_source():
     sizes, weights = [30, 1000, 7], [5.0, 3.0, 2.0]
     rows = Order(sizes, weights, 0).rows(np.arange(20000))
     starts = np.cumsum([0, *sizes])
     for part, share in enumerate([0.5, 0.3, 0.2]):
         mine = (starts[part] <= rows) & (rows < starts[part + 1])
         seen = np.cumsum(mine)
-        # A spread by the golden ratio stays within a few samples of the exact share.
+        # A golden-ratio spread stays within a few samples of the exact share.
         assert np.abs(seen - share * np.arange(1, 20001)).max() < 8
         own = rows[mine] - starts[part]
-        whole = len(own) // sizes[part] * sizes[part]
-        for epoch in own[:whole].reshape(-1, sizes[part])[:50]:
+        end = len(own) // sizes[part] * sizes[part]
+        for epoch in own[:end].reshape(-1, sizes[part])[:50]:
             assert sorted(epoch) == list(range(sizes[part]))
 
 
-def test_mixing_goes_on_where_the_last_period_ended():
+def test_mixing_continues_after_a_period():
     rows = Order([100_000, 100_000], [1.0, 1.0], 0).rows(np.arange(140_000))
     assert len(np.unique(rows)) == 140_000
 
@@ -123,7 +123,7 @@ def test_stream_rows_are_consecutive_windows_and_targets_the_next_token(text):
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(32, 1), (33, 2), (34, 2), (48, 2)])
 def test_a_row_needs_a_target_for_its_last_input(tmp_path, num_tokens, num_rows):
     path = tmp_path / "short.txt"
-    path.write_text("x" * (num_tokens - 1))  # and the end token
+    path.write_text("x" * (num_tokens - 1))  # plus the end token
     train, _ = open_text(path, eval_fraction=0.0)
     assert train.num_rows == num_rows
     assert train.rows(np.arange(num_rows))["targets"].shape == (num_rows, 16)
@@ -147,11 +147,11 @@ def test_held_out_tokens_are_the_end_of_the_stream_and_never_trained_on(text):
     tested = held.rows(np.arange(held.num_rows))
     np.testing.assert_array_equal(trained["tokens"].ravel(), stream[: train.num_rows * 16])
     np.testing.assert_array_equal(tested["tokens"].ravel(), stream[cut : cut + held.num_rows * 16])
-    assert train.num_rows * 16 + 1 <= cut  # the last target too is before the cut
+    assert train.num_rows * 16 + 1 <= cut  # the last target is before the cut too
 
 
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
-def test_held_out_documents_are_whole(tmp_path, packing):
+def test_held_out_documents_are_complete(tmp_path, packing):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"text": chr(65 + i) * 20}) + "\n" for i in range(26)))
     train, held = open_text(path, packing=packing, seq_len=32, eval_fraction=0.25)
@@ -171,7 +171,7 @@ def test_eval_sources_replace_the_held_out_part(text, tmp_path):
 
 
 def documents_file(tmp_path, lengths):
-    """Document i is `length` bytes, all of value i+1."""
+    """Write documents; document i has `length` bytes, all of value i+1."""
     path = tmp_path / "documents.jsonl"
     lines = [json.dumps({"text": chr(i + 1) * n}) for i, n in enumerate(lengths)]
     path.write_text("\n".join(lines))
@@ -179,7 +179,7 @@ def documents_file(tmp_path, lengths):
 
 
 def check_packed(batch):
-    """What must hold for any packed batch of `documents_file`, by looking at each position."""
+    """Check each position of a packed batch of `documents_file`."""
     for tokens, targets, weights, segments, positions in zip(
         *(batch[k] for k in ("tokens", "targets", "weights", "segments", "positions")), strict=True
     ):
@@ -189,7 +189,7 @@ def check_packed(batch):
                 continue
             started = at == 0 or segments[at] != segments[at - 1]
             assert positions[at] == (0 if started else positions[at - 1] + 1)
-            if not started:  # inside a segment only one document, ended by byte 0
+            if not started:  # a segment has only one document, ended by byte 0
                 assert tokens[at] in (tokens[at - 1], 0)
                 assert tokens[at - 1] != 0
             if weights[at]:
@@ -200,7 +200,7 @@ def check_packed(batch):
 
 
 def test_packed_windows_mark_documents(tmp_path):
-    lengths = [3, 1, 0, 40, 7, 8, 2, 16, 15, 5]  # "8" ends where a row does
+    lengths = [3, 1, 0, 40, 7, 8, 2, 16, 15, 5]  # document "8" ends at a row boundary
     path = documents_file(tmp_path, lengths)
     train, _ = open_text(path, packing="documents", eval_fraction=0.0)
     batch = train.rows(np.arange(train.num_rows))
@@ -211,19 +211,19 @@ def test_packed_windows_mark_documents(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fitted_rows_hold_every_document_once_and_cut_only_long_ones(tmp_path, seed):
+def test_best_fit_rows_hold_every_document_once_and_cut_only_long_ones(tmp_path, seed):
     lengths = np.random.default_rng(seed).integers(1, 50, 60)
     path = documents_file(tmp_path, lengths)
     train, _ = open_text(path, packing="best_fit", eval_fraction=0.0)
     batch = train.rows(np.arange(train.num_rows))
     check_packed(batch)
     inputs = batch["tokens"][batch["segments"] > 0]
-    # Each document of n bytes has n inputs: its end is only ever a target.
+    # Each document of n bytes has n inputs: its end token is only ever a target.
     np.testing.assert_array_equal(np.bincount(inputs, minlength=61)[1:], lengths)
     for document, length in enumerate(lengths, start=1):
         rows = np.flatnonzero((batch["tokens"] == document).any(1))
         assert len(rows) == -(-length // 16)
-    # Never worse than one row more than first fit's bound (Johnson 1973): 11/9 optimum + 1.
+    # Never more than one row worse than first fit's bound (Johnson 1973): 11/9 optimum + 1.
     assert train.num_rows <= 11 / 9 * np.ceil(lengths.sum() / 16) + 1
 
 

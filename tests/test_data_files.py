@@ -1,4 +1,4 @@
-"""Files that look like text and are not, linked folders, byte order marks, kinds of Parquet."""
+"""Files that resemble text but are not, linked folders, byte order marks, Parquet types."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def texts_of(path: Path) -> list[str]:
     return [piece.text for piece in read_pieces(path, "text")]
 
 
-def written(path: Path, data: bytes) -> Path:
+def write_file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
@@ -56,23 +56,23 @@ def written(path: Path, data: bytes) -> Path:
         ("a.jsonl", b'{"text": "a\0b"}\n', "binary"),
     ],
 )
-def test_nul_bytes_are_not_text(tmp_path, name, data, kind):
+def test_files_with_nul_bytes_are_rejected_as_text(tmp_path, name, data, kind):
     with refused(name, "NUL", kind):
-        texts_of(written(tmp_path / name, data))
+        texts_of(write_file(tmp_path / name, data))
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, pack):
+def test_byte_order_mark_is_removed_from_the_text(tmp_path, pack):
     end = "" if pack is bytes else ".gz"
-    assert texts_of(written(tmp_path / f"a.txt{end}", pack(BOM + b"hello\n"))) == ["hello\n"]
-    lines = written(tmp_path / f"a.jsonl{end}", pack(BOM + LINES))
+    assert texts_of(write_file(tmp_path / f"a.txt{end}", pack(BOM + b"hello\n"))) == ["hello\n"]
+    lines = write_file(tmp_path / f"a.jsonl{end}", pack(BOM + LINES))
     assert texts_of(lines) == ["hello", "b"]
     assert [record.value["text"] for record in read_records(lines, [])] == ["hello", "b"]
 
 
-def test_data_whose_reading_changed_has_another_fingerprint(tmp_path, monkeypatch):
+def test_fingerprint_changes_with_the_reader_version(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
-    config = DataConfig(sources=[str(written(tmp_path / "a.txt", BOM + b"hello " * 99))])
+    config = DataConfig(sources=[str(write_file(tmp_path / "a.txt", BOM + b"hello " * 99))])
     fingerprint = lambda: open_datasets(config, seq_len=8)[0].fingerprint
     with monkeypatch.context() as before:
         before.setattr("jaxdist.data.corpus._READING", 1)
@@ -94,22 +94,22 @@ def test_data_whose_reading_changed_has_another_fingerprint(tmp_path, monkeypatc
 def test_json_lines_are_never_read_as_text(tmp_path, name, data):
     data = gzip.compress(data) if name.endswith(".gz") else data
     with refused(name, ".jsonl"):
-        texts_of(written(tmp_path / name, data))
+        texts_of(write_file(tmp_path / name, data))
 
 
 @pytest.mark.parametrize(
     "text", ['{"a": 1}\nprose\n', "{\n}", "[link](x)", "3\n4\n", '{"open": (', '{\n "a": 1\n}\n']
 )
-def test_text_with_braces_stays_text(tmp_path, text):
-    assert texts_of(written(tmp_path / "a.txt", text.encode())) == [text]
+def test_text_with_braces_is_read_as_text(tmp_path, text):
+    assert texts_of(write_file(tmp_path / "a.txt", text.encode())) == [text]
 
 
-def test_linked_folders_are_read_once_also_in_a_cycle(tmp_path):
+def test_linked_folders_are_read_once_even_in_a_cycle(tmp_path):
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
-    written(folder / "a.txt", b"a")
-    written(elsewhere / "b.txt", b"b")
+    write_file(folder / "a.txt", b"a")
+    write_file(elsewhere / "b.txt", b"b")
     (folder / "more").symlink_to("../elsewhere")
     for name in ("loop", "loop2", "loop3"):
         (elsewhere / name).symlink_to("../folder")
@@ -119,8 +119,8 @@ def test_linked_folders_are_read_once_also_in_a_cycle(tmp_path):
 
 @pytest.mark.parametrize("source", ["", "/*", "/**/*.txt", "/gone.txt"])
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/nonexistent"), os.mkfifo])
-def test_links_to_nothing_and_pipes_are_named(tmp_path, make, source):
-    written(tmp_path / "a.txt", b"a")
+def test_broken_links_and_pipes_are_rejected_by_name(tmp_path, make, source):
+    write_file(tmp_path / "a.txt", b"a")
     make(tmp_path / "gone.txt")
     with refused("gone.txt", "regular file"):
         find_files(f"{tmp_path}{source}")
@@ -142,7 +142,7 @@ def save(path: Path, array: pa.Array, names=("text",)) -> Path:
     ],
     ids=str,
 )
-def test_every_parquet_kind_of_text_is_read(tmp_path, kind):
+def test_every_parquet_text_type_is_read(tmp_path, kind):
     values = ["hé", "b"]
     values = [v.encode() for v in values] if "binary" in str(kind) else values
     path = save(tmp_path / "a.parquet", pa.array(values, kind))
@@ -150,7 +150,7 @@ def test_every_parquet_kind_of_text_is_read(tmp_path, kind):
     assert [r.value["text"] for r in read_records(path, ["text"])] == ["hé", "b"]
 
 
-def test_parquet_that_is_not_clear_text_is_rejected(tmp_path):
+def test_parquet_with_ambiguous_or_invalid_text_is_rejected(tmp_path):
     doubled = save(tmp_path / "a.parquet", pa.array(["a"]), ("text", "text"))
     with refused("a.parquet", "several columns", "text"):
         texts_of(doubled)
@@ -159,7 +159,7 @@ def test_parquet_that_is_not_clear_text_is_rejected(tmp_path):
 
 
 def thrift(value):
-    """Type and bytes of a value in Thrift's compact protocol; (n,) is an integer of 64 bits."""
+    """Return type and bytes of a value in Thrift's compact protocol; (n,) is a 64-bit integer."""
     varint = lambda n: bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
     if isinstance(value, int | tuple):
         return (5, varint(value << 1)) if isinstance(value, int) else (6, varint(value[0] << 1))
@@ -176,7 +176,7 @@ def thrift(value):
 
 
 def forged_parquet(pages, num_rows=1, codec=0, optional=0):
-    """Parquet of a column "text" with these pages: (kind, values, bytes claimed, stored bytes)."""
+    """Return Parquet of a column "text" with pages (kind, values, claimed bytes, stored bytes)."""
     encodings = {0: (5, {2: 0, 3: 3, 4: 3}), 2: (7, {2: 0}), 8: (5, {2: 8, 3: 3, 4: 3})}
     parts = []
     for kind, num_values, num_bytes, data in pages:
@@ -211,7 +211,7 @@ BOMBS = {
 def test_parquet_that_claims_too_much_memory_is_rejected_at_once(tmp_path, bomb):
     pool = pa.default_memory_pool()
     before = pool.max_memory()
-    path = written(tmp_path / "a.parquet", forged_parquet(*BOMBS[bomb]))
+    path = write_file(tmp_path / "a.parquet", forged_parquet(*BOMBS[bomb]))
     with refused("a.parquet", "values" if bomb != "rows" else "header"):
         next(read_records(path, ["text"]))
     assert pool.max_memory() <= max(before, 64 << 20)
@@ -219,7 +219,7 @@ def test_parquet_that_claims_too_much_memory_is_rejected_at_once(tmp_path, bomb)
 
 def test_parquet_that_repeats_one_long_text_is_rejected(tmp_path):
     pages = [(2, 1, len(LONG_WORD), LONG_WORD), (8, 9**5, 5, b"\1" + thrift(9**5)[1] + b"\0")]
-    path = written(tmp_path / "a.parquet", forged_parquet(pages, 9**5))
+    path = write_file(tmp_path / "a.parquet", forged_parquet(pages, 9**5))
     with refused("a.parquet", "200"):
         texts_of(path)
     assert pa.default_memory_pool().max_memory() < 1 << 30
@@ -233,17 +233,17 @@ def prompts_of(path: Path) -> list[str]:
 def test_prompt_files_are_split_at_newlines_only(tmp_path):
     odd = ["a\x0bb\x0cc\x1cd\x1de\x1ef", "g\x85h\u2028i\u2029j", "", "k"]
     text = "\r\n".join(odd) + "\n"
-    assert prompts_of(written(tmp_path / "p.txt", BOM + text.encode())) == odd
+    assert prompts_of(write_file(tmp_path / "p.txt", BOM + text.encode())) == odd
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b")).encode()
-    assert prompts_of(written(tmp_path / "p.ndjson", lines)) == ["a", "b"]
-    assert prompts_of(written(tmp_path / "empty.txt", b"")) == []
+    assert prompts_of(write_file(tmp_path / "p.ndjson", lines)) == ["a", "b"]
+    assert prompts_of(write_file(tmp_path / "empty.txt", b"")) == []
     for name, data in (("q.txt", lines), ("r.txt", b"a\0b\n")):
         with refused(name):
-            prompts_of(written(tmp_path / name, data))
+            prompts_of(write_file(tmp_path / name, data))
 
 
 @pytest.mark.parametrize("flag", ["config", "data.tokenizer", "data.chat_template"])
-def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
+def test_pipes_and_devices_are_rejected_as_settings_files(tmp_path, flag):
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero"):
         with refused(path):
@@ -252,20 +252,20 @@ def test_pipes_and_devices_are_no_files_of_settings(tmp_path, flag):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """Folders of a model, of tokens and of images, each of them complete."""
+    """Create complete folders of a model, of tokens and of images."""
     root = tmp_path_factory.mktemp("complete")
     write_model(root / "model", FAMILIES["llama3.1"])
     write_tokenizer(root / "model", ["ab"])
-    text = written(root / "text.txt", b"abc")
+    text = write_file(root / "text.txt", b"abc")
     assert data_main([str(text), f"--out={root}/tokens", "--tokenizer=bytes"]) == 0
     (root / "images").mkdir()
     for name in (*TRAIN_FILES, TEST_FILE):
-        written(root / "images" / f"{name}.bin", bytes(3073))
+        write_file(root / "images" / f"{name}.bin", bytes(3073))
     return root
 
 
 def weights_of(path: Path):
-    if path.name not in ("config.json", "model.safetensors"):  # which comes before the others
+    if path.name not in ("config.json", "model.safetensors"):  # it is read before the others
         (path.parent / "model.safetensors").unlink()
     return open_weights(path.parent)
 
@@ -301,7 +301,7 @@ def test_no_reader_waits_for_a_pipe(complete, tmp_path, name):
     path = tmp_path / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    # Ends a reader that waits, even one in C that holds Python's lock.
+    # Unblock a reader that waits, even one in C that holds the GIL.
     write = ["sh", "-c", f'sleep {PATIENCE_S}; : > "$0"', str(path)]
     start = time.monotonic()
     writer = subprocess.Popen(write, start_new_session=True)
@@ -314,6 +314,6 @@ def test_no_reader_waits_for_a_pipe(complete, tmp_path, name):
         writer.wait()
 
 
-def test_a_mesh_of_many_names_is_one_problem():
+def test_mesh_with_many_names_reports_one_problem():
     with refused("100000"):
         MeshSpec.parse(",".join(f"a{i}=1" for i in range(100_000)))

@@ -1,4 +1,4 @@
-"""Batches on devices, resuming, evaluation: a step's batch depends on (data, seed, step) alone."""
+"""Batches on devices, resuming, evaluation: a step's batch depends only on (data, seed, step)."""
 
 import hashlib
 import itertools
@@ -59,12 +59,13 @@ PINNED = {
     "images": "4a3ba81af4521e6ecd4c374a55ec0f0c",
     "grain": "96cfd7f0c5f35902ea202bd87eb6adf4",
 }
-"""Digests of batches 0 to 39 and 1000 to 1002 of 8 rows, seed 5, as the loader of commit 4fb57d1
-made them with a thread and a queue of its own. Where one changes, raise STATE_VERSION."""
+"""Digests of batches 0 to 39 and 1000 to 1002 of 8 rows, seed 5, as produced by the loader of
+commit 4fb57d1. If one changes, raise STATE_VERSION.
+"""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batches_are_those_of_earlier_versions(name, tmp_path, monkeypatch):
+def test_batches_match_earlier_versions(name, tmp_path, monkeypatch):
     write_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -92,7 +93,7 @@ def test_batches_are_the_same_on_every_mesh(text, mesh):
     sharding = sharding_on(mesh)
     loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding)
     order = train.order(5)
-    for step in range(12):  # more than an epoch
+    for step in range(12):  # more than one epoch
         expected = train.rows(order.rows(np.arange(step * 8, step * 8 + 8)))
         expected = laid_out(expected, sharding)
         batch = next(loader)
@@ -105,8 +106,8 @@ def test_batches_are_the_same_on_every_mesh(text, mesh):
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m != "dp=1"])
-def test_a_process_keeps_only_what_its_devices_hold(text, monkeypatch, mesh, num_processes):
-    """Of 8 devices in mesh order, process p is played with the p-th part of them."""
+def test_process_keeps_only_the_parts_of_its_devices(text, monkeypatch, mesh, num_processes):
+    """Process p is simulated with the p-th part of 8 devices in mesh order."""
     train, _ = open_text(text)
     order = train.order(5)
     sharding = sharding_on(mesh)
@@ -117,36 +118,34 @@ def test_a_process_keeps_only_what_its_devices_hold(text, monkeypatch, mesh, num
     for process in range(num_processes):
         mine = devices[process * own : (process + 1) * own]
 
-        def play(shape, sharding, callback, mine=mine):
-            places = sharding.devices_indices_map(shape)
-            return {d: (places[d], callback(places[d])) for d in mine}
+        def make_local_parts(shape, sharding, callback, mine=mine):
+            indices = sharding.devices_indices_map(shape)
+            return {d: (indices[d], callback(indices[d])) for d in mine}
 
-        monkeypatch.setattr(jax, "make_array_from_callback", play)
+        monkeypatch.setattr(jax, "make_array_from_callback", make_local_parts)
         held = part_held(sharding, 16, train.fields, mine)
         batches = TrainBatches(train, 5, 16, held, start=0, left_out=())
         first, batch = device_placer(train.fields, 16, held, sharding)(batches[1])
         assert first == 16
         for name, parts in batch.items():
-            for place, values in parts.values():
-                np.testing.assert_array_equal(values, expected[name][place])
+            for index, values in parts.values():
+                np.testing.assert_array_equal(values, expected[name][index])
         at = [c for c, d in np.ndenumerate(sharding.mesh.devices) if d in mine]
         rows = len({c[1:3] for c in at}) * 16 // MeshSpec.parse(mesh).num_replicas
         positions = len({c[3] for c in at}) * 16 // sharding.mesh.shape["context"]
         assert {x.shape for x in batches[1][1].values()} == {(rows, positions)}
-        everything |= {(row, place) for row in held.rows for place in range(16)}
+        everything |= {(row, index) for row in held.rows for index in range(16)}
     assert {row for row, _ in everything} == set(range(16))
 
 
 @pytest.mark.parametrize("name", ["stream", "documents", "best_fit", "chat", "mixture", "grain"])
-def test_a_process_builds_its_part_of_a_row_as_it_lies_in_the_whole_row(
-    name, tmp_path, monkeypatch
-):
-    """Every part of every row, zig-zag, for one to four devices that share rows in each process."""
+def test_process_builds_its_part_as_in_the_complete_row(name, tmp_path, monkeypatch):
+    """Check every zigzag part of every row, for processes with one to four context devices."""
     write_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     train = open_case(name)
     everything = np.arange(train.num_rows)
-    whole = train.rows(everything)
+    complete = train.rows(everything)
     reads, tokens = [], Corpus.tokens
     count = lambda self, start, stop: (reads.append(stop - start), tokens(self, start, stop))[1]
     monkeypatch.setattr(Corpus, "tokens", count)
@@ -159,28 +158,28 @@ def test_a_process_builds_its_part_of_a_row_as_it_lies_in_the_whole_row(
             reads.clear()
             part = train.rows(everything, held.spans)
             positions = order[first:last].reshape(-1)
-            assert part.keys() == whole.keys()
+            assert part.keys() == complete.keys()
             for field, values in part.items():
-                np.testing.assert_array_equal(values, whole[field][:, positions])
-                assert values.dtype == whole[field].dtype
-            if name in ("stream", "documents"):  # of each run of positions the last one's target
+                np.testing.assert_array_equal(values, complete[field][:, positions])
+                assert values.dtype == complete[field].dtype
+            if name in ("stream", "documents"):  # and the target of the last position in each run
                 assert sum(reads) == train.num_rows * (len(positions) + len(held.spans))
 
 
-def test_rows_are_read_once_per_batch_however_many_devices_hold_them(text, monkeypatch):
+def test_rows_are_read_once_per_batch_for_any_number_of_devices(text, monkeypatch):
     train, _ = open_text(text)
-    asked = []
+    row_counts = []
     part = type(train.parts[0])
     original = part.rows
     monkeypatch.setattr(
-        part, "rows", lambda self, i, s: (asked.append(len(i)), original(self, i, s))[1]
+        part, "rows", lambda self, i, s: (row_counts.append(len(i)), original(self, i, s))[1]
     )
     sharding = sharding_on("dp=2,tp=4")
     list(eval_batches(train, global_batch_size=8, sharding=sharding, max_batches=1))
-    assert asked == [8]
+    assert row_counts == [8]
 
 
-def test_the_first_sample_of_a_batch_is_that_of_counting_on():
+def test_first_sample_of_a_batch_equals_sequential_counting():
     generator = np.random.default_rng(0)
     for _ in range(200):
         batch, start = generator.integers(1, 9, 2)
@@ -195,15 +194,15 @@ def test_the_first_sample_of_a_batch_is_that_of_counting_on():
             sample += int(batch)
 
 
-def test_starting_at_a_step_equals_having_run_to_it(text):
+def test_starting_at_a_step_equals_running_to_it(text):
     train, _ = open_text(text)
     settings = {"global_batch_size": 8, "seed": 1, "sharding": sharding_on("dp=2")}
-    whole = Loader(train, **settings)
-    batches = [next(whole) for _ in range(10)]
+    uninterrupted = Loader(train, **settings)
+    batches = [next(uninterrupted) for _ in range(10)]
     later = Loader(train, **settings, start=Position(48))
     for batch in batches[6:]:
         np.testing.assert_array_equal(next(later)["tokens"], batch["tokens"])
-    whole.close()
+    uninterrupted.close()
     later.close()
 
 
@@ -230,7 +229,7 @@ def state_of(dataset, seed=0):
     return loader.state()
 
 
-def test_resuming_refuses_other_data_and_says_what_changed(text):
+def test_resuming_with_other_data_is_refused_with_the_changed_setting(text):
     train, _ = open_text(text)
     state = state_of(train)
     assert resume_position(state, train, seed=0).sample == 4
@@ -247,7 +246,7 @@ def test_resuming_refuses_other_data_and_says_what_changed(text):
         resume_position(state | {"version": 0}, train, seed=0)
 
 
-def test_fingerprint_follows_content_and_not_place(text, tmp_path):
+def test_fingerprint_depends_on_content_and_not_on_path(text, tmp_path):
     copy = tmp_path / "elsewhere.txt"
     copy.write_bytes(text.read_bytes())
     assert open_text(text)[0].fingerprint == open_text(copy)[0].fingerprint
@@ -258,16 +257,16 @@ class Broken(Exception):
     pass
 
 
-def test_a_failure_while_preparing_is_raised_at_every_next(text, monkeypatch):
+def test_loader_failure_is_raised_at_every_next(text, monkeypatch):
     train, _ = open_text(text)
     part = type(train.parts[0])
     original, calls = part.rows, []
 
-    def rows(self, *asked):
+    def rows(self, *args):
         calls.append(1)
         if len(calls) > 2:
             raise Broken
-        return original(self, *asked)
+        return original(self, *args)
 
     monkeypatch.setattr(part, "rows", rows)
     loader = Loader(train, global_batch_size=4, seed=0, sharding=sharding_on("dp=1"))
@@ -278,7 +277,7 @@ def test_a_failure_while_preparing_is_raised_at_every_next(text, monkeypatch):
     loader.close()
 
 
-def test_closing_or_forgetting_a_loader_ends_its_thread(text):
+def test_closing_or_deleting_a_loader_ends_its_thread(text):
     train, _ = open_text(text)
     settings = {"global_batch_size": 4, "seed": 0, "sharding": sharding_on("dp=1")}
     before = threading.active_count()
@@ -296,7 +295,7 @@ def test_closing_or_forgetting_a_loader_ends_its_thread(text):
     assert threading.active_count() == before
 
 
-def test_batches_are_made_under_the_transfer_guard(text):
+def test_batches_work_under_the_transfer_guard(text):
     train, _ = open_text(text)
     jax.config.update("jax_transfer_guard", "disallow")
     try:
@@ -326,19 +325,19 @@ def test_a_batch_that_does_not_divide_is_refused(text):
 @pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
 def test_evaluation_counts_each_row_once(text, mesh, packing):
     _, held = open_text(text, text, packing=packing, eval_fraction=0.3)
-    whole = held.rows(np.arange(held.num_rows))
+    complete = held.rows(np.arange(held.num_rows))
     assert held.num_rows % 8, "the last batch must be ragged for this test to say something"
     sharding = sharding_on(mesh)
     batches = list(eval_batches(held, global_batch_size=8, sharding=sharding))
     assert len(batches) == -(-held.num_rows // 8)
     weights = np.concatenate([b["weights"] for b in batches])
     assert weights[held.num_rows :].sum() == 0
-    for name, values in laid_out(whole, sharding).items():
+    for name, values in laid_out(complete, sharding).items():
         joined = np.concatenate([np.asarray(b[name]) for b in batches])
         np.testing.assert_array_equal(joined[: held.num_rows], values)
 
 
-def test_limited_evaluation_takes_different_rows_from_all_over(text):
+def test_limited_evaluation_spreads_its_rows_over_the_data(text):
     train, _ = open_text(text)
     batches = eval_batches(train, global_batch_size=4, sharding=sharding_on("dp=1"), max_batches=5)
     got = np.concatenate([np.asarray(b["tokens"]) for b in batches])
@@ -454,15 +453,15 @@ def run_two_processes(folder, sources):
 
 
 @pytest.mark.slow
-def test_two_processes_hold_the_batches_of_one(text, tmp_path):
+def test_two_processes_have_the_batches_of_one(text, tmp_path):
     dataset, _ = open_text(text, seq_len=16)
     loader = Loader(dataset, global_batch_size=8, seed=5, sharding=sharding_on("dp=4"))
     ledger = [(next(loader), loader.ledger.links[-1].digest)[1] for _ in range(3)]
     loader.close()
     for output in run_two_processes(tmp_path, [text, text]):
         assert output.strip().endswith("SAME"), output
-        said = [line for line in output.splitlines() if line.startswith("LEDGER")]
-        assert said == [f"LEDGER {ledger}"] * 3
+        ledger_lines = [line for line in output.splitlines() if line.startswith("LEDGER")]
+        assert ledger_lines == [f"LEDGER {ledger}"] * 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tokenizers: text comes back, documents end, and what does not fit is refused."""
+"""Tokenizers: text round-trips, documents end, and mismatched tokenizers are refused."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from jaxdist.data.__main__ import main
 from jaxdist.data.tokenizer import CODE_VOCAB_SIZE, train_bpe
 
 
-def test_bytes_come_back_as_text():
+def test_byte_tokenizer_round_trips_text():
     tokenizer = load_tokenizer("bytes")
     text = "plain, äöü, €, 🙂\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -28,7 +28,7 @@ def bpe(tmp_path_factory):
     return path
 
 
-def test_a_learned_bpe_encodes_every_text(bpe):
+def test_trained_bpe_encodes_any_text(bpe):
     tokenizer = load_tokenizer(str(bpe))
     for text in ["small texts about text", " leading", "äöü € 🙂\n\n\ttab", ""]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -38,7 +38,7 @@ def test_a_learned_bpe_encodes_every_text(bpe):
     assert tokenizer.decode([0]) == ""
 
 
-def test_source_code_has_a_tokenizer_of_its_own(tmp_path):
+def test_source_code_has_a_separate_tokenizer(tmp_path):
     tokenizer = load_tokenizer("code")
     assert (tokenizer.vocab_size, tokenizer.end_id) == (CODE_VOCAB_SIZE, 0)
     source = Path(__file__).read_text()
@@ -77,7 +77,7 @@ def test_truncation_stored_in_a_tokenizer_does_not_drop_text(tmp_path, bpe):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
+def test_mismatched_tokenizers_are_refused(tmp_path, bpe):
     source = write_source(tmp_path, "txt", ["a small text\n"] * 400)
     broken = tmp_path / "broken.json"
     broken.write_text("{}")

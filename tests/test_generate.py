@@ -1,4 +1,4 @@
-"""Generated text: which token each row of a batch gets, how tokens are drawn, what is printed."""
+"""Text generation: the tokens of each row of a batch, sampling, and printed output."""
 
 import dataclasses
 
@@ -17,19 +17,20 @@ from jaxdist.run.decoding import Decoder, Sampling, sample_tokens
 from jaxdist.run.text_generation import Writer, prompt_problems
 
 ROWS = 20_000
-"""Draws of one call: a share of p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
+"""Draws of one call: a frequency p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
 
 
 @pytest.fixture(scope="module")
 def case():
-    """A decoder, its parameters, three prompts of other lengths, and what must follow each.
+    """Return a decoder, its parameters, three prompts of unequal lengths, and expected tokens.
 
-    The reference reads the whole text again for each token, one prompt at a time, without a cache.
+    The reference recomputes the complete text for each token, one prompt at a time, without a
+    cache.
     """
     config = FAMILIES["llama3.1"]
     model = build(config, seq_len=16)
     params = random_params(model)
-    # Weights of 0.1 say the same after every text; larger ones look at what came before.
+    # Weights of 0.1 give the same tokens after every text; larger ones depend on the context.
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
     prompts = [random_tokens(1, length, seed=length)[0] for length in (9, 2, 5)]
     expected = []
@@ -43,7 +44,7 @@ def case():
     return model, params, prompts, expected
 
 
-def continued(case, stop=(), seed=0, mesh="dp=1", **sampling):
+def generate_tokens(case, stop=(), seed=0, mesh="dp=1", **sampling):
     model, params, prompts, _ = case
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]))
@@ -54,14 +55,14 @@ def continued(case, stop=(), seed=0, mesh="dp=1", **sampling):
     return [list(row) for row in zip(*steps, strict=True)]
 
 
-def test_every_row_goes_on_from_the_end_of_its_own_prompt(case):
+def test_every_row_continues_from_the_end_of_its_own_prompt(case):
     expected = case[-1]
-    assert len(set(map(tuple, expected))) == 3  # rows that agreed would hide a mistaken place
-    assert continued(case, temperature=0.0) == expected
+    assert len(set(map(tuple, expected))) == 3  # equal rows would hide a wrong position
+    assert generate_tokens(case, temperature=0.0) == expected
 
 
-def test_devices_that_share_rows_go_on_as_one_device_does(case):
-    assert continued(case, temperature=0.0, mesh="cp=4,tp=2") == case[-1]
+def test_context_parallel_generation_matches_one_device(case):
+    assert generate_tokens(case, temperature=0.0, mesh="cp=4,tp=2") == case[-1]
 
 
 def test_devices_hold_the_keys_of_their_own_positions_and_heads(case):
@@ -75,24 +76,24 @@ def test_devices_hold_the_keys_of_their_own_positions_and_heads(case):
         assert leaf.sharding.shard_shape(leaf.shape) == held
 
 
-def test_a_row_that_has_ended_says_nothing_more_and_changes_no_other(case):
+def test_row_that_has_ended_stops_and_changes_no_other(case):
     expected = case[-1]
     stop = next(token for token in expected[1] if token not in expected[0] + expected[2])
     end = expected[1].index(stop)
     ended = expected[1][: end + 1] + [None] * (5 - end)
-    assert continued(case, temperature=0.0, stop={stop}) == [expected[0], ended, expected[2]]
+    assert generate_tokens(case, temperature=0.0, stop={stop}) == [expected[0], ended, expected[2]]
 
 
-def test_each_token_is_drawn_anew_and_the_seed_decides(case):
-    flat = dict(temperature=1e6)  # every token equally likely: equal ones mean equal draws
-    first = continued(case, seed=1, **flat)
-    assert first == continued(case, seed=1, **flat) != continued(case, seed=2, **flat)
+def test_each_token_is_drawn_anew_and_depends_on_the_seed(case):
+    flat = dict(temperature=1e6)  # every token equally likely: equal tokens mean equal draws
+    first = generate_tokens(case, seed=1, **flat)
+    assert first == generate_tokens(case, seed=1, **flat) != generate_tokens(case, seed=2, **flat)
     assert all(len(set(row)) > 2 for row in first)
     assert len(set(map(tuple, first))) == 3
 
 
-def shares(probs, temperature=1.0, top_k=0, top_p=1.0):
-    """How often each token is drawn from these probabilities, and the order of rows' draws."""
+def sampled_frequencies(probs, temperature=1.0, top_k=0, top_p=1.0):
+    """Return how often each token is drawn from these probabilities."""
     logits = jnp.log(jnp.tile(jnp.array(probs), (ROWS, 1)))
     drawn = sample_tokens(
         logits, jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p
@@ -115,34 +116,34 @@ PROBS = (0.05, 0.5, 0.15, 0.3)
         "top 3": (dict(top_k=3), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
         "top 4 of 4": (dict(top_k=4), PROBS),
         "more than there are": (dict(top_k=9), PROBS),
-        # 0.5 alone does not reach 0.6: the token that crosses it belongs to the nucleus.
+        # 0.5 alone does not reach 0.6: the token that crosses it is part of the nucleus.
         "p crossed by the second": (dict(top_p=0.6), (0, 0.5 / 0.8, 0, 0.3 / 0.8)),
         "p reached by the first": (dict(top_p=0.45), (0, 1, 0, 0)),
         "p crossed by the third": (dict(top_p=0.9), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
-        # Of the two that top_k leaves the first has 0.625 of the probability.
+        # Of the two tokens that top_k keeps, the first has 0.625 of the probability.
         "p after k": (dict(top_k=2, top_p=0.6), (0, 1, 0, 0)),
         "p after temperature": (dict(temperature=0.5, top_p=0.6), (0, 1, 0, 0)),
     }.values(),
 )
-def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings, expected):
-    found = shares(PROBS, **settings)
-    assert set(np.flatnonzero(found)) == set(np.flatnonzero(expected))
-    np.testing.assert_allclose(found, expected, atol=0.015)  # four standard errors
+def test_tokens_are_drawn_with_the_expected_probabilities(settings, expected):
+    actual = sampled_frequencies(PROBS, **settings)
+    assert set(np.flatnonzero(actual)) == set(np.flatnonzero(expected))
+    np.testing.assert_allclose(actual, expected, atol=0.015)  # four standard errors
 
 
-def test_rows_are_cut_each_by_its_own_probabilities():
+def test_each_row_is_truncated_by_its_own_probabilities():
     logits = jnp.log(jnp.array([PROBS, PROBS[::-1]] * (ROWS // 2)))
     for settings in (dict(top_k=1, top_p=1.0), dict(top_k=0, top_p=0.4)):
         drawn = sample_tokens(logits, jax.random.key(0), temperature=1.0, **settings)
         np.testing.assert_array_equal(drawn, [1, 2] * (ROWS // 2))
 
 
-def test_prompts_fill_the_positions_of_the_model_and_no_more():
-    found = [len(prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
-    assert found == [0, 0, 1, 1]
+def test_prompts_longer_than_the_model_are_reported():
+    num_problems = [len(prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
+    assert num_problems == [0, 0, 1, 1]
 
 
-def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
+def test_prompt_file_has_one_prompt_per_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("first\n second \nthird")
     config = GenerateConfig(run="none", prompt_file=str(file))
@@ -155,7 +156,7 @@ def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
 
 
 class Utf8:
-    """A tokenizer of bytes, in which a character may take several tokens."""
+    """A byte tokenizer, in which a character may need several tokens."""
 
     stop_ids, marks_start = frozenset(), False
 
@@ -164,24 +165,27 @@ class Utf8:
 
 
 class Scripted:
-    """A model whose next tokens of each prompt are given."""
+    """A model that returns predefined tokens for each prompt."""
 
     def __init__(self, steps):
         self.tokens = lambda prompts, **settings: iter(steps)
 
 
-def printed(steps, prompts, capsys) -> str:
+def print_texts(steps, prompts, capsys) -> str:
     writer = Writer(GenerateConfig(run="none"), Utf8(), max_len=16)
     writer.decoder = Scripted(steps)
     _print(writer, [{"prompt": prompt} for prompt in prompts], prompts, batch_size=8)
     return capsys.readouterr().out
 
 
-def test_what_is_printed_is_prompt_and_text_however_characters_are_cut(capsys):
+def test_output_is_prompt_and_text_if_tokens_split_characters(capsys):
     text = "naïve 漢字 ok"
     one = ([token] for token in [*text.encode(), None])
-    assert printed(one, ["say: "], capsys) == f"say: {text}\n"
+    assert print_texts(one, ["say: "], capsys) == f"say: {text}\n"
     cut = ([token] for token in "漢".encode()[:2])
-    assert printed(cut, ["say: "], capsys) == "say: \ufffd\n"
+    assert print_texts(cut, ["say: "], capsys) == "say: \ufffd\n"
     two = zip(b"abc", [*b"x", None, None], strict=True)
-    assert printed(map(list, two), ["1:", "2:"], capsys) == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"
+    assert (
+        print_texts(map(list, two), ["1:", "2:"], capsys)
+        == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"
+    )

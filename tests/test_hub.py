@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, from a prepared cache and from a hub that this machine serves."""
+"""Names on the Hugging Face hub, from a prepared cache and from a local hub server."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ SMALL = "--train.seq_len=64"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model directory with a tokenizer, and files that nobody needs."""
+    """Write a model directory with a tokenizer, and unneeded files."""
     path = tmp_path_factory.mktemp("model")
     write_model(path, FAMILIES["llama3.1"])
     write_tokenizer(path, ["some text of a model"] * 4, 320)
@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache, of which all is known and nobody else may be asked."""
+    """Create an empty cache in offline mode: no test may contact the real hub."""
     path = tmp_path / "cache"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -56,7 +56,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def store(cache: Path, repo: str, folder: Path, commit: str, ref: str = "main") -> Path:
-    """A commit of a model in the library's layout: refs, blobs, links to them in snapshots."""
+    """Store a commit of a model in the hub's cache layout: refs, blobs, links in snapshots."""
     root = cache / f"models--{repo.replace('/', '--')}"
     snapshot = root / "snapshots" / commit
     for directory in (root / "refs", root / "blobs", snapshot):
@@ -69,8 +69,8 @@ def store(cache: Path, repo: str, folder: Path, commit: str, ref: str = "main") 
     return snapshot
 
 
-def edited(folder: Path, to: Path, **sizes: object) -> Path:
-    """A copy of a model directory with other values in its config.json."""
+def edit_copy(folder: Path, to: Path, **sizes: object) -> Path:
+    """Copy a model directory with other values in its config.json."""
     shutil.copytree(folder, to)
     config = json.loads((folder / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **sizes}))
@@ -95,15 +95,15 @@ def edited(folder: Path, to: Path, **sizes: object) -> Path:
         ("here/model", False),
     ],
 )
-def test_a_hub_name_has_one_slash_and_is_no_path_that_exists(tmp_path, monkeypatch, text, is_name):
+def test_hub_name_has_one_slash_and_is_not_an_existing_path(tmp_path, monkeypatch, text, is_name):
     monkeypatch.chdir(tmp_path)
     Path("here/model").mkdir(parents=True)
     assert hub.is_hub_name(text) == is_name
 
 
-def test_a_run_from_a_hub_name_keeps_the_commit(cache, model, tmp_path):
+def test_run_from_a_hub_name_stores_the_commit(cache, model, tmp_path):
     store(cache, "org/tiny", model, OLD)
-    store(cache, "org/tiny", edited(model, tmp_path / "new", rope_theta=7e4), NEW, ref="v2")
+    store(cache, "org/tiny", edit_copy(model, tmp_path / "new", rope_theta=7e4), NEW, ref="v2")
     config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
     assert config.init_from == config.data.tokenizer == f"org/tiny@{OLD}"
     assert config.name == "tiny" and config.optim.peak_lr == 2e-5
@@ -113,14 +113,14 @@ def test_a_run_from_a_hub_name_keeps_the_commit(cache, model, tmp_path):
     assert newer.model.rope_theta == 7e4 != config.model.rope_theta
 
 
-def test_the_same_command_goes_on_with_the_first_commit(cache, model, tmp_path):
-    """Also from the stored settings alone, and when the branch has moved to another commit."""
+def test_same_command_resumes_with_the_first_commit(cache, model, tmp_path):
+    """Also from the stored settings alone, and if the branch has moved to another commit."""
     store(cache, "org/tiny", model, OLD)
     flags = ["--init-from=org/tiny", "--run-dir=run", SMALL]
     first = read_run(flags, command="jaxdist.train")
     Path("run").mkdir()
     Path("run/config.toml").write_text(write_toml(first))
-    store(cache, "org/tiny", edited(model, tmp_path / "new", rope_theta=7e4), NEW)
+    store(cache, "org/tiny", edit_copy(model, tmp_path / "new", rope_theta=7e4), NEW)
     hub._download.cache_clear()  # another process
     assert read_run(flags, command="jaxdist.train") == first
     assert stored_run("run/config.toml") == first
@@ -130,7 +130,7 @@ def test_the_same_command_goes_on_with_the_first_commit(cache, model, tmp_path):
     assert read_run(flags, command="jaxdist.train").init_from == f"org/tiny@{NEW}"
 
 
-def test_a_path_that_exists_wins(cache, model):
+def test_existing_path_takes_precedence_over_a_hub_name(cache, model):
     store(cache, "org/tiny", model, OLD)
     shutil.copytree(model, "org/tiny")
     config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
@@ -138,7 +138,7 @@ def test_a_path_that_exists_wins(cache, model):
     assert Path(config.data.tokenizer) == Path("org/tiny/tokenizer.json").absolute()
 
 
-def test_a_tokenizer_by_name_is_that_of_its_file(cache, model):
+def test_tokenizer_by_hub_name_equals_its_file(cache, model):
     store(cache, "org/tiny", model, OLD)
     flags = ["--data.tokenizer=org/tiny", "--model.vocab_size=320"]
     assert read_run(flags, command="x").data.tokenizer == f"org/tiny@{OLD}"
@@ -156,7 +156,7 @@ def test_convert_from_a_hub_name(cache, model, capsys):
     assert Path("out/tokenizer/tokenizer.json").is_file()
 
 
-def test_what_the_cache_lacks_is_refused_offline(cache, model, tmp_path):
+def test_names_missing_from_the_cache_are_refused_offline(cache, model, tmp_path):
     read = lambda *flags: read_run([*flags, SMALL], command="jaxdist.train")
     with refused("init_from='org/none'", cache, "HF_HUB_OFFLINE", constants.ENDPOINT):
         read("--init-from=org/none")
@@ -179,9 +179,9 @@ def test_what_the_cache_lacks_is_refused_offline(cache, model, tmp_path):
         read("--init-from=org/bare", "--data.tokenizer=bytes")
 
 
-def test_a_hub_that_gives_no_answer_is_named_with_the_cause(cache, monkeypatch):
+def test_unreachable_hub_is_named_with_the_cause(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server listens there
     with refused("init_from='org/tiny'", "http://127.0.0.1:9", "Connect", cache):
         read_run(["--init-from=org/tiny"], command="jaxdist.train")
 
@@ -247,13 +247,13 @@ def served(folder: Path, sent: list[str]):
         server.shutdown()
 
 
-def test_only_what_is_needed_is_fetched_and_weights_last(cache, model, monkeypatch):
+def test_only_needed_files_are_fetched_and_weights_last(cache, model, monkeypatch):
     sent: list[str] = []
     with served(model, sent) as address:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        place = "{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{place}")
+        url_path = "{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{url_path}")
         config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
         assert config.init_from == f"org/tiny@{NEW}"
         small = {name for name in TOKENIZER_FILES if (model / name).exists()}

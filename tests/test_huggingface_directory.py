@@ -1,4 +1,4 @@
-"""Hugging Face directories that contradict themselves: load what transformers loads, or reject."""
+"""Inconsistent Hugging Face directories: load the weights that transformers loads, or reject."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TABLES = {
 
 
 def transformers_logits(path, tokens):
-    """Logits of the directory as transformers loads it."""
+    """Return the directory's logits as computed by transformers."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -37,7 +37,7 @@ def our_logits(path, tokens):
 
 
 def check_logits(path) -> None:
-    """Compare logits with those of transformers."""
+    """Compare our logits with those of transformers."""
     tokens = random_tokens(2, SEQ)
     expected = transformers_logits(path, tokens)
     np.testing.assert_allclose(our_logits(path, tokens), expected, atol=TOLERANCE, rtol=0)
@@ -71,7 +71,7 @@ def test_a_tied_model_with_a_head_has_the_logits_of_transformers(tmp_path, name,
     check_logits(tmp_path / "out")
 
 
-def test_heads_without_a_place_are_rejected(tmp_path):
+def test_unexpected_or_missing_heads_are_rejected(tmp_path):
     write_model(tmp_path, FAMILIES["llama3.1"])
     head = np.zeros((97, 32), np.float32)
     rewrite_tensors(tmp_path, lambda tensors: tensors.update({"model.lm_head.weight": head}))
@@ -101,7 +101,7 @@ def write_shards(path, scale: float, *, without: str = "") -> None:
     (path / safetensors.INDEX).write_text(json.dumps(index))
 
 
-def test_a_single_file_wins_over_an_index(tmp_path):
+def test_single_file_takes_precedence_over_an_index(tmp_path):
     write_shards(tmp_path, scale=0.05)
     assert len(safetensors.indexed_files(safetensors.locate(tmp_path))) > 1
     write_model(tmp_path, FAMILIES["llama2"], scale=0.1)
@@ -111,7 +111,7 @@ def test_a_single_file_wins_over_an_index(tmp_path):
     check_logits(tmp_path)
 
 
-def test_a_tensor_that_the_index_leaves_out_is_not_dropped(tmp_path):
+def test_tensor_missing_from_the_index_is_not_dropped(tmp_path):
     write_shards(tmp_path, scale=0.1, without="lm_head.weight")
     check_logits(tmp_path)
     change(tmp_path, tie_word_embeddings=True)
@@ -140,7 +140,7 @@ def test_an_ambiguous_set_of_weights_is_rejected(tmp_path, files, reason):
         open_weights(tmp_path)
 
 
-def test_a_model_without_a_tokenizer_is_evaluated_on_tokens_and_writes_no_text(tmp_path, capsys):
+def test_model_without_a_tokenizer_is_evaluated_on_tokens_and_generates_no_text(tmp_path, capsys):
     from jaxdist import evaluate, generate
     from jaxdist.data.__main__ import main as tokenize
 
