@@ -1,5 +1,4 @@
-"""Rates of matrix products: tiles, waves, inner dimensions and the power limit, against what was
-measured on single kernels."""
+"""GEMM rates compared with kernel measurements: tiles, waves, inner dimensions, power limit."""
 
 import dataclasses
 import itertools
@@ -21,19 +20,19 @@ MEASURED = {
 """TFLOP/s of the best product on each GPU (github.com/mag-/gpu_benchmark)."""
 
 
-def reached(gpu, dtype: str = "bfloat16", shape=(16384, 16384, 8192)) -> float:
-    """TFLOP/s of one product of such a shape where tiles reach all of a multiprocessor's rate."""
+def achieved_tflops(gpu, dtype: str = "bfloat16", shape=(16384, 16384, 8192)) -> float:
+    """Return TFLOP/s of one such product, if tiles reach the full rate of a multiprocessor."""
     peak = gpu.peak_flops[dtype]
     busy = products.busy_share(shape, gpu.num_sms, products.half_inner(gpu))
     return 1e-12 * peak * busy * products.clock(gpu, peak, dtype, busy)
 
 
 @pytest.mark.parametrize(("name", "tflops"), MEASURED.items())
-def test_the_best_products_are_those_measured(name, tflops):
-    assert reached(GPUS[name]) == pytest.approx(tflops, rel=0.12)
+def test_best_gemm_rates_match_measurements(name, tflops):
+    assert achieved_tflops(GPUS[name]) == pytest.approx(tflops, rel=0.12)
 
 
-def test_only_cards_that_are_known_to_exceed_their_boost_clock_do():
+def test_only_geforce_cards_exceed_their_boost_clock():
     clocks = {
         name: products.clock(gpu, gpu.peak_flops["float16"], "float16", 0.5)
         for name, gpu in GPUS.items()
@@ -41,7 +40,7 @@ def test_only_cards_that_are_known_to_exceed_their_boost_clock_do():
     assert {name for name, share in clocks.items() if share > 1} == {"rtx-3090", "rtx-4090"}
 
 
-def test_a_lower_power_limit_lowers_the_clock_by_its_cube_root():
+def test_clock_follows_the_cube_root_of_the_power_limit():
     h100 = GPUS["h100"]
     peak = h100.peak_flops["bfloat16"]
     clocks = [
@@ -58,8 +57,8 @@ def test_idle_matrix_units_leave_power_for_a_higher_clock():
     assert clocks[0] > clocks[1]
 
 
-def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one():
-    """128 × 256 tiles: 132 of them fill the multiprocessors once, 133 need them twice."""
+def test_partial_wave_takes_as_long_as_a_full_one():
+    """128 × 256 tiles: 132 tiles fill the multiprocessors once, 133 need two waves."""
     full, more = (products.busy_share((128 * n, 256, 4096), 132, 250) for n in (132, 134))
     assert more < 0.75 * full
 
@@ -70,8 +69,8 @@ def test_small_inner_dimensions_and_small_results_are_slow():
     assert products.busy_share((256, 256, 8192), 132, 250) < 0.25
 
 
-def test_results_are_written_at_the_rate_of_the_memory():
-    """A short inner dimension costs less where memory is fast beside the matrix units."""
+def test_results_are_written_at_memory_bandwidth():
+    """A short inner dimension costs less if memory is fast relative to the matrix units."""
     h100, h200, a100 = (products.half_inner(GPUS[name]) for name in ("h100", "h200", "a100-80"))
     assert h100 / h200 == pytest.approx(4.8 / 3.35, rel=0.01)
     assert 0.5 < a100 / h100 < 0.55  # 312 and 989 TFLOP/s, 2.04 and 3.35 TB/s
@@ -79,19 +78,19 @@ def test_results_are_written_at_the_rate_of_the_memory():
     assert products.busy_share(shape, 108, a100) > 1.08 * products.busy_share(shape, 108, h100)
 
 
-def test_one_of_several_gpus_waits_for_the_slowest_of_them():
+def test_gpus_wait_for_the_slowest_one():
     one, two = (
         dataclasses.replace(job(mesh, train={"global_batch_size": rows}), engine=published_engine())
         for mesh, rows in (("dp=1", 4), ("dp=2", 8))
     )
-    alone, beside = (estimate_time(each).parts for each in (one, two))
+    alone, shared = (estimate_time(each).parts for each in (one, two))
     computed = sum(alone[kind] for kind in ("products", "attention", "memory-bound kernels"))
-    waited = beside["launch gaps"] - alone["launch gaps"]
+    waited = shared["launch gaps"] - alone["launch gaps"]
     assert waited == pytest.approx(PUBLISHED.idle * computed)
 
 
 def test_large_layers_run_at_600_to_750_tflops_on_an_h100():
-    """What dense 16-bit products reach at 700 W; published software less than our program."""
+    """Rate of dense 16-bit products at 700 W; published software is slower than ours."""
     wide = dataclasses.replace(LLAMA, d_model=4096, num_heads=32, mlp_dim=14336)
     ours = job(model=wide, train={"global_batch_size": 16})
     other = dataclasses.replace(ours, engine=published_engine())
@@ -108,7 +107,7 @@ def test_attention_is_slow_on_short_rows_and_narrow_heads():
 
 
 @pytest.mark.parametrize(("gpu", "keys"), [("a100-80", 4096), ("h100", 16384)])
-def test_a_trainers_attention_kernel_sets_its_attentions_time(gpu, keys):
+def test_attention_time_depends_on_the_attention_kernel(gpu, keys):
     one = job(gpus=f"{gpu}:1", train={"global_batch_size": 1, "seq_len": keys})
     slow, typical, fast = (
         estimate_time(dataclasses.replace(one, engine=published_engine("", kernel)))
@@ -116,11 +115,11 @@ def test_a_trainers_attention_kernel_sets_its_attentions_time(gpu, keys):
     )
     times = [each.parts["attention"] for each in (slow, typical, fast)]
     assert times == sorted(times, reverse=True)
-    assert times[0] / times[2] == pytest.approx(1.4, abs=0.02)  # 0.50 of the peak and 0.36
+    assert times[0] / times[2] == pytest.approx(1.4, abs=0.02)  # 0.50 and 0.36 of the peak
     assert slow.parts["products"] == fast.parts["products"]
 
 
-def test_another_chip_does_not_inherit_a_power_limit(tmp_path):
+def test_gpu_with_another_peak_does_not_inherit_the_power_limit(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text(
         '[fast]\nlike = "l4"\npeak_tflops = { bfloat16 = 165, float32 = 82 }\n'
@@ -138,7 +137,7 @@ def test_another_chip_does_not_inherit_a_power_limit(tmp_path):
     assert 1.05 < cool.parts["products"] / usual.parts["products"] < 1.15
 
 
-def test_a_t4_has_an_mfu():
+def test_t4_has_an_mfu():
     for dtype in ("float16", "bfloat16"):
         one = job(gpus="t4:1", precision=dict(compute_dtype=dtype))
         assert one.config.precision == PrecisionConfig(compute_dtype=dtype)

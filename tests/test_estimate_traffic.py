@@ -1,4 +1,4 @@
-"""Compiled programs move the bytes of their theory, and so does the estimate: by kind and axes."""
+"""Compiled programs move the bytes of the theory, and so does the estimate: by kind and axes."""
 
 import collections
 import dataclasses
@@ -41,11 +41,11 @@ def job_of(case: Case, **changes) -> Job:
 
 
 def moved(case: Case, **changes) -> dict[tuple[str, str], float]:
-    found = collections.Counter()
+    totals = collections.Counter()
     for flow in flows_of(job_of(case, **changes)):
-        found[flow.kind, "+".join(flow.axes)] += flow.bytes
-    # Kinds and axes whose arrays are all below 64 bytes are left out of the reader's account.
-    return {key: amount for key, amount in found.items() if amount}
+        totals[flow.kind, "+".join(flow.axes)] += flow.bytes
+    # The program reader omits kinds and axes whose arrays are all below 64 bytes.
+    return {key: amount for key, amount in totals.items() if amount}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -64,8 +64,8 @@ def test_estimated_traffic_equals_the_compiled_programs(case):
         *(("full", True), ("names:attention_out", False), ("full", False)),
     ],
 )
-def test_estimated_traffic_knows_what_backward_moves_again(remat, sequence):
-    """Attention's output is kept summed over `tensor`: then it is not summed again."""
+def test_estimated_traffic_includes_rematerialized_collectives(remat, sequence):
+    """Attention's output is saved after its sum over `tensor`; it is not summed again."""
     case = Case("rotary", "fsdp=2,tp=2", sequence=sequence, microbatches=2, remat=remat)
     text = lowered(case).compile().as_text()
     read = traffic(text, layout_of(case).mesh.shape)

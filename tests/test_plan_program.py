@@ -1,4 +1,4 @@
-"""The reader of compiled programs: every notation of groups, nothing overlooked."""
+"""The reader of compiled programs: every notation of groups, and no instruction skipped."""
 
 import pytest
 from refusals import refused
@@ -69,11 +69,11 @@ def test_groups_are_read_in_every_notation(groups, axes, nodes):
         with refused("replica groups", error=UnknownHLO):
             read(reduction(groups))
         return
-    (found,) = read(reduction(groups))
-    assert (found.axes, found.nodes) == (axes, nodes)
-    assert found.group_size == {("pipeline", "tensor"): 4}.get(axes, 8 if len(axes) == 3 else 2)
-    assert (found.kind, found.bytes, found.count) == ("all-reduce", 256, 1)
-    assert (found.dtypes, found.op_name) == (("f32",), "jit(train)/psum")
+    (op,) = read(reduction(groups))
+    assert (op.axes, op.nodes) == (axes, nodes)
+    assert op.group_size == {("pipeline", "tensor"): 4}.get(axes, 8 if len(axes) == 3 else 2)
+    assert (op.kind, op.bytes, op.count) == ("all-reduce", 256, 1)
+    assert (op.dtypes, op.op_name) == (("f32",), "jit(train)/psum")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_groups_are_read_in_every_notation(groups, axes, nodes):
         ("strange", "unknown replica groups"),
     ],
 )
-def test_groups_that_are_not_understood_raise(groups, message):
+def test_unknown_groups_raise(groups, message):
     with pytest.raises(UnknownHLO, match=message):
         read(reduction(groups))
 
@@ -102,16 +102,16 @@ PAIRS = "source_target_pairs={{0,4},{4,0},{1,5},{5,1},{2,6},{6,2},{3,7},{7,3}}"
 
 
 @pytest.mark.parametrize("is_sync", ["true", "false"])
-def test_a_permute_knows_its_axis_bytes_and_what_runs_beside_it(is_sync):
+def test_permute_has_its_axis_bytes_and_concurrent_ops(is_sync):
     backend = f'backend_config={{"collective_backend_config":{{"is_sync":{is_sync}}}}}'
-    (found,) = read(PERMUTE.replace("PAIRS", PAIRS).replace("BACKEND", backend))
-    assert (found.kind, found.axes, found.nodes) == ("collective-permute", ("pipeline",), 2)
-    assert (found.bytes, found.wire_bytes) == (64, 64)  # of one array, not of operand and result
-    assert (found.overlapped, found.between) == (is_sync == "false", 2)
+    (op,) = read(PERMUTE.replace("PAIRS", PAIRS).replace("BACKEND", backend))
+    assert (op.kind, op.axes, op.nodes) == ("collective-permute", ("pipeline",), 2)
+    assert (op.bytes, op.wire_bytes) == (64, 64)  # of one array, not of operand and result
+    assert (op.overlapped, op.between) == (is_sync == "false", 2)
 
 
 @pytest.mark.parametrize(
-    ("beside", "products"),
+    ("concurrent", "products"),
     [
         ('%d = f32[64]{0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"', 1),
         ('%d = f32[64]{0} custom-call(%x), custom_call_target="SliceToDynamic"', 0),
@@ -121,8 +121,8 @@ def test_a_permute_knows_its_axis_bytes_and_what_runs_beside_it(is_sync):
         ("%d = f32[64]{0} while(%x), condition=%add, body=%add", 0),
     ],
 )
-def test_products_beside_a_permute_are_counted_wherever_they_stand(beside, products):
-    """In a library's kernel, in a fusion, or in what a loop runs."""
+def test_products_concurrent_with_a_permute_are_counted_in_any_form(concurrent, products):
+    """In a library kernel, in a fusion, or in a loop."""
     start, _, _, done = PERMUTE.replace("PAIRS", PAIRS).replace(", BACKEND", "").split("\n")[1:]
     multiplying = """%gemm (a: f32[8,8]) -> f32[8,8] {
   %a = f32[8,8] parameter(0)
@@ -133,12 +133,12 @@ def test_products_beside_a_permute_are_counted_wherever_they_stand(beside, produ
   %b = f32[8,8] parameter(0)
   ROOT %f.1 = f32[8,8] fusion(%b), kind=kCustom, calls=%gemm
 }"""
-    (found,) = read(f"{start}\n  {beside}\n{done}", multiplying)
-    assert (found.between, found.products) == (1, products)
+    (op,) = read(f"{start}\n  {concurrent}\n{done}", multiplying)
+    assert (op.between, op.products) == (1, products)
 
 
 @pytest.mark.parametrize(
-    ("kind", "result", "whole", "wire"),
+    ("kind", "result", "num_bytes", "wire"),
     [
         ("all-gather", "f32[128]{0}", 512, 256),
         ("reduce-scatter", "f32[32]{0}", 256, 128),
@@ -149,15 +149,15 @@ def test_products_beside_a_permute_are_counted_wherever_they_stand(beside, produ
         ("all-reduce", "(f32[64]{0}, bf16[64]{0}, f32[]{:T(128)})", 384, 384),
     ],
 )
-def test_wire_bytes_are_those_of_a_ring(kind, result, whole, wire):
-    (found,) = read(f"  %r = {result} {kind}(%x), replica_groups=[4,2]<=[8]")
-    assert (found.bytes, found.wire_bytes, found.group_size) == (whole, wire, 2)
-    assert not found.overlapped
-    (found,) = read(
+def test_wire_bytes_match_a_ring(kind, result, num_bytes, wire):
+    (op,) = read(f"  %r = {result} {kind}(%x), replica_groups=[4,2]<=[8]")
+    assert (op.bytes, op.wire_bytes, op.group_size) == (num_bytes, wire, 2)
+    assert not op.overlapped
+    (op,) = read(
         f"  %r-start = (f32[64]{{0}}, {result}) {kind}-start(%x), replica_groups=[4,2]<=[8]\n"
         f"  %r-done = {result} {kind}-done(%r-start)"
     )
-    assert (found.bytes, found.wire_bytes, found.overlapped) == (whole, wire, True)
+    assert (op.bytes, op.wire_bytes, op.overlapped) == (num_bytes, wire, True)
 
 
 WRAPPED = """%wrapped (p: f32[64]) -> f32[32] {
@@ -171,8 +171,8 @@ def test_a_wrapped_collective_is_read_once_with_its_own_type():
   %u = ((f32[64]{0}), f32[32]{0}, u32[]) async-update(%s), calls=%wrapped
   %f = f32[64]{0} fusion(%x), kind=kLoop, calls=%add
   %d = f32[32]{0} async-done(%u), calls=%wrapped"""
-    (found,) = read(body, WRAPPED)
-    assert (found.kind, found.bytes, found.overlapped, found.between) == (
+    (op,) = read(body, WRAPPED)
+    assert (op.kind, op.bytes, op.overlapped, op.between) == (
         "reduce-scatter",
         256,
         True,
@@ -203,8 +203,8 @@ def trips(count: int) -> str:
 
 def test_trip_counts_of_nested_loops_multiply():
     loop = f"  %w = (s32[], f32[64]{{0}}) while(%x), condition=%never, body=%outer, {trips(7)}"
-    (found,) = read(loop, LOOPS.replace("INNER", trips(5)))
-    assert (found.count, found.in_branch) == (35, False)
+    (op,) = read(loop, LOOPS.replace("INNER", trips(5)))
+    assert (op.count, op.in_branch) == (35, False)
     with pytest.raises(UnknownHLO, match="unknown length"):
         read(loop, LOOPS.replace("INNER", "metadata={}"))
 
@@ -216,22 +216,22 @@ def test_trip_counts_of_nested_loops_multiply():
         "true_computation=%outer, false_computation=%outer",
     ],
 )
-def test_what_a_branch_holds_is_counted_as_if_it_were_taken_and_marked(branches):
+def test_collectives_in_a_branch_are_counted_as_taken_and_marked(branches):
     body = f"  %c = (s32[], f32[64]{{0}}) conditional(%x, %x, %x), {branches}"
-    found = read(body, LOOPS.replace("INNER", trips(5)))
-    assert [(c.count, c.in_branch) for c in found] == [(5, True)] * 2
+    results = read(body, LOOPS.replace("INNER", trips(5)))
+    assert [(c.count, c.in_branch) for c in results] == [(5, True)] * 2
     text = PROGRAM.replace("BODY", body).replace("COMPUTATIONS", LOOPS.replace("INNER", trips(5)))
     with refused("a conditional", error=UnknownHLO):
         traffic(text, MESH)
 
 
-def test_a_called_computation_runs_as_often_as_it_is_called():
-    found = read(
+def test_called_computation_is_counted_once_per_call():
+    results = read(
         "  %a = (s32[], f32[64]{0}) call(%x), to_apply=%outer\n"
         "  %b = (s32[], f32[64]{0}) call(%x), to_apply=%outer",
         LOOPS.replace("INNER", trips(3)),
     )
-    assert [c.count for c in found] == [3, 3]
+    assert [c.count for c in results] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -250,17 +250,17 @@ def test_a_called_computation_runs_as_often_as_it_is_called():
         ("  %r = (s32[], f32[64]) reduce(%x), to_apply=%inner", "unknown caller 'reduce'"),
     ],
 )
-def test_what_is_not_known_raises_rather_than_counting_as_nothing(body, message):
+def test_unknown_instructions_raise_instead_of_counting_as_zero(body, message):
     with pytest.raises(UnknownHLO, match=message):
         read(body, LOOPS.replace("INNER", trips(5)))
 
 
-def test_text_without_an_entry_is_no_program():
+def test_text_without_an_entry_is_rejected():
     with pytest.raises(UnknownHLO, match="no entry"):
         parse("HloModule nothing")
 
 
-def test_scalars_and_groups_of_one_are_no_traffic():
+def test_scalars_and_groups_of_one_cause_no_traffic():
     scalar = "  %r = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add"
     alone = "  %q = f32[64]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add"
     assert read(f"{scalar}\n{alone}") == []
@@ -273,12 +273,12 @@ def test_traffic_adds_up_by_kind_and_axes():
     assert traffic(text, MESH) == {("all-reduce", "tensor"): (2, 512)}
 
 
-def test_types_are_measured_in_whole_bytes():
+def test_type_sizes_are_rounded_up_to_bytes():
     sizes = [shape.num_bytes for shape in shapes_of("(f8e4m3fn[3,5]{1,0}, s4[5], pred[], token[])")]
     assert sizes == [15, 3, 1]
 
 
-def test_custom_calls_are_found_wherever_they_stand():
+def test_custom_calls_with_tuple_results_are_detected():
     call = '%c = (bf16[2,4,8,16], u8[0]) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"'
     text = PROGRAM.replace("COMPUTATIONS", "").replace("BODY", f"  {call}")
     assert [name for name, _ in custom_calls(text)] == ["__cudnn$fmhaSoftmax"]
