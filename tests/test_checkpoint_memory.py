@@ -1,4 +1,4 @@
-"""Saves leave nothing behind in the process, however many there are."""
+"""Saves leak no memory in the process."""
 
 import gc
 
@@ -13,7 +13,7 @@ STATE = {"params": {f"w{i}": jnp.ones((4, 4)) for i in range(12)}}
 
 @pytest.mark.slow
 def test_saves_leave_no_objects_behind(tmp_path):
-    """TensorStore's counters, which Orbax logs, left 26 lists a save of this state."""
+    """TensorStore's counters, which Orbax logs, leaked 26 lists for each save of this state."""
     keeper = Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), log=lambda line: None)
     counts = []
     for step in range(1, 3 * SAVES + 1):

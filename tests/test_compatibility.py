@@ -1,4 +1,4 @@
-"""Runs written by commit 8bf0dac still resume bit for bit, and every command still reads them.
+"""Runs written by commit 8bf0dac still resume bit-identically, and every command still reads them.
 
 `tests/compatibility` holds a run of six steps on one device and one on fsdp=2,tp=2, each with the
 checkpoint of step 6. The expected losses of steps 7 to 10 were computed by the same commit.
@@ -22,8 +22,8 @@ EXPECTED = {
 EXPECTED_EVAL = 5.4896  # step 6, printed with four decimals
 
 
-def rounds_like_the_recording() -> bool:
-    """Whether this jax and CPU add up in the order of the recording (jax 0.10.2, no AVX-512)."""
+def rounds_as_recorded() -> bool:
+    """Return True if this JAX and CPU sum in the recorded order (JAX 0.10.2, no AVX-512)."""
     cpuinfo = Path("/proc/cpuinfo")
     return (
         jax.__version__ == "0.10.2"
@@ -35,13 +35,13 @@ def rounds_like_the_recording() -> bool:
 
 @pytest.fixture(params=list(RUNS))
 def stored_run(request, tmp_path, monkeypatch):
-    """A copy of a stored run. Its config names the text relative to the working directory."""
+    """Copy a stored run, whose config names the text relative to the working directory."""
     shutil.copytree(Path(__file__).parent / "compatibility", tmp_path / "compat")
     monkeypatch.chdir(tmp_path)
     return Path("compat") / request.param
 
 
-def test_a_stored_run_resumes_with_the_recorded_losses(stored_run, monkeypatch):
+def test_stored_run_resumes_with_the_recorded_losses(stored_run, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")  # the recording was compiled with a user's optimization level
     config = stored_run / "config.toml"
     result = run(
@@ -52,9 +52,10 @@ def test_a_stored_run_resumes_with_the_recorded_losses(stored_run, monkeypatch):
         event["step"] for event in records(stored_run, "event") if event["event"] == "restore"
     ] == [6]
     resumed = [float.fromhex(losses(stored_run)[step][0]) for step in range(7, 11)]
-    if rounds_like_the_recording():
+    if rounds_as_recorded():
         assert resumed == EXPECTED[stored_run.name]
-    # Other CPUs and versions of jax add in another order: the contract's bound for equal states.
+    # Other CPUs and versions of JAX sum in another order: use the contract's bound for equal
+    # states.
     np.testing.assert_allclose(resumed, EXPECTED[stored_run.name], rtol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run: config files, meshes, the `jaxdist` program, and the list of them all."""
+"""Settings of a run: config files, meshes, the `jaxdist` program, and the list of all settings."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ def test_the_default_has_no_problem_and_reads_back_equal(tmp_path):
     assert stored_run(tmp_path / "config.toml") == config
 
 
-def test_every_field_of_a_run_has_a_doc_and_stands_in_the_help(capsys):
+def test_every_field_of_a_run_has_a_doc_and_is_in_the_help(capsys):
     with pytest.raises(SystemExit):
         run_config("--help")
     text = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_every_field_of_a_run_has_a_doc_and_stands_in_the_help(capsys):
 
 
 def load(path, tmp_path):
-    """A config file with its data, which is the user's, replaced by files that exist."""
+    """Load a config file; replace its data, which belongs to the user, by files that exist."""
     config = stored_run(path)
     flags = [f"--config={path}"]
     if config.model.kind == "decoder":
@@ -80,7 +80,7 @@ def test_config_file_has_no_problem_and_reads_back_equal(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_config_file_opens_with_command_hardware_time_and_result(path):
+def test_config_file_starts_with_command_hardware_time_and_result(path):
     opening = path.read_text().partition("\n\n")[0]
     assert all(line.startswith("#") for line in opening.splitlines())
     for part in ("Command ", "Hardware ", "Time ", "Result "):
@@ -94,7 +94,8 @@ def test_the_default_file_is_the_built_in_default():
     assert stored_run(path) == RunConfig()
 
 
-# From the papers and model cards; the CNN's by hand: two 3x3 convolutions, two dense layers.
+# From the papers and model cards. The CNN's are computed by hand: two 3x3 convolutions, two dense
+# layers.
 PUBLISHED_NUM_PARAMS = {
     "gpt2_124m": 124_439_808,
     "llama3_8b": 8_030_261_248,
@@ -108,14 +109,14 @@ PUBLISHED_NUM_PARAMS = {
     "pipeline_64gpu": 13_015_864_320,
     "cifar10_cnn": (27 + 1) * 32 + (9 * 32 + 1) * 64 + (8 * 8 * 64 + 1) * 512 + 513 * 10,
     "cifar10_resnet": 269_722,
-    # nanoGPT prints 0.80M for 65 characters; 256 byte values, a position table and LayerNorm
-    # biases come on top: 4 (12 * 128^2 + 4 * 128) + 256 * 128 + 64 * 128 + 256.
+    # nanoGPT reports 0.80M for 65 characters. We add 256 byte values, a position table and
+    # LayerNorm biases: 4 (12 * 128^2 + 4 * 128) + 256 * 128 + 64 * 128 + 256.
     "shakespeare_char": 4 * (12 * 128**2 + 4 * 128) + 256 * 128 + 64 * 128 + 2 * 128,
 }
 
 
 @pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
-def test_shapes_equal_the_published_ones(name, num_params):
+def test_parameter_counts_equal_the_published_ones(name, num_params):
     path = next(p for p in CONFIGS if p.stem == name)
     assert count(stored_run(path).build_model()) == num_params
 
@@ -132,7 +133,7 @@ def test_tokens_per_step_and_state_in_the_comments_are_right(path):
         assert int(stated[1].replace(",", "")) == tokens
     if stated := re.search(r"state \(([\d.]+) (GB|TB)\)", text):
         size = config.state_bytes(config.build_model()) / {"GB": 1e9, "TB": 1e12}[stated[2]]
-        assert float(stated[1]) == pytest.approx(size, rel=0.006)  # three digits, rounded
+        assert float(stated[1]) == pytest.approx(size, rel=0.006)  # rounded to three digits
 
 
 @pytest.mark.parametrize(
@@ -143,14 +144,14 @@ def test_the_default_is_legal_on_every_kind_of_mesh_of_8_devices(mesh):
     assert run_config("--simulate=8", f"--mesh={mesh}").mesh.shape == mesh
 
 
-def test_the_default_is_legal_on_4_4_4():
+def test_the_default_is_legal_on_4x4x4():
     assert run_config("--simulate=64", "--mesh=dp=4,tp=4,pp=4").mesh.shape == "dp=4,tp=4,pp=4"
 
 
 # ---- the mesh ----
 
 
-def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
+def test_auto_mesh_chooses_replicas_or_the_nearest_legal_mesh_with_a_reason():
     assert RunConfig().choose_mesh(1)[0] == MeshSpec()
     assert RunConfig().choose_mesh(8)[0] == MeshSpec(data=8)
     spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
@@ -161,7 +162,7 @@ def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
     assert run_config("--mesh=dp=2,tp=-1").choose_mesh(8)[0] == MeshSpec(data=2, tensor=4)
 
 
-def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
+def test_bad_mesh_reports_every_violated_rule_and_similar_legal_meshes():
     config = run_config("--mesh=auto", "--train.global_batch_size=24")
     with pytest.raises(ConfigError) as caught:
         config.check_mesh(MeshSpec(tensor=3, pipeline=3), num_devices=8)
@@ -181,8 +182,8 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
         run_config("--simulate=8", f"--mesh={mesh}", "--train.global_batch_size=24")
 
 
-def test_a_rule_of_the_mesh_is_told_whatever_its_words(monkeypatch):
-    def refuse(*given):
+def test_error_of_mesh_resolution_is_reported(monkeypatch):
+    def refuse(*args):
         raise ConfigError("no mesh without a problem")
 
     monkeypatch.setattr(MeshSpec, "resolve", refuse)
@@ -195,7 +196,7 @@ def test_no_legal_mesh_of_all_devices_suggests_fewer():
         run_config("--simulate=7", "--train.global_batch_size=6", "--model.sliding_window=0")
 
 
-def test_a_custom_models_dims_are_judged_once_it_is_built():
+def test_custom_model_dims_are_checked_after_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
     model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head=None, objective=None)
@@ -212,7 +213,7 @@ def test_state_bytes_follow_the_optimizer():
     assert run_config("--optim.optimizer=adafactor").state_bytes(model) == 8 * stored
 
 
-def test_remarks_name_a_warmup_longer_than_the_run():
+def test_remarks_report_a_warmup_longer_than_the_run():
     assert RunConfig().remarks() == []
     (remark,) = run_config("--steps=5").remarks()
     assert missing(remark, "optim.warmup_steps=20", "train.steps=5") == []
@@ -226,7 +227,7 @@ def test_remarks_name_a_warmup_longer_than_the_run():
     ["train", "evaluate", "generate", "plan.__main__"]
     + [f"tools.{name}.__main__" for name in ("audit", "compare", "doctor", "launch", "sweep")],
 )
-def test_help_says_first_what_a_command_is_for(program, capsys):
+def test_help_contains_the_purpose_of_a_command(program, capsys):
     module = importlib.import_module(f"jaxdist.{program}")
     with pytest.raises(SystemExit) as left:
         module.main(["--help"])
@@ -247,7 +248,7 @@ def test_jaxdist_lists_its_commands_and_refuses_others(capsys):
     assert missing(capsys.readouterr().err, "jaxdist zzz", *find_commands()) == []
 
 
-def test_jaxdist_train_is_python_m_jaxdist_train():
+def test_jaxdist_train_equals_python_m_jaxdist_train():
     for program in (["jaxdist", "train"], ["jaxdist.train"]):
         out = subprocess.run(
             [sys.executable, "-m", *program, "--help", "optim"], capture_output=True, text=True
@@ -266,7 +267,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
     assert out.stdout.strip() == "[] False"
 
 
-# ---- the settings of a run, as a whole ----
+# ---- the settings of a run ----
 
 NUM_SETTINGS = {
     "": 10,
@@ -283,17 +284,17 @@ NUM_SETTINGS = {
     "resilience": 6,
     "runtime": 5,
 }
-"""Section -> its number of settings; "" = the settings outside of sections."""
+"""Section -> its number of settings; "" = settings outside of sections."""
 
 
-def test_settings_are_added_and_removed_knowingly():
-    """Whoever changes a number gives the reason in the commit."""
+def test_number_of_settings_per_section():
+    """A commit that changes a number gives the reason."""
     names = {field.name for field in fields_of(RunConfig)}
     assert collections.Counter(name.rpartition(".")[0] for name in names) == NUM_SETTINGS
 
 
-def test_a_removed_setting_is_accepted_at_its_fixed_value_alone(tmp_path):
-    """Each stored config of an earlier version holds all settings with their defaults."""
+def test_removed_setting_is_accepted_only_at_its_fixed_value(tmp_path):
+    """Each stored config of an earlier version contains all settings with their defaults."""
     fixed = {name: removed.value for name, removed in RunConfig.REMOVED.items()}
     assert fixed and not set(fixed) & {field.name for field in fields_of(RunConfig)}
     file = tmp_path / "config.toml"
@@ -307,7 +308,7 @@ def test_a_removed_setting_is_accepted_at_its_fixed_value_alone(tmp_path):
         if removed.changes_results:
             with refused(name, "config.toml line 1", "removed", num_problems=1):
                 stored_run(file)
-        else:  # the run computed the same
+        else:  # the run computes the same
             assert stored_run(file) == stored
         if removed.value is not None:
             with refused(name, f"flag --{name}", num_problems=1):
@@ -320,7 +321,7 @@ def test_the_settings_reference_is_up_to_date():
     assert path.read_text() == runpy.run_path(str(script))["reference"](), f"run {script}"
 
 
-def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypatch):
+def test_relative_tokenizer_path_becomes_absolute(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     named = lambda name: (
@@ -337,7 +338,7 @@ def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypat
     assert str(tokenizer_file("~/tokenizer.json")) == f"{tmp_path}/tokenizer.json"
 
 
-def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):
+def test_run_in_the_home_directory_is_resumed_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("seed = 7")

@@ -1,4 +1,4 @@
-"""The coordination room: groups, barriers, and the one file that touches jax's service."""
+"""Coordination package: groups, barriers, and the one file that uses JAX's service."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from jaxdist.settings import ConfigError
 
 
 class KeyValueStore:
-    """What jax's coordinator does for us, in one process."""
+    """In-process replacement for JAX's coordination service."""
 
     def __init__(self):
         self.values: dict[str, str] = {}
@@ -39,25 +39,25 @@ class KeyValueStore:
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Three processes as threads would see them, and the store that they share."""
+    """Return a builder of objects in three simulated processes, and the store that they share."""
     store = KeyValueStore()
     state = types.SimpleNamespace(client=store, process_id=0, num_processes=3)
     monkeypatch.setattr(service, "_state", lambda: state)
 
-    def make(what):
-        made = []
+    def make(build):
+        results = []
         for process_id in range(3):
             state.process_id = process_id
             group._made.clear()
-            made.append(what())
-        return made
+            results.append(build())
+        return results
 
     return make, store
 
 
 @pytest.fixture
 def barriers(processes, monkeypatch):
-    """The barriers of three processes."""
+    """Return the barriers of three processes."""
     monkeypatch.setattr(barrier, "_POLL_S", 0.02)
     make, _ = processes
     made = make(lambda: Barrier("test"))
@@ -66,8 +66,8 @@ def barriers(processes, monkeypatch):
     return made
 
 
-def meet(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
-    """What each of them gets out of one meeting."""
+def wait_at_barrier(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
+    """Return the result of each process when all wait at the barrier once."""
     ended: dict[int, str] = {}
 
     def wait(barrier):
@@ -85,33 +85,33 @@ def meet(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
     return ended
 
 
-def test_all_meet_again_and_again_under_the_same_name(barriers, processes):
+def test_barrier_can_be_reused_under_the_same_name(barriers, processes):
     _, store = processes
     for _ in range(3):
-        assert meet(barriers) == dict.fromkeys(range(3), "met")
+        assert wait_at_barrier(barriers) == dict.fromkeys(range(3), "met")
         for one in barriers:
             one.begin()
     assert store.values == {}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_who_gives_up_frees_all_others_of_this_work_only(barriers, lost):
+def test_process_that_gives_up_releases_the_others_in_this_barrier_only(barriers, lost):
     others = [barrier for barrier in barriers if barrier._group.process_id != lost]
     threading.Timer(0.1, barriers[lost].give_up).start()
     begin = time.monotonic()
-    assert set(meet(others).values()) == {"GivenUp"}
+    assert set(wait_at_barrier(others).values()) == {"GivenUp"}
     assert time.monotonic() - begin < 15
     for one in barriers:
         one.begin()
-    assert meet(barriers) == dict.fromkeys(range(3), "met")
+    assert wait_at_barrier(barriers) == dict.fromkeys(range(3), "met")
 
 
-def test_who_does_not_come_is_waited_for_until_the_time_is_up(barriers):
-    assert meet(barriers[1:], timeout_ms=80) == {1: "TimeoutError", 2: "TimeoutError"}
+def test_barrier_times_out_if_a_process_is_missing(barriers):
+    assert wait_at_barrier(barriers[1:], timeout_ms=80) == {1: "TimeoutError", 2: "TimeoutError"}
 
 
-def together(groups, call) -> list:
-    """What `call` gives in each process, or the error it raises, all at the same time."""
+def call_in_parallel(groups, call) -> list:
+    """Return the result or the error of `call` in each process; all run at the same time."""
     results: list = [None] * len(groups)
 
     def run(process_id):
@@ -128,11 +128,11 @@ def together(groups, call) -> list:
     return results
 
 
-def test_all_get_all_values_and_the_store_keeps_only_the_last(processes):
+def test_gather_returns_all_values_and_the_store_keeps_only_the_last(processes):
     make, store = processes
     groups = make(lambda: Group("test"))
     for call in range(5):
-        values = together(groups, lambda one, call=call: one.gather([one.process_id, call]))
+        values = call_in_parallel(groups, lambda one, call=call: one.gather([one.process_id, call]))
         assert values == [[[0, call], [1, call], [2, call]]] * 3
     assert len(store.values) == 3
 
@@ -140,16 +140,16 @@ def test_all_get_all_values_and_the_store_keeps_only_the_last(processes):
 def test_process_0_decides_for_all(processes):
     make, _ = processes
     groups = make(lambda: Group("test"))
-    asked = []
-    decide = lambda one: one.decide(lambda: asked.append(one.process_id) or "yes")
-    assert together(groups, decide) == ["yes"] * 3
-    assert asked == [0]
+    called = []
+    decide = lambda one: one.decide(lambda: called.append(one.process_id) or "yes")
+    assert call_in_parallel(groups, decide) == ["yes"] * 3
+    assert called == [0]
     add = lambda one: one.decide_from(one.process_id + 1, sum)
-    assert together(groups, add) == [6, 6, 6]
+    assert call_in_parallel(groups, add) == [6, 6, 6]
 
 
 @pytest.mark.parametrize("call", ["decide", "decide_from", "mixed"])
-def test_answers_do_not_pile_up_in_the_store(processes, monkeypatch, call):
+def test_old_decisions_are_deleted_from_the_store(processes, monkeypatch, call):
     """A job decides every ten steps and at every save, for months."""
     monkeypatch.setattr(group, "_MOST_KEPT", 4)
     make, store = processes
@@ -161,11 +161,14 @@ def test_answers_do_not_pile_up_in_the_store(processes, monkeypatch, call):
         return one.decide_from(one.process_id, lambda values: number)
 
     for number in range(30):
-        assert together(groups, lambda one, number=number: exchange(one, number)) == [number] * 3
+        assert (
+            call_in_parallel(groups, lambda one, number=number: exchange(one, number))
+            == [number] * 3
+        )
         assert len(store.values) <= 3 + 5
 
 
-def test_a_topic_has_one_group_which_deletes_its_old_values(processes, monkeypatch):
+def test_topic_has_one_group_which_deletes_its_old_values(processes, monkeypatch):
     monkeypatch.setattr(group, "_topics", {})
     group._made.clear()
     service._state().num_processes = 1
@@ -182,27 +185,27 @@ class Refused(Exception):
     ("error", "raised"),
     [(Refused("no"), Refused), (ConfigError(["a", "b"]), ConfigError), (KeyError("k"), OSError)],
 )
-def test_an_error_of_process_0_reaches_all(processes, error, raised):
+def test_error_of_process_0_is_raised_in_all(processes, error, raised):
     def fail():
         raise error
 
     make, _ = processes
     groups = make(lambda: Group("test", errors=[Refused], otherwise=OSError))
-    first, *others = together(groups, lambda one: one.decide(fail))
+    first, *others = call_in_parallel(groups, lambda one: one.decide(fail))
     assert first is error
     assert [type(other) for other in others] == [raised] * 2
     if isinstance(error, ConfigError):
         assert others[0].problems == ["a", "b"]
 
 
-def test_a_missing_process_is_named_by_its_key(processes):
+def test_missing_process_is_named_by_its_key(processes):
     make, _ = processes
     groups = make(lambda: Group("test", timeout_s=0.1))
-    late = together(groups[:2], lambda one: one.gather("here"))
+    late = call_in_parallel(groups[:2], lambda one: one.gather("here"))
     assert all(isinstance(error, TimeoutError) and "test/1/0/2" in str(error) for error in late)
 
 
-def test_alone_everything_answers_at_once():
+def test_single_process_returns_immediately():
     assert coordination.gather("test", "here") == ["here"]
     assert Group("test").decide(lambda: 3) == 3
     assert Group("test").decide_from(2, sum) == 2
@@ -210,7 +213,7 @@ def test_alone_everything_answers_at_once():
     assert coordination.published("test") == {}
 
 
-def test_one_file_touches_the_service_of_jax():
+def test_one_file_uses_the_coordination_service_of_jax():
     package = Path(jaxdist.__file__).parent
     marks = (
         "jax._src.distributed",
@@ -224,5 +227,5 @@ def test_one_file_touches_the_service_of_jax():
         for path in package.rglob("*.py")
         if any(mark in path.read_text() for mark in marks)
     }
-    # The compile cache asks which process this is: backend.py answers in the service's place.
+    # The compile cache needs the process index; backend.py returns it in place of the service.
     assert users == {"runtime/coordination/service.py", "runtime/backend.py"}

@@ -1,4 +1,4 @@
-"""The doctor across processes and devices: what works is really tried."""
+"""The doctor across processes and devices: each check is run for real."""
 
 import itertools
 import json
@@ -33,8 +33,8 @@ def test_clocks_are_compared_over_a_real_connection(monkeypatch):
     assert all(abs(offset) < 0.2 for offset in visit["offset_s"].values())
 
 
-class Elsewhen:
-    """A peer whose clock is wrong by a known amount."""
+class PeerWithWrongClock:
+    """A peer whose clock is wrong by `offset_s` seconds."""
 
     def __init__(self, offset_s: float):
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -52,7 +52,7 @@ class Elsewhen:
 
 @pytest.mark.parametrize(("offset_s", "severity"), [(0.0, "ok"), (-3.0, "warning"), (70, "error")])
 def test_a_wrong_clock_is_measured(offset_s, severity):
-    visit = processes.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
+    visit = processes.visit([("127.0.0.1", 1), PeerWithWrongClock(offset_s).address], own=0)
     assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
     back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
     pairs, clocks = processes.check_visits([visit, back], ["a", "b"])
@@ -75,8 +75,8 @@ def test_a_pair_that_cannot_connect_is_reported():
 # -- shared directory ------------------------------------------------------------------------------
 
 
-def look(folders: list[Path]) -> list[Finding]:
-    """What processes with these run directories find."""
+def check_directories(folders: list[Path]) -> list[Finding]:
+    """Return the findings of processes with these run directories."""
     failed = {i: why for i, f in enumerate(folders) if (why := processes.Token(f, "x", i).write())}
     writers = [i for i in range(len(folders)) if i not in failed]
     views = {i: processes.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
@@ -85,27 +85,27 @@ def look(folders: list[Path]) -> list[Finding]:
     return processes.check_views(views, ["a", "b", "c"], folders[0], failed)
 
 
-def test_one_directory_is_one_and_is_left_as_it_was(tmp_path):
-    assert severities(look([tmp_path] * 3)) == ["ok"]
+def test_shared_directory_is_accepted_and_left_unchanged(tmp_path):
+    assert severities(check_directories([tmp_path] * 3)) == ["ok"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_directories_of_the_same_name_on_each_host_are_detected(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
-    (finding,) = look([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
+    (finding,) = check_directories([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
     assert finding.severity == "error"
     assert finding.numbers["groups"] == [[0, 1], [2]]
     assert missing(finding.text, "process 2 on c", "1 of 3 (2)") == []
 
 
 def test_a_host_without_write_access_is_reported(tmp_path):
-    found = look([tmp_path, tmp_path / "missing"])
-    assert "process 1 on b cannot write" in found[0].text
-    assert "No such file" in found[0].text
+    results = check_directories([tmp_path, tmp_path / "missing"])
+    assert "process 1 on b cannot write" in results[0].text
+    assert "No such file" in results[0].text
 
 
-def test_a_late_token_is_awaited(tmp_path):
+def test_late_token_is_awaited(tmp_path):
     late = threading.Timer(0.3, processes.Token(tmp_path, "x", 0).write)
     late.start()
     assert processes.read_tokens(tmp_path, "x", [0], patience_s=5) == [0]
@@ -120,7 +120,7 @@ def test_simulated_devices_compute_the_same_bits():
     assert severities(devices.check_compute([alone], ["a"], simulated=True)) == ["ok"]
 
 
-def test_a_device_that_once_computes_other_bits_is_reported():
+def test_device_that_once_computes_different_bits_is_reported():
     good = {"seconds": 1.0, "digests": [7, 7, 7]}
     bad = {"seconds": 1.0, "digests": [7, 9, 7]}
     (finding,) = devices.check_compute([[good, good], [good, bad]], ["a", "b"], simulated=False)
@@ -128,7 +128,7 @@ def test_a_device_that_once_computes_other_bits_is_reported():
     assert "device 1 of process 1 on b" in finding.text and "1 of 3" in finding.text
 
 
-def test_a_slow_device_is_reported_but_not_in_a_simulation():
+def test_slow_device_is_reported_except_in_a_simulation():
     times = [[{"seconds": s, "digests": [7]} for s in (1.0, 1.02, 1.7, 0.99)]]
     (finding,) = devices.check_compute(times, ["a"], simulated=False)
     assert finding.severity == "warning"
@@ -136,7 +136,7 @@ def test_a_slow_device_is_reported_but_not_in_a_simulation():
     assert severities(devices.check_compute(times, ["a"], simulated=True)) == ["ok"]
 
 
-def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
+def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_correct():
     mesh = MeshSpec(data=2, context=4).build(jax.devices())
     timed = json.loads(json.dumps(devices.time_axes(mesh, 1 << 12)))
     groups = devices.groups_of(mesh, [timed])
@@ -159,7 +159,7 @@ def test_the_sum_covers_exactly_the_group(monkeypatch):
     assert seen == [[0, 2], [1, 3], [0, 1], [2, 3]]
 
 
-def test_a_collective_that_loses_a_summand_is_detected(monkeypatch):
+def test_collective_that_drops_an_operand_is_detected(monkeypatch):
     real = devices.all_reduce
     monkeypatch.setattr(
         devices,
@@ -176,34 +176,34 @@ def group(first: int, seconds: float, right: bool = True) -> devices.DeviceGroup
 
 
 def check_axis(groups, **changes):
-    given = {"num_bytes": 256 << 20, "hosts": ["a", "b"], "simulated": False} | changes
-    return devices.check_axis("tensor", groups, **given)
+    settings = {"num_bytes": 256 << 20, "hosts": ["a", "b"], "simulated": False} | changes
+    return devices.check_axis("tensor", groups, **settings)
 
 
-def test_bandwidth_is_what_goes_over_each_link():
+def test_bandwidth_counts_the_bytes_over_each_link():
     four = devices.DeviceGroup(tuple((0, i) for i in range(4)), 0.001, True)
-    # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
+    # Each of four devices sends a quarter of its bytes three times to reduce, and three to gather.
     (finding,) = check_axis([four])
     assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)
 
 
 def test_a_slow_group_is_reported_with_hosts_and_devices():
-    found = check_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
-    assert severities(found) == ["note", "warning"]
-    assert "devices 0,1 of process 1 on b" in found[1].text
+    results = check_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
+    assert severities(results) == ["note", "warning"]
+    assert "devices 0,1 of process 1 on b" in results[1].text
 
 
 def test_groups_of_a_simulation_are_not_compared():
     assert severities(check_axis([group(0, 0.001), group(2, 1.0)], simulated=True)) == ["ok"]
 
 
-def test_a_wrong_sum_is_an_error_whatever_the_speed():
-    found = check_axis([group(0, 0.001), group(2, 0.001, right=False)], simulated=True)
-    assert found[0].severity == "error" and "devices 2,3 of process 0 on a" in found[0].text
+def test_wrong_sum_is_an_error_at_any_speed():
+    results = check_axis([group(0, 0.001), group(2, 0.001, right=False)], simulated=True)
+    assert results[0].severity == "error" and "devices 2,3 of process 0 on a" in results[0].text
 
 
 def test_links_far_below_their_bandwidth_are_reported():
-    found = check_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
-    assert severities(found) == ["note", "warning"]
-    assert "NCCL_DEBUG=INFO" in found[1].fix
+    results = check_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
+    assert severities(results) == ["note", "warning"]
+    assert "NCCL_DEBUG=INFO" in results[1].fix
     assert severities(check_axis([group(0, 0.001)], device_kind="NVIDIA H100 80GB HBM3")) == ["ok"]

@@ -1,4 +1,4 @@
-"""Forks of a process that has imported: their output, their ends, and what becomes of them."""
+"""Forks of a process with preloaded imports: output, exit codes, and cleanup."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def wait_until(condition) -> None:
 
 
 def start(server, word: str):
-    """A fork that runs the program, and where its output can be read."""
+    """Start a fork that runs the program; return it and a file with its output."""
     readable, output = os.pipe()
     process = server.start(
         [sys.executable, "-m", "program", word], {"GIVEN": f"given {word}"}, output
@@ -56,13 +56,13 @@ def start(server, word: str):
     return process, os.fdopen(readable)
 
 
-def test_a_fork_is_an_independent_process(server):
+def test_fork_is_an_independent_process(server):
     running, output = start(server, "wait")
     assert json.loads(output.readline()) == {
         "name": "__main__",
         "words": ["wait"],
         "given": "given wait",
-        "blocked": True,  # until training can act on a notice
+        "blocked": True,  # until training can handle a preemption signal
         "session": True,
         "imported": True,
         "stdin": "",
@@ -101,8 +101,8 @@ sys.exit(code)
 
 
 @pytest.mark.slow
-def test_a_fork_has_all_that_training_imports(tmp_path):
-    """What is missing every process of a restart imports anew, at the same time."""
+def test_fork_has_all_imports_of_training(tmp_path):
+    """Every process of a restart imports each missing module again, at the same time."""
     flags = tiny("--simulate=1", "--mesh=dp=1", "--steps=2", f"--run-dir={tmp_path / 'run'}")
     command = [sys.executable, "-c", STARTED, *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
@@ -111,17 +111,17 @@ def test_a_fork_has_all_that_training_imports(tmp_path):
 
 
 @pytest.mark.parametrize(("failures", "forks"), [(0, True), (1, True), (2, False)])
-def test_after_two_failures_without_a_checkpoint_processes_are_fresh(
+def test_after_two_failures_without_a_checkpoint_processes_are_not_forked(
     tmp_path, monkeypatch, failures, forks
 ):
-    """A fork may be what its processes fail by."""
+    """The fork itself may be the cause of the failures."""
     subject = Supervisor(["x"], FixedAgent(1), tmp_path, RestartPolicy(preload=True))
     subject._failures = failures
-    monkeypatch.setattr(supervisor, "start_command", lambda *given: "imported")
+    monkeypatch.setattr(supervisor, "start_command", lambda *args: "imported")
 
     class Ready:
         is_ready = staticmethod(lambda: True)
-        start = staticmethod(lambda *given: "forked")
+        start = staticmethod(lambda *args: "forked")
 
     subject._preloaded = Ready()
     assert subject._start(["x"], {}, 1) == ("forked" if forks else "imported")

@@ -1,4 +1,4 @@
-"""The launcher with real processes: who is blamed, who is ended, what is tried again."""
+"""The launcher with real processes: reported causes, terminated processes, restarts."""
 
 import errno
 import os
@@ -53,11 +53,11 @@ def test_first_failure_is_reported_with_its_traceback_and_the_rest_is_killed(tmp
     (restart,) = (line for line in err.splitlines() if "restart 1 of 1" in line)
     assert "checkpoint" not in restart  # there is none
     pids = {file.name: int(file.read_text()) for file in launched.run_dir.glob("pid-*")}
-    assert {"pid-1-0", "pid-1-1"} <= set(pids)  # a process 0 may end before it begins
+    assert {"pid-1-0", "pid-1-1"} <= set(pids)  # process 0 may be killed before it starts
     assert not any(map(is_running, pids.values()))
 
 
-BLAMED = {
+CAUSES = {
     "consequence_first": (
         """
         if INDEX == 0:
@@ -104,8 +104,8 @@ BLAMED = {
 }
 
 
-@pytest.mark.parametrize(("body", "code", "facts"), BLAMED.values(), ids=BLAMED)
-def test_the_process_with_the_cause_is_reported(tmp_path, body, code, facts):
+@pytest.mark.parametrize(("body", "code", "facts"), CAUSES.values(), ids=CAUSES)
+def test_process_with_the_cause_is_reported(tmp_path, body, code, facts):
     launched = Launched(tmp_path, body, "--nproc-per-node=2", "--max-restarts=0")
     ended, _, err = launched.end()
     assert ended == code
@@ -130,8 +130,10 @@ def test_final_exit_codes_are_not_restarted(tmp_path, body, code):
     assert [path.name for path in launched.run_dir.glob("ran-*")] == ["ran-0"]
 
 
-@pytest.mark.parametrize(("nnodes", "told"), [(1, False), (2, True)])
-def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(tmp_path, nnodes, told):
+@pytest.mark.parametrize(("nnodes", "is_broadcast"), [(1, False), (2, True)])
+def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(
+    tmp_path, nnodes, is_broadcast
+):
     from jaxdist.config.resilience import ResilienceConfig
     from jaxdist.run.resilience.watchdog import Watchdog
     from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
@@ -140,15 +142,15 @@ def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(tmp_pat
     other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
     time.sleep(0.2)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    place = Placement(
+    placement = Placement(
         nproc_per_node=1, nnodes=nnodes, node_rank=0, coordinator_address="127.0.0.1:1"
     )
-    assert WorkerGroup(command, place, 0, tmp_path).run(5.0).exit_code == 137
-    until = time.monotonic() + (10 if told else 0.5)
+    assert WorkerGroup(command, placement, 0, tmp_path).run(5.0).exit_code == 137
+    until = time.monotonic() + (10 if is_broadcast else 0.5)
     while time.monotonic() < until and not left:
         time.sleep(0.02)
-    assert left == ([runtime.EXIT_HANG] if told else [])
-    if told:
+    assert left == ([runtime.EXIT_HANG] if is_broadcast else [])
+    if is_broadcast:
         assert "process 0 on" in (tmp_path / "abort.json").read_text()
         assert "killed by SIGKILL" in (tmp_path / "abort.json").read_text()
     other.close()
@@ -169,13 +171,15 @@ def test_lost_peers_are_reported_with_their_hosts(tmp_path, listed, lost):
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
     words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
     code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
-    place = Placement(nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1")
-    result = WorkerGroup([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
+    placement = Placement(
+        nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1"
+    )
+    result = WorkerGroup([sys.executable, "-c", code], placement, 0, tmp_path).run(5.0)
     assert result.cause.startswith(f"killed by SIGABRT: lost {lost};")
     assert result.details.startswith(words)
 
 
-def test_a_new_checkpoint_refills_the_budget(tmp_path):
+def test_new_checkpoint_refills_the_retry_budget(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -191,7 +195,7 @@ def test_a_new_checkpoint_refills_the_budget(tmp_path):
     assert "from checkpoint 30" in err
 
 
-def test_a_crash_loop_ends(tmp_path):
+def test_crash_loop_ends(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -202,12 +206,12 @@ def test_a_crash_loop_ends(tmp_path):
     )
     code, _, err = launched.end()
     assert code == 1
-    # The first attempt made a checkpoint, the three after it none.
+    # The first attempt created a checkpoint, the three after it none.
     assert err.count("failed first") == 3
     assert "restart 2 of 2" in err
 
 
-def test_new_checkpoints_below_a_corrupt_one_refill_the_budget(tmp_path, monkeypatch):
+def test_new_checkpoints_below_a_corrupt_one_refill_the_retry_budget(tmp_path, monkeypatch):
     from jaxdist.tools.launch import supervisor
 
     def commit(step, marker=""):
@@ -230,12 +234,12 @@ def test_new_checkpoints_below_a_corrupt_one_refill_the_budget(tmp_path, monkeyp
     assert list(subject.checkpoints()) == [50, 51, 52]
 
 
-def test_resuming_from_a_newer_local_save_refills_the_budget(tmp_path, monkeypatch):
+def test_resuming_from_a_newer_local_save_refills_the_retry_budget(tmp_path, monkeypatch):
     from jaxdist.checkpoint.local.lineage import Lineage, write
     from jaxdist.runtime.storage import locate
     from jaxdist.tools.launch import supervisor
 
-    starts = [-1, 20, 40, 60, 60, 60]  # the step that each attempt goes on from
+    starts = [-1, 20, 40, 60, 60, 60]  # the step from which each attempt resumes
 
     def attempt(number, placement):
         write(locate(tmp_path / "checkpoints"), Lineage("run", starts[: number + 1]))
@@ -250,7 +254,7 @@ def test_resuming_from_a_newer_local_save_refills_the_budget(tmp_path, monkeypat
     (tmp_path / "logs").mkdir()
     (tmp_path / "checkpoints").mkdir()
     assert subject._run_groups() == 1
-    assert attempts == [0, 1, 2, 3, 4]  # the second that goes on from 60 has gained nothing
+    assert attempts == [0, 1, 2, 3, 4]  # the second attempt from 60 has made no progress
 
 
 def test_each_attempt_gets_a_new_port(tmp_path):
@@ -304,7 +308,7 @@ def test_processes_that_ignore_a_stop_request_are_killed(tmp_path):
     assert missing(err, "process 0", "was killed") == []
 
 
-def test_processes_end_with_a_killed_launcher(tmp_path):
+def test_processes_end_if_the_launcher_is_killed(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -323,7 +327,7 @@ def test_processes_end_with_a_killed_launcher(tmp_path):
     assert not any(map(is_running, pids))
 
 
-def test_a_lost_gpu_makes_the_next_attempt_smaller(tmp_path, monkeypatch):
+def test_next_attempt_runs_without_a_lost_gpu(tmp_path, monkeypatch):
     gpus = tmp_path / "bin" / "nvidia-smi"
     gpus.parent.mkdir()
     gpus.write_text("#!/bin/sh\ncat $GPU_LIST\n")
@@ -349,7 +353,7 @@ def test_a_lost_gpu_makes_the_next_attempt_smaller(tmp_path, monkeypatch):
     assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
 
 
-def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
+def test_preemption_signal_during_imports_is_not_lost(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -360,7 +364,7 @@ def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
         return runtime.EXIT_PREEMPTED if stop.preempted() else 1
         """,
         "--max-restarts=0",
-        args=("jaxdist.train",),  # the word by which the launcher knows training
+        args=("jaxdist.train",),  # the launcher recognizes training by this word
     )
     launched.wait_for("importing")
     launched.process.send_signal(signal.SIGTERM)
@@ -369,7 +373,7 @@ def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
 
 
 def test_output_reaches_the_console_when_the_disk_is_full(tmp_path):
-    """A reader that ended with its file would leave the process blocked on a full pipe."""
+    """A reader that stopped with its file would leave the process blocked on a full pipe."""
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "attempt-0-process-0.out").symlink_to("/dev/full")
@@ -380,7 +384,7 @@ def test_output_reaches_the_console_when_the_disk_is_full(tmp_path):
     assert err.count(os.strerror(errno.ENOSPC)) == 1
 
 
-def test_a_missing_program_is_one_error_line(tmp_path):
+def test_missing_program_prints_one_error_line(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "attempt-0-process-0.error.json").write_text("{}")
     before = snapshot(tmp_path)
@@ -404,7 +408,7 @@ def test_train_gets_one_run_directory_for_all_attempts():
     assert plan.command[-2:] == ["--run_dir", "runs/mine"]
 
 
-def test_flags_of_the_program_before_the_dashes_are_explained():
+def test_program_flags_before_the_dashes_are_rejected_with_the_fix():
     with refused("--mesh", "after --"):
         read_config(["--nproc-per-node", "2", "--mesh", "dp=2"])
 

@@ -1,9 +1,9 @@
-"""A launched training is hit by faults: each is named, the job goes on, and the bits are the same.
+"""Inject faults into a launched training: each is named, the job continues, and the bits match.
 
-One fault of each way to recover: a restart after a loss, a restart by the watchdog after a stopped
+One fault for each way to recover: a restart after a loss, a restart by the watchdog after a stopped
 process and after a stuck loader, a preemption that is resumed. The others are tested without
-training (`test_launch`, `test_runtime_job`, `test_full_disk`); `scripts/bench/faults.py` injects
-all of them many times at random moments, and looks for false alarms in thousands of clean steps.
+training (`test_launch`, `test_runtime_job`, `test_full_disk`). `scripts/bench/faults.py` injects
+all of them many times at random moments, and counts false alarms in thousands of clean steps.
 """
 
 import random
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run that nothing happens to, under every guard."""
+    """Run without faults, with every guard on."""
     job = Job(tmp_path_factory.mktemp("undisturbed") / "job", STEPS, *GUARDS)
     try:
         job.start()
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory):
         job.close()
 
 
-def test_clean_steps_under_every_guard_have_no_finding(undisturbed):
+def test_run_without_faults_has_no_findings(undisturbed):
     assert findings(undisturbed.run_dir) == []
     assert not (undisturbed.run_dir / "anomalies.jsonl").exists()
     assert not (undisturbed.run_dir / "logs" / "abort.json").exists()
@@ -44,9 +44,7 @@ def test_clean_steps_under_every_guard_have_no_finding(undisturbed):
     assert len(fault_scenarios.step_results(undisturbed.run_dir)) == STEPS
 
 
-def test_faults_are_named_and_the_job_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path, undisturbed
-):
+def test_job_with_faults_names_them_and_matches_an_undisturbed_run(tmp_path, undisturbed):
     job = Job(tmp_path / "faulty", STEPS)
     generator = random.Random(1)
     try:
@@ -57,10 +55,10 @@ def test_faults_are_named_and_the_job_ends_with_the_bits_of_an_undisturbed_one(
             print(f"\n{result}", end="")
             assert not result.problem, job.output()[-6000:]
         assert fault_scenarios.finish(job) == 0, job.output()[-6000:]
-        found = fault_scenarios.step_results(job.run_dir)
-        assert len(found) == STEPS
-        assert found == fault_scenarios.step_results(undisturbed.run_dir)
+        results = fault_scenarios.step_results(job.run_dir)
+        assert len(results) == STEPS
+        assert results == fault_scenarios.step_results(undisturbed.run_dir)
         stacks = (job.run_dir / "logs" / "process-1.stacks.txt").read_text()
-        assert "faulty_dataset.py" in stacks  # where its loader stood
+        assert "faulty_dataset.py" in stacks  # position of its loader
     finally:
         job.close()

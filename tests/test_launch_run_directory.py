@@ -1,4 +1,4 @@
-"""A run directory that goes away under the launcher."""
+"""A run directory that disappears while the launcher runs."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from launched import Launched
 from refusals import missing, snapshot
 
 
-def test_a_missing_run_directory_is_awaited_and_not_recreated(tmp_path):
+def test_missing_run_directory_is_awaited_and_not_recreated(tmp_path):
     launched = Launched(
         tmp_path,
         """
@@ -57,15 +57,15 @@ def test_a_run_directory_on_an_unreachable_server_is_awaited(tmp_path, monkeypat
     assert subject._wait_for_run_dir()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, has_started):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs / "attempt-0-process-0.out").write_text("earlier\n")
     (logs / "attempt-0-process-1.error.json").write_text('{"error": "earlier"}')
     before = {path.name: path.read_text() for path in logs.iterdir()}
     body = f"""
-    if {begun}:
+    if {has_started}:
         (RUN / "logs" / f"process-{{INDEX}}.log").write_text("training")
     print("checking")
     from jaxdist.settings import ConfigError
@@ -74,7 +74,7 @@ def test_a_rejected_job_restores_the_logs_of_an_earlier_launch(tmp_path, begun):
     code, out, _ = Launched(tmp_path, body, "--nproc-per-node=2").end()
     assert code == 2 and "rejected" in out
     after = {path.name: path.read_text() for path in logs.iterdir()}
-    assert (after == before) != begun
+    assert (after == before) != has_started
 
 
 REJECTED = "from jaxdist.settings import ConfigError\nraise ConfigError('rejected')"
@@ -83,7 +83,7 @@ EARLIER = ("launch/round.json", "launch/host-0.json", "logs/attempt-0-process-0.
 
 @pytest.mark.parametrize("flag", ["--nproc-per-node=2", "--nproc-per-node=1:1"])
 @pytest.mark.parametrize("earlier", [(), EARLIER])
-def test_a_rejected_job_leaves_the_run_directory_as_it_was(tmp_path, flag, earlier):
+def test_rejected_job_leaves_the_run_directory_unchanged(tmp_path, flag, earlier):
     for name in earlier:
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}")

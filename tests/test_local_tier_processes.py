@@ -1,4 +1,4 @@
-"""Real processes without a common local disk: killed, disks lost, started again with equal bits."""
+"""Kill real processes without a shared local disk, lose disks, and resume bit-identically."""
 
 import itertools
 import json
@@ -15,8 +15,8 @@ WORKER = str(Path(__file__).with_name("local_tier_worker.py"))
 pytestmark = pytest.mark.slow
 
 
-def played(folder: Path, plan: list[dict]) -> list[list[dict]]:
-    """The records of each start."""
+def run_plan(folder: Path, plan: list[dict]) -> list[list[dict]]:
+    """Run the plan; return the records of each start."""
     folder.mkdir()
     settings = json.dumps({"folder": str(folder), "plan": plan})
     done = subprocess.run(
@@ -24,19 +24,19 @@ def played(folder: Path, plan: list[dict]) -> list[list[dict]]:
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found, records = [], (folder / "records.jsonl").read_text().splitlines()
+    finished, records = [], (folder / "records.jsonl").read_text().splitlines()
     starts = [[]]
     for record in map(json.loads, records):
         starts[-1].append(record)
         if "ended" in record:
-            found.append(starts[-1])
+            finished.append(starts[-1])
             starts.append([])
-    for start, given in zip(found, plan, strict=True):
+    for start, planned in zip(finished, plan, strict=True):
         ended = start[-1]
-        assert all(ended["killed"]) if given.get("kill") else not any(ended["ended"]), (
-            given, ended, done.stderr[-3000:],
+        assert all(ended["killed"]) if planned.get("kill") else not any(ended["ended"]), (
+            planned, ended, done.stderr[-3000:],
         )  # fmt: skip
-    return found
+    return finished
 
 
 def value(records: list[dict], key: str):
@@ -48,38 +48,38 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> list[dict]:
-    """One that is never killed, by one process."""
+def uninterrupted(tmp_path_factory) -> list[dict]:
+    """Return the records of a run of one process that is never killed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    (records,) = played(folder, [{"do": "run", "processes": 1, "steps": 12}])
+    (records,) = run_plan(folder, [{"do": "run", "processes": 1, "steps": 12}])
     return records
 
 
-def test_two_hosts_killed_with_each_disk_lost_go_on_with_the_same_bits(tmp_path, whole):
+def test_two_killed_hosts_with_each_disk_lost_resume_bit_identically(tmp_path, uninterrupted):
     """Saves at 2 (local), 4, 6 (local), 8, 10 (local); each start is killed two steps later."""
     two = {"do": "run", "processes": 2}
-    starts = played(
+    starts = run_plan(
         tmp_path / "run",
         [
             {**two, "steps": 6, "kill": True},
             {**two, "steps": 7, "kill": True},
             {**two, "steps": 7, "wipe": [0], "kill": True},
             {**two, "steps": 7, "wipe": [1], "kill": True},
-            {**two, "steps": 12, "wipe": [0, 1]},  # one more than is claimed
+            {**two, "steps": 12, "wipe": [0, 1]},  # one more than claimed
         ],
     )
     assert missing(value(starts[0], "claim"), "any host of 2") == []
     assert [value(start, "began") for start in starts] == [0, 6, 6, 6, 4]
-    expected = losses(whole)
+    expected = losses(uninterrupted)
     for start in starts:
         assert {step: expected[step] for step in losses(start)} == losses(start)
-    assert value(starts[-1], "checksums") == value(whole, "checksums")
+    assert value(starts[-1], "checksums") == value(uninterrupted, "checksums")
     assert value(starts[-1], "events").count("local_save") == 2  # 6 and 10
 
 
-def test_every_subset_of_four_hosts_is_survived_as_claimed(tmp_path):
+def test_loss_of_every_subset_of_four_hosts_is_survived_as_claimed(tmp_path):
     four = {"processes": 4, "steps": 6}
-    first, subsets = played(
+    first, subsets = run_plan(
         tmp_path / "run",
         [{**four, "do": "run", "kill": True}, {**four, "do": "subsets"}],
     )
@@ -95,16 +95,16 @@ def test_every_subset_of_four_hosts_is_survived_as_claimed(tmp_path):
     assert list(itertools.combinations(range(4), 2)) == [lost for lost in tried if len(lost) == 2]
 
 
-def test_processes_that_share_a_disk_write_and_fetch_their_shards_once(tmp_path, whole):
-    """Four replicas on two hosts: each host holds all, and a new one fetches it once."""
+def test_processes_that_share_a_disk_write_and_fetch_their_shards_once(tmp_path, uninterrupted):
+    """Four replicas on two hosts: each host holds all shards, and a new host fetches them once."""
     hosts = {"do": "run", "processes": 4, "mesh": "dp=4", "hosts": [0, 0, 1, 1]}
-    first, second = played(
+    first, second = run_plan(
         tmp_path / "run",
         [{**hosts, "steps": 6, "kill": True}, {**hosts, "steps": 7, "wipe": [0], "kill": True}],
     )
     assert missing(value(first, "claim"), "any host of 2") == []
     assert value(second, "began") == 6
-    expected = losses(whole)
+    expected = losses(uninterrupted)
     assert {**losses(first), **losses(second)} == {step: expected[step] for step in range(1, 8)}
     for host in (0, 1):
         documents = list((tmp_path / "run" / f"disk-{host}").rglob("document.json"))

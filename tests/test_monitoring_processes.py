@@ -1,4 +1,4 @@
-"""Who holds the others up, why devices stand still, and what GPUs say of themselves."""
+"""Stragglers, causes of idle devices, and GPU sensors."""
 
 import json
 import logging
@@ -44,61 +44,61 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def passes(self, seconds: float):
+    def advance(self, seconds: float):
         self.now += seconds
         return "value"
 
 
 @pytest.mark.parametrize(("blocking", "expected"), [(False, 0.5), (True, 0.75)])
-def test_waiting_for_devices_is_timed_and_a_blocking_dispatch_is_waiting(blocking, expected):
+def test_device_wait_is_timed_and_includes_a_blocking_dispatch(blocking, expected):
     clock = Clock()
     timer = StepTimer(clock, blocking_dispatch=blocking)
-    for _ in range(2):  # the second lap begins at 0 again
-        assert timer.dispatch(clock.passes, 0.25) == "value"
-        assert timer.read(lambda: clock.passes(0.5)) == "value"
-        clock.passes(0.125)
+    for _ in range(2):  # the second lap starts at 0 again
+        assert timer.dispatch(clock.advance, 0.25) == "value"
+        assert timer.read(lambda: clock.advance(0.5)) == "value"
+        clock.advance(0.125)
         assert timer.lap() == (0.875, 0.0)
         assert timer.device_wait_s == expected
 
 
 @pytest.mark.parametrize(("blocking", "expected"), [(False, 0.75), (True, 1.25)])
-def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
+def test_replica_comparison_counts_as_device_wait(blocking, expected):
     clock = Clock()
     timer = StepTimer(clock, blocking_dispatch=blocking)
     replicas = types.SimpleNamespace(
-        start=lambda step, state, *, force: clock.passes(0.5),
-        result=lambda: clock.passes(0.25) and None,
+        start=lambda step, state, *, force: clock.advance(0.5),
+        result=lambda: clock.advance(0.25) and None,
     )
     none = dict.fromkeys(("monitor", "watchdog", "guard", "checkpointer", "start_times"))
     reporter = StepReporter(timer=timer, sdc_check=replicas, **none)
-    reporter._check_replicas()  # of the step before
+    reporter._check_replicas()  # of the previous step
     reporter.start_check(7, None, force=True)
-    timer.read(lambda: clock.passes(0.5))
+    timer.read(lambda: clock.advance(0.5))
     assert timer.lap() == (1.25, 0.0)
     assert timer.device_wait_s == expected
 
 
-def test_devices_that_never_ran_dry_were_busy():
+def test_devices_that_were_never_idle_count_as_busy():
     totals = RunSummary([], start_step=0, unit="tokens")
     for _ in range(10):
-        totals.add_times(1.0, 0.5, 0.3)  # half of the step for data, yet the results took longer
-    found = totals.summary(Throughput(num_devices=1), [], 10.0)
-    assert found["busy_share"] == 1.0 and "dry_data_share" not in found
+        totals.add_times(1.0, 0.5, 0.3)  # data took half of the step, yet the results arrived later
+    summary = totals.summary(Throughput(num_devices=1), [], 10.0)
+    assert summary["busy_share"] == 1.0 and "dry_data_share" not in summary
 
 
-def test_dry_steps_are_split_into_what_the_host_did():
+def test_idle_steps_are_split_into_data_and_host_time():
     totals = RunSummary([], start_step=0, unit="tokens")
     for _ in range(6):
         totals.add_times(1.0, 0.1, 0.8)
     for _ in range(4):
         totals.add_times(1.5, 1.2, 0.0)
-    found = totals.summary(Throughput(num_devices=1), [], 12.0)
-    assert found["busy_share"] == pytest.approx(0.5)
-    assert found["dry_data_share"] == pytest.approx(4.8 / 12)
-    assert found["dry_host_share"] == pytest.approx(1.2 / 12)
+    summary = totals.summary(Throughput(num_devices=1), [], 12.0)
+    assert summary["busy_share"] == pytest.approx(0.5)
+    assert summary["dry_data_share"] == pytest.approx(4.8 / 12)
+    assert summary["dry_host_share"] == pytest.approx(1.2 / 12)
 
 
-def test_low_utilisation_is_explained_and_high_is_not():
+def test_only_low_utilization_is_explained():
     dry = {"busy_share": 0.5, "dry_data_share": 0.4, "dry_host_share": 0.1, "wall_s": 10.0}
     text = " ".join(idle_lines(dry))
     assert missing(text, "50.0 %", "40.0 % waiting", "10.0 % work", "tokenize") == []
@@ -111,54 +111,57 @@ def test_low_utilisation_is_explained_and_high_is_not():
 # -- slow processes --------------------------------------------------------------------------------
 
 
-def told(host: str, steps: list[tuple[float, float, float]], **extra) -> dict:
-    """What a process tells of an interval, from (data, host, device) seconds of its steps."""
+def make_report(host: str, steps: list[tuple[float, float, float]], **extra) -> dict:
+    """Return the report of an interval, from (data, host, device) seconds of its steps."""
     times = [(data_s + host_s + device_s, data_s, device_s) for data_s, host_s, device_s in steps]
     return {"step": 50, "host": host, **summarize(times), **extra}
 
 
-def means(host: str, data_s: float, host_s: float, device_s: float, **extra) -> dict:
-    """The same of twelve equal steps."""
-    return told(host, 12 * [(data_s, host_s, device_s)], **extra)
+def make_even_report(host: str, data_s: float, host_s: float, device_s: float, **extra) -> dict:
+    """Return the report of twelve equal steps."""
+    return make_report(host, 12 * [(data_s, host_s, device_s)], **extra)
 
 
-def test_equal_processes_hold_nobody_up():
-    assert find_stragglers({i: means(f"n{i}", 0.01, 0.02, 0.97) for i in range(4)}) == []
-    assert find_stragglers({0: means("n0", 0.9, 0.1, 0.0)}) == []  # alone: there are no others
-    every = {i: means(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
-    assert find_stragglers(every) == []  # all wait for data alike: slow_loader says so
+def test_equal_processes_have_no_straggler():
+    assert find_stragglers({i: make_even_report(f"n{i}", 0.01, 0.02, 0.97) for i in range(4)}) == []
+    assert find_stragglers({0: make_even_report("n0", 0.9, 0.1, 0.0)}) == []  # a single process
+    every = {i: make_even_report(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
+    assert find_stragglers(every) == []  # all wait for data: slow_loader reports it
 
 
 @pytest.mark.parametrize(("data_s", "host_s", "cause"), [(0.9, 0.1, "data"), (0.1, 0.9, "host")])
-def test_the_process_that_never_waits_for_devices_is_named(data_s, host_s, cause):
-    said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
-    said[2] = means("n2", data_s, host_s, 0.0)
-    (slow,) = find_stragglers(said)
+def test_process_that_never_waits_for_devices_is_the_straggler(data_s, host_s, cause):
+    reports = {i: make_even_report(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
+    reports[2] = make_even_report("n2", data_s, host_s, 0.0)
+    (slow,) = find_stragglers(reports)
     assert (slow.process, slow.host, slow.cause) == (2, "n2", cause)
     assert slow.lost_s == pytest.approx(0.9)
     assert missing(slow.text, "process 2 on n2", "12 of 12 steps", "900 ms") == []
 
 
-def test_what_hides_behind_the_devices_holds_nobody_up():
-    said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
-    said[2] = means("n2", 0.6, 0.05, 0.35)
-    assert find_stragglers(said) == []
+def test_data_wait_overlapped_with_devices_is_no_straggler():
+    reports = {i: make_even_report(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
+    reports[2] = make_even_report("n2", 0.6, 0.05, 0.35)
+    assert find_stragglers(reports) == []
 
 
-def test_one_that_is_ahead_of_all_others_is_not_named_nor_makes_them_slow():
-    said = {i: means(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
-    said[2] = means("n2", 0.0, 0.1, 0.9)
-    assert find_stragglers(said) == []
+def test_fastest_process_causes_no_straggler():
+    reports = {i: make_even_report(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
+    reports[2] = make_even_report("n2", 0.0, 0.1, 0.9)
+    assert find_stragglers(reports) == []
 
 
-def test_of_two_that_take_turns_in_coming_last_both_are_named():
+def test_two_alternating_stragglers_are_both_named():
     last, first = (0.9, 0.1, 0.0), (0.4, 0.1, 0.5)
-    said = {i: means(f"n{i}", 0.05, 0.1, 0.85) for i in range(4)}
-    said[1], said[3] = told("n1", 6 * [last, first]), told("n3", 6 * [first, last])
-    assert [slow.process for slow in find_stragglers(said)] == [1, 3]
+    reports = {i: make_even_report(f"n{i}", 0.05, 0.1, 0.85) for i in range(4)}
+    reports[1], reports[3] = (
+        make_report("n1", 6 * [last, first]),
+        make_report("n3", 6 * [first, last]),
+    )
+    assert [slow.process for slow in find_stragglers(reports)] == [1, 3]
 
 
-# A loader of 60 ms from step 24 on, two batches prefetched, and process 0 that waits for it.
+# A loader of 60 ms from step 24 on, two prefetched batches, and process 0 that waits for it.
 WAITS, PREFETCHED, SLOW = (0.0, 0.003, 0.037), (0.0, 0.004, 0.036), (0.052, 0.006, 0.002)
 
 
@@ -167,34 +170,35 @@ WAITS, PREFETCHED, SLOW = (0.0, 0.003, 0.037), (0.0, 0.004, 0.036), (0.052, 0.00
     [(24, 25), (2, 6), (0, 8), (32, 17)],
     ids=["interval50", "interval8", "whole", "a_third"],
 )
-def test_a_slow_loader_that_begins_amid_an_interval_is_named(before, after):
-    said = {
-        0: told("n0", before * [WAITS] + after * [(0.0, 0.003, 0.057)]),
-        1: told("n1", before * [PREFETCHED] + after * [SLOW]),
+def test_loader_that_turns_slow_within_an_interval_is_named(before, after):
+    reports = {
+        0: make_report("n0", before * [WAITS] + after * [(0.0, 0.003, 0.057)]),
+        1: make_report("n1", before * [PREFETCHED] + after * [SLOW]),
     }
-    (slow,) = find_stragglers(said)
+    (slow,) = find_stragglers(reports)
     assert (slow.process, slow.cause) == (1, "data")
     assert missing(slow.text, f"{after} of {before + after} steps", "52 ms") == []
     assert slow.lost_s == pytest.approx((0.058 - 0.003) * after / (before + after))
 
 
-def test_a_few_late_steps_are_an_accident():
-    said = {
-        0: told("n0", 49 * [(0.0, 0.003, 0.057)]),
-        1: told("n1", 33 * [PREFETCHED] + 16 * [SLOW]),
+def test_few_late_steps_are_ignored():
+    reports = {
+        0: make_report("n0", 49 * [(0.0, 0.003, 0.057)]),
+        1: make_report("n1", 33 * [PREFETCHED] + 16 * [SLOW]),
     }
-    assert find_stragglers(said) == []
+    assert find_stragglers(reports) == []
 
 
 @pytest.mark.parametrize(("late", "is_named"), [(13, False), (20, False), (40, True)])
-def test_the_rarer_late_steps_are_the_more_they_must_cost(late, is_named):
+def test_rare_late_steps_need_a_higher_cost(late, is_named):
     steps = late * [(0.0, 0.035, 0.001)] + (52 - late) * [(0.0, 0.015, 0.035)]
-    said = {0: told("n0", 52 * [(0.0, 0.015, 0.035)]), 1: told("n1", steps)}
-    assert bool(find_stragglers(said)) == is_named
+    reports = {0: make_report("n0", 52 * [(0.0, 0.015, 0.035)]), 1: make_report("n1", steps)}
+    assert bool(find_stragglers(reports)) == is_named
 
 
-# Two processes, (step, data, device) milliseconds of steps 36 to 59; from 24 on a batch of process
-# 1 took 60 ms. At each save, every five steps, it read a step at once: a wait for its own devices.
+# Two processes, (step, data, device) milliseconds of steps 36 to 59. From 24 on a batch of process
+# 1 took 60 ms. At each save, every five steps, it read a step at once and waited for its own
+# devices.
 MEASURED_0 = [
     *((24.6, 0, 8.2), (11.0, 0, 5.2), (53.7, 0, 45.3), (64.0, 0, 63.4), (67.1, 0, 66.2)),
     *((35.3, 0, 18.6), (11.8, 0, 11.2), (36.6, 0, 35.9), (77.4, 0, 75.1), (60.0, 0, 58.1)),
@@ -212,7 +216,7 @@ MEASURED_1 = [
 
 
 @pytest.mark.parametrize("steps", [slice(0, 12), slice(12, 24), slice(0, 24)])
-def test_a_slow_loader_beside_saves_is_named_as_it_was_measured(steps):
+def test_slow_loader_with_concurrent_saves_is_named(steps):
     def one(host: str, measured: list) -> dict:
         times = [tuple(value / 1e3 for value in values) for values in measured[steps]]
         return {"step": 50, "host": host, **summarize(times)}
@@ -222,7 +226,7 @@ def test_a_slow_loader_beside_saves_is_named_as_it_was_measured(steps):
 
 
 # Process 0 on two cores that three other programs shared: (step, device) milliseconds of the worst
-# 24 of 3,200 clean steps. It came last in six of them, for its core was taken.
+# 24 of 3,200 clean steps. It came last in six of them, because its core was busy.
 JITTER = [
     *((13.9, 0.3), (18.8, 18.4), (14.1, 13.6), (9.3, 8.8), (37.5, 0.8), (6.8, 0.4), (13.0, 0.4)),
     *((32.4, 18.3), (12.3, 6.4), (16.2, 2.4), (8.1, 2.1), (23.9, 16.3), (11.8, 11.4), (8.1, 6.5)),
@@ -232,21 +236,21 @@ JITTER = [
 
 
 @pytest.mark.parametrize("length", [4, 8, 16, 24])
-def test_jitter_of_shared_cores_names_nobody(length):
+def test_jitter_of_shared_cores_is_no_straggler(length):
     for first in range(len(JITTER) - length + 1):
         part = JITTER[first : first + length]
         steps = [(0.0, (step - device) / 1e3, device / 1e3) for step, device in part]
         calm = [(0.0, 0.0015, step / 1e3 - 0.0015) for step, _ in part]
-        assert find_stragglers({0: told("n0", steps), 1: told("n1", calm)}) == []
+        assert find_stragglers({0: make_report("n0", steps), 1: make_report("n1", calm)}) == []
 
 
 def test_a_throttled_gpu_is_named():
-    said = {
-        i: means(f"n{i}", 0.0, 0.1, 0.9, gpu_clock_mhz=1980.0, gpu_temperature_c=60.0)
+    reports = {
+        i: make_even_report(f"n{i}", 0.0, 0.1, 0.9, gpu_clock_mhz=1980.0, gpu_temperature_c=60.0)
         for i in range(4)
     }
-    said[1] |= {"gpu_clock_mhz": 1200.0, "gpu_temperature_c": 91.0}
-    (slow,) = find_stragglers(said)
+    reports[1] |= {"gpu_clock_mhz": 1200.0, "gpu_temperature_c": 91.0}
+    (slow,) = find_stragglers(reports)
     assert (slow.process, slow.cause) == (1, "gpu clock")
     assert missing(slow.text, "1200 MHz", "1980", "91 °C") == []
 
@@ -254,12 +258,12 @@ def test_a_throttled_gpu_is_named():
 def test_processes_are_compared_over_the_same_interval():
     of = lambda *steps: [{"step": step, "host": f"h{step}"} for step in steps]
     common = {0: {"step": 50, "host": "h50"}, 1: {"step": 50, "host": "h50"}}
-    assert newest_common({0: of(50, 100), 1: of(50)}) == common  # 1 has not told 100 yet
+    assert newest_common({0: of(50, 100), 1: of(50)}) == common  # 1 has not reported 100 yet
     assert newest_common({0: of(50, 100), 1: of(50, 100)})[1]["step"] == 100
     assert newest_common({0: of(100, 150), 1: of(50)}) == newest_common({}) == {}
 
 
-def test_an_interval_ends_only_where_there_is_something_to_tell():
+def test_interval_ends_only_with_steps_and_other_processes():
     watch = StragglerDetector(2, 4)
     assert not watch.ends(4)  # no step was timed
     watch.add(1.0, 0.25, 0.5)
@@ -270,23 +274,23 @@ def test_an_interval_ends_only_where_there_is_something_to_tell():
         size = len(pickle.dumps(alone))
         alone.add(1.0, 0.25, 0.5)
         assert not alone.ends(4)
-        assert len(pickle.dumps(alone)) == size  # a run of many steps must not keep them all
+        assert len(pickle.dumps(alone)) == size  # a long run must not keep them all
 
 
-def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatch):
-    there = {}
-    monkeypatch.setattr(coordination, "publish", lambda topic, value: there.update({0: value}))
-    monkeypatch.setattr(coordination, "published", lambda topic: there)
+def test_interval_stays_open_until_the_last_process_has_reported(monkeypatch):
+    published = {}
+    monkeypatch.setattr(coordination, "publish", lambda topic, value: published.update({0: value}))
+    monkeypatch.setattr(coordination, "published", lambda topic: published)
     watch = StragglerDetector(2, 4)
     watch.add(1.0, 0.25, 0.5)
     watch.end_interval(4, {})
     assert watch.everyone() == {}
-    there[1] = there[0]  # a step later
+    published[1] = published[0]  # a step later
     assert set(watch.everyone()) == {0, 1}
     assert watch.everyone() == {}
 
 
-# -- one process's monitor -------------------------------------------------------------------------
+# -- monitor of one process ------------------------------------------------------------------------
 
 
 def finish(tmp_path, steps, **config) -> dict:
@@ -307,7 +311,7 @@ def finish(tmp_path, steps, **config) -> dict:
     return summary
 
 
-def test_the_summary_says_why_devices_stood_still(tmp_path, caplog):
+def test_summary_explains_idle_devices(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     summary = finish(tmp_path, [(1.0, 0.9, 0.0)] * 4)
     assert summary["busy_share"] == 0.0
@@ -317,21 +321,21 @@ def test_the_summary_says_why_devices_stood_still(tmp_path, caplog):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["busy_share"] == 0.0
 
 
-def test_a_busy_run_needs_no_explanation(tmp_path, caplog):
+def test_busy_run_has_no_explanation(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     summary = finish(tmp_path, [(1.0, 0.05, 0.9)] * 4)
     assert summary["busy_share"] == 1.0
     assert idle_lines(summary) == []
 
 
-def test_device_hours_and_money_add_up(tmp_path, monkeypatch, caplog):
+def test_device_hours_and_cost(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     run = RunDirectory.open(tmp_path / "run")
     clock = Clock()
     config = MonitoringConfig(tensorboard=False)
     monitor = Monitor(config, run, total_steps=1, clock=clock)
     monitor.device_kind = "Tesla T4"
-    clock.passes(1800)
+    clock.advance(1800)
     summary = monitor.summary("finished")
     monitor.close()
     assert summary["device_hours"] == 4.0  # eight simulated devices for half an hour
@@ -347,7 +351,7 @@ class NVMLError(Exception):
 
 
 def fake_nvml(**broken) -> types.SimpleNamespace:
-    """Three GPUs; GPU i has a clock of 1000 + i MHz and i × 10 °C more than 50."""
+    """Install a fake NVML with three GPUs; GPU i has a clock of 1000 + i MHz and 50 + i × 10 °C."""
     utilisation = {0: 90, 1: 50, 2: 10}
 
     def refuse(*_):
@@ -386,7 +390,7 @@ def gpus(*numbers: int) -> list:
     ],
     ids=["all", "by_number", "by_uuid"],
 )
-def test_sensors_read_this_processs_gpus(monkeypatch, environ, numbers, expected):
+def test_sensors_read_the_gpus_of_this_process(monkeypatch, environ, numbers, expected):
     module = fake_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", module)
     sensors = GpuStats(gpus(*numbers), environ)
@@ -399,36 +403,36 @@ def test_sensors_read_this_processs_gpus(monkeypatch, environ, numbers, expected
     assert module.open == 0
 
 
-def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch):
+def test_unsupported_gpu_readings_are_omitted(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=True))
-    found = GpuStats(gpus(0), {}).read()
-    assert "gpu_utilization" not in found and found["gpu_power_w"] == 100.0
+    summary = GpuStats(gpus(0), {}).read()
+    assert "gpu_utilization" not in summary and summary["gpu_power_w"] == 100.0
 
 
-def test_without_the_package_one_line_says_so_and_the_run_goes_on(monkeypatch):
+def test_missing_package_is_reported_once_and_the_run_continues(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    said = []
-    sensors = GpuStats(gpus(0), {}, said.append)
+    messages = []
+    sensors = GpuStats(gpus(0), {}, messages.append)
     assert sensors.read() == {}
-    assert len(said) == 1 and "nvidia-ml-py" in said[0]
+    assert len(messages) == 1 and "nvidia-ml-py" in messages[0]
 
 
-def test_a_driver_that_fails_ends_nothing(monkeypatch):
+def test_failing_driver_is_not_fatal(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlInit=True))
-    said = []
-    assert GpuStats(gpus(0), {}, said.append).read() == {}
-    (line,) = said
+    messages = []
+    assert GpuStats(gpus(0), {}, messages.append).read() == {}
+    (line,) = messages
     assert line.endswith("Not Supported")
 
 
-def test_a_cpu_asks_no_sensor():
-    said = []
+def test_cpu_reads_no_sensor():
+    messages = []
     cpu = types.SimpleNamespace(platform="cpu", id=0)
-    assert GpuStats([cpu], {}, said.append).read() == {}
-    assert said == []
+    assert GpuStats([cpu], {}, messages.append).read() == {}
+    assert messages == []
 
 
-def test_readings_reach_records_and_summary(tmp_path, monkeypatch):
+def test_readings_are_in_records_and_summary(tmp_path, monkeypatch):
     class Warmer(GpuStats):
         celsius = 60.0
 

@@ -1,4 +1,4 @@
-"""Rates and watches: MFU by hand, time left, slow loaders, second compilations, device memory."""
+"""Rates and warnings: MFU, time left, slow loaders, recompilation, device memory."""
 
 import threading
 
@@ -84,8 +84,8 @@ def test_unknown_hardware_has_no_mfu(kind):
     ],
 )
 def test_peaks_are_dense(kind, bfloat16, float32):
-    found = peak_flops(kind, "bfloat16")
-    assert found == (None if bfloat16 is None else pytest.approx(bfloat16 * 1e12, rel=1e-12))
+    flops = peak_flops(kind, "bfloat16")
+    assert flops == (None if bfloat16 is None else pytest.approx(bfloat16 * 1e12, rel=1e-12))
     assert peak_flops(kind, "float32") == pytest.approx(float32 * 1e12, rel=1e-12)
 
 
@@ -101,7 +101,7 @@ def events(monitor: Monitor, name: str):
     return [r for r in read_records(monitor.run.metrics) if r.get("event") == name]
 
 
-def test_an_impossible_mfu_is_told_once(tmp_path):
+def test_impossible_mfu_is_reported_once(tmp_path):
     monitor = make_monitor(
         tmp_path, log_interval_steps=1, peak_tflops=1e-12, flops_per_token={"full": 1.0}
     )
@@ -114,14 +114,14 @@ def test_an_impossible_mfu_is_told_once(tmp_path):
 # -- rates over time -------------------------------------------------------------------------------
 
 
-def test_one_slow_step_does_not_colour_the_rate():
+def test_one_slow_step_does_not_change_the_rate():
     throughput = Throughput(num_devices=2, window_steps=5)
     for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
         throughput.add(100, seconds)
     assert throughput.tokens_per_s == 100.0 and throughput.step_time_s == 1.0
 
 
-def test_the_window_forgets_and_the_run_does_not():
+def test_window_rate_drops_old_steps_and_run_rate_keeps_them():
     throughput = Throughput(num_devices=1, window_steps=3)
     for seconds in (1.0,) * 7 + (2.0,) * 3:
         throughput.add(100, seconds)
@@ -129,7 +129,7 @@ def test_the_window_forgets_and_the_run_does_not():
     assert throughput.run_tokens_per_s == 100.0 and throughput.run_step_time_s == 1.0
 
 
-def test_time_left_is_steps_left_times_the_median_step():
+def test_time_left_is_remaining_steps_times_the_median_step():
     throughput = Throughput(num_devices=1, window_steps=5)
     assert throughput.eta_s(10) is None and throughput.eta_s(0) == 0.0
     for seconds in (0.5, 9.0, 0.25, 0.5, 0.75):
@@ -137,7 +137,7 @@ def test_time_left_is_steps_left_times_the_median_step():
     assert throughput.eta_s(90) == 45.0
 
 
-def test_the_compiling_step_is_in_no_rate(tmp_path):
+def test_compiling_step_is_excluded_from_rates(tmp_path):
     monitor = make_monitor(tmp_path)
     monitor.train(1, {"loss": 1.0}, tokens=100, step_time_s=60.0, data_wait_s=30.0)
     for step in (2, 3):
@@ -153,27 +153,27 @@ def warned_at(watch: DataWaitTracker, waits) -> list[int]:
     return [step for step, wait in enumerate(waits, start=1) if watch.add(wait, 1.0)]
 
 
-def test_slow_loader_is_named_exactly_when_the_share_passes_the_threshold():
+def test_slow_loader_is_reported_exactly_when_the_share_exceeds_the_threshold():
     watch = DataWaitTracker(threshold=0.25, window_steps=4)
     # Window shares from step 5 on: 0.125, 0.25 (not above), 0.375 (above: step 7), 0.5 ...
     assert warned_at(watch, [0.0] * 4 + [0.5] * 6) == [7]
 
 
-def test_a_window_that_is_not_full_says_nothing():
+def test_partial_window_reports_nothing():
     watch = DataWaitTracker(threshold=0.25, window_steps=4)
     assert warned_at(watch, [0.9, 0.9, 0.9]) == []
     assert warned_at(watch, [0.9]) == [1]
 
 
-def test_an_episode_ends_below_half_the_threshold_and_a_new_one_warns_again():
+def test_warning_repeats_only_after_falling_below_half_the_threshold():
     watch = DataWaitTracker(threshold=0.25, window_steps=4)
     assert warned_at(watch, [0.5] * 4) == [4]
-    assert warned_at(watch, [0.2] * 8 + [0.3] * 8) == []  # hovering near the threshold: one episode
+    assert warned_at(watch, [0.2] * 8 + [0.3] * 8) == []  # near the threshold: one episode
     assert watch.in_episode
     assert warned_at(watch, [0.0] * 4 + [0.5] * 4) == [7]
 
 
-def test_monitor_names_the_loader_once(tmp_path, caplog, monkeypatch):
+def test_monitor_reports_the_slow_loader_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(alerts, "WINDOW_STEPS", 3)
     monkeypatch.setattr(alerts, "DATA_WAIT_WARNING", 0.5)
     monitor = make_monitor(tmp_path)
@@ -194,25 +194,25 @@ def test_a_threshold_of_one_never_warns():
 # -- step timer ------------------------------------------------------------------------------------
 
 
-def test_step_timer_counts_waits_and_leaves_pauses_out():
+def test_step_timer_counts_waits_and_excludes_pauses():
     now = 0.0
 
     def clock():
         return now
 
-    def passing(seconds, value=None):
+    def advance(seconds, value=None):
         nonlocal now
         now += seconds
         return value
 
     timer = StepTimer(clock)
-    assert timer.fetch(lambda: passing(2.0, "batch")) == "batch"
-    passing(3.0)
+    assert timer.fetch(lambda: advance(2.0, "batch")) == "batch"
+    advance(3.0)
     assert timer.lap() == (5.0, 2.0)
     with timer.paused():
-        passing(100.0)
-    timer.fetch(lambda: passing(0.5))
-    passing(1.0)
+        advance(100.0)
+    timer.fetch(lambda: advance(0.5))
+    advance(1.0)
     assert timer.lap() == (1.5, 0.5)
 
 
@@ -235,7 +235,7 @@ def test_the_first_compilation_is_counted_and_timed():
     assert reports[0].seconds == watch.seconds > 0
 
 
-def test_a_second_compilation_says_which_argument_changed():
+def test_second_compilation_reports_the_changed_argument():
     def step(state, batch):
         return {"w": state["w"] + batch.sum()}
 
@@ -250,34 +250,34 @@ def test_a_second_compilation_says_which_argument_changed():
     assert reports[2].changes == ("arg[0]['w']: float32[3] on cpu:0 -> float16[3] on cpu:0",)
 
 
-def test_a_changed_sharding_is_told():
+def test_changed_sharding_is_reported():
     mesh = MeshSpec.parse("dp=4,tp=2").build()
 
-    def place(*spec):
+    def put(*spec):
         return jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(*spec)))
 
     watch, reports = watched(lambda x: x + 1)
-    watch(place("data"))
-    watch(place("data", "tensor"))
+    watch(put("data"))
+    watch(put("data", "tensor"))
     (change,) = reports[1].changes
     assert "P('data',) over 8 devices -> " in change
     assert change.endswith("P('data', 'tensor') over 8 devices")
 
 
-def test_a_host_array_for_a_device_array_is_no_compilation():
+def test_host_array_instead_of_a_device_array_is_no_compilation():
     watch, reports = watched(lambda x: x + 1)
     watch(jnp.ones(4))
     watch(np.ones(4, np.float32))
-    assert watch._function._cache_size() == 2  # new to jit's cache of calls, yet not to XLA
+    assert watch._function._cache_size() == 2  # new to jit's call cache, but not to XLA
     assert len(reports) == 1
 
 
-def test_programs_compiled_meanwhile_do_not_count():
+def test_other_programs_compiled_meanwhile_do_not_count():
     step = jax.jit(lambda x: x + 1)
     step(jnp.ones(4))
 
     class Busy:
-        """The step, while another thread compiles something (an evaluation, a save)."""
+        """A step during which another thread compiles a program (an evaluation, a save)."""
 
         _cache_size = staticmethod(step._cache_size)
 
@@ -307,14 +307,14 @@ def test_programs_of_another_thread_do_not_count():
             other = threading.Thread(target=compile_another)
             other.start()
             other.join()
-            return step(x)  # on the host: new to jit's cache of calls, yet not to XLA
+            return step(x)  # on the host: new to jit's call cache, but not to XLA
 
     reports: list[Compilation] = []
     CompileTracker(Busy(), reports.append)(np.ones(4, np.float32))
     assert step._cache_size() == 2 and reports == []
 
 
-def test_a_changed_static_argument_is_told():
+def test_changed_static_argument_is_reported():
     watch, reports = watched(lambda x, n: x * n, static_argnums=1)
     watch(jnp.ones(4), 2)
     watch(jnp.ones(4), 3)
@@ -348,7 +348,7 @@ class FakeDevice:
         return self._stats
 
 
-def test_memory_is_that_of_the_fullest_device():
+def test_memory_is_the_maximum_over_devices():
     devices = [
         FakeDevice({"bytes_in_use": 5, "peak_bytes_in_use": 9, "bytes_limit": 100}),
         FakeDevice({"bytes_in_use": 7, "peak_bytes_in_use": 8, "bytes_limit": 100}),
@@ -360,6 +360,6 @@ def test_memory_is_that_of_the_fullest_device():
     }
 
 
-def test_a_backend_that_does_not_tell_has_no_memory_fields():
+def test_backend_without_memory_stats_has_no_memory_fields():
     assert device_memory(jax.devices()) == {}
     assert device_memory([FakeDevice(None), FakeDevice({"num_allocs": 3})]) == {}

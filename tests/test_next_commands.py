@@ -22,12 +22,12 @@ MAINS = {
 
 
 def next_commands(printed: str) -> list[list[str]]:
-    """What stands below the last "next" of an output, as words."""
+    """Return the commands below the last "next" of an output, each as a list of words."""
     _, _, after = printed.rpartition("next")
     lines = [line.strip() for line in after.removeprefix(":").splitlines()]
-    found = [shlex.split(line) for line in lines if line.startswith("python -m ")]
-    assert found, printed
-    return found
+    commands = [shlex.split(line) for line in lines if line.startswith("python -m ")]
+    assert commands, printed
+    return commands
 
 
 def follow(words: list[str], *more: str) -> None:
@@ -36,8 +36,8 @@ def follow(words: list[str], *more: str) -> None:
 
 
 @pytest.mark.slow
-def test_from_a_text_to_a_model_that_transformers_opens(tmp_path, monkeypatch, capsys):
-    """The tokenizer goes from the token folder to the run and on to the exported model."""
+def test_printed_commands_lead_from_text_to_a_transformers_model(tmp_path, monkeypatch, capsys):
+    """The tokenizer is copied from the token folder to the run and to the exported model."""
     monkeypatch.chdir(tmp_path)
     assert prepare([str(ROOT / "README.md"), "--out", "my tokens", "--train-bpe", "300"]) == 0
     (to_train,) = next_commands(capsys.readouterr().out)
@@ -63,17 +63,17 @@ def test_from_a_text_to_a_model_that_transformers_opens(tmp_path, monkeypatch, c
     follow(to_resume, "--steps=3")
 
 
-def test_a_closing_line_asks_a_model_for_what_it_learned(tmp_path):
-    def asks(data: DataConfig) -> str:
+def test_suggested_prompt_matches_the_training_data(tmp_path):
+    def request_of(data: DataConfig) -> str:
         return first_request(data, open_datasets(data, seq_len=32)[0])
 
     text, pairs = tmp_path / "a.txt", tmp_path / "pairs.jsonl"
     text.write_text("\n  First Citizen: it's all\n" + "more text\n" * 40)
     pairs.write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
-    assert asks(DataConfig()) == "--prompt 'def __init__(self'"
-    assert asks(DataConfig(sources=[str(text)])) == "--prompt " + shlex.quote(
+    assert request_of(DataConfig()) == "--prompt 'def __init__(self'"
+    assert request_of(DataConfig(sources=[str(text)])) == "--prompt " + shlex.quote(
         "First Citizen: it's all"
     )
     completion = DataConfig(sources=[str(pairs)], records="completion", eval_fraction=0.0)
-    assert asks(completion) == "--prompt '2 + 2 ='"
+    assert request_of(completion) == "--prompt '2 + 2 ='"
     assert first_request(DataConfig(records="chat"), None) == "--chat"

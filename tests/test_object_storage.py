@@ -1,4 +1,4 @@
-"""Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
+"""Runs on object storage: an S3 server over HTTP gives the same results as a local directory."""
 
 import dataclasses
 import errno
@@ -46,25 +46,25 @@ def folder(server, request):
     return locate(f"s3://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
 
 
-def test_an_object_store_answers_as_a_local_directory_does(folder, tmp_path):
+def test_object_store_matches_a_local_directory(folder, tmp_path):
     assert history(folder) == history(locate(tmp_path / "run"))
 
 
-def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tmp_path):
+def test_throttling_and_cut_connections_change_no_result(server, monkeypatch, tmp_path):
     with object_servers.troubled(server, every=3) as (address, done):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=5)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        monkeypatch.setattr(objects, "_store", lambda *location: store)
         assert history(locate("s3://bucket/troubled")) == history(locate(tmp_path / "run"))
     assert {*done} == {"503", "cut"} and len(done) > 10
 
 
 @pytest.mark.slow
-def test_a_slow_store_changes_no_answer(server, monkeypatch, tmp_path):
+def test_slow_store_changes_no_result(server, monkeypatch, tmp_path):
     with object_servers.slow(server, seconds=0.2) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=0)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        monkeypatch.setattr(objects, "_store", lambda *location: store)
         assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
 
 
@@ -76,13 +76,17 @@ def test_arrays_are_read_from_a_store_as_they_were_written(folder):
     np.testing.assert_array_equal(open_array(folder, "state", ["w"]).read(), array)
 
 
-def test_an_array_on_a_store_says_its_own_chunks():
-    """A dim of one keeps its chunk of one; zarr knows no chunk of zero."""
-    said = zarr_metadata((6, 1, 0), (3, 1, 0), np.dtype("float32"))
-    assert (said["shape"], said["chunks"], said["dtype"]) == ([6, 1, 0], [3, 1, 1], "<f4")
+def test_array_metadata_has_valid_chunks():
+    """A dim of one keeps its chunk of one; zarr does not allow a chunk of zero."""
+    metadata = zarr_metadata((6, 1, 0), (3, 1, 0), np.dtype("float32"))
+    assert (metadata["shape"], metadata["chunks"], metadata["dtype"]) == (
+        [6, 1, 0],
+        [3, 1, 1],
+        "<f4",
+    )
 
 
-def test_a_location_is_a_url_whatever_path_made_of_it(folder):
+def test_location_of_a_collapsed_url_is_the_url(folder):
     assert locate("s3:/bucket/a/") == locate("s3://bucket/a") == folder.parent / "a"
     assert os.fspath(folder / 7) == f"{folder}/7" and (folder / 7).parent == folder
     assert locate("s3://bucket").parent == locate("s3://bucket")
@@ -90,11 +94,11 @@ def test_a_location_is_a_url_whatever_path_made_of_it(folder):
 
 
 def test_an_object_is_created_once(folder):
-    # One after the other: the server looks and writes in two steps.
+    # One after another: the server checks and writes in two steps.
     assert [(folder / "a").create() for _ in range(3)] == [True, False, False]
 
 
-def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
+def test_refused_data_is_kept_and_written_once(folder, monkeypatch):
     file = folder / "a.jsonl"
     monkeypatch.setattr(parts, "PART_BYTES", 8)
     appender = file.appender()
@@ -103,7 +107,7 @@ def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
     assert file.read() == b"one\n"
     with monkeypatch.context() as away:
         away.setattr(
-            objects, "_store", lambda *place: objects._make_store("s3", "none", max_retries=0)
+            objects, "_store", lambda *location: objects._make_store("s3", "none", max_retries=0)
         )
         appender.append(b"two\n")
         flush_appended()
@@ -118,7 +122,7 @@ def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
     assert len(file.entries()) == 2 and file.parent.files() == ["a.jsonl"]
 
 
-def test_flushing_ends_when_all_is_written(folder):
+def test_flush_returns_when_all_is_written(folder):
     appender = (folder / "a.jsonl").appender()
     appender.append(b"one\n")
     start = time.monotonic()
@@ -127,14 +131,14 @@ def test_flushing_ends_when_all_is_written(folder):
     appender.close()
 
 
-def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
+def test_refused_records_are_reported_once_and_none_is_lost(
     folder, monkeypatch, propagating, caplog
 ):
     caplog.set_level(logging.INFO, logger="jaxdist")
     writer = RecordWriter(folder / "metrics.jsonl")
     with monkeypatch.context() as away:
         away.setattr(
-            objects, "_store", lambda *place: objects._make_store("s3", "none", max_retries=0)
+            objects, "_store", lambda *location: objects._make_store("s3", "none", max_retries=0)
         )
         for step in (1, 2, 3):
             writer.write({"kind": "train", "step": step})
@@ -148,7 +152,7 @@ def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
     assert [record["step"] for record in read_records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_an_upload_that_raises_ends_no_other(folder, monkeypatch, propagating, caplog):
+def test_failing_upload_does_not_stop_others(folder, monkeypatch, propagating, caplog):
     monkeypatch.setattr(parts, "_failed", [])
 
     class Broken(parts._Uploaded):
@@ -168,7 +172,7 @@ def test_an_upload_that_raises_ends_no_other(folder, monkeypatch, propagating, c
     assert len(parts._failed) > 1 and len(caplog.messages) == 1
 
 
-def test_a_descriptor_appends_for_programs_that_know_nothing_of_it(folder):
+def test_append_descriptor_works_for_subprocesses(folder):
     file = folder / "process.log"
     for line in ("one", "two"):
         descriptor = file.append_descriptor()
@@ -181,17 +185,17 @@ def test_a_descriptor_appends_for_programs_that_know_nothing_of_it(folder):
 # -- two runs ----------------------------------------------------------------------------------
 
 
-def test_of_two_that_take_a_lock_at_once_one_is_refused(folder):
+def test_second_of_two_concurrent_locks_is_refused(folder):
     take_a_lock_twice(folder)
 
 
-def test_a_beat_whose_answer_was_lost_loses_no_lock(folder, monkeypatch):
+def test_heartbeat_with_a_lost_response_keeps_the_lock(folder, monkeypatch):
     file = (folder / ".lock").lock()
     file.write(b"1")
     put = objects.ObjectLocation._put_if
 
-    def put_unanswered(*given):
-        put(*given)
+    def put_unanswered(*args):
+        put(*args)
         raise OSError("no answer")
 
     with monkeypatch.context() as away:
@@ -202,16 +206,16 @@ def test_a_beat_whose_answer_was_lost_loses_no_lock(folder, monkeypatch):
     assert (folder / ".lock").read() == b"3"
     other = (folder / ".lock").lock()
     assert other.read() == b"3"
-    other.write(b"2")  # what was once unanswered is not any more
+    other.write(b"2")  # a write without a response is no longer accepted
     with pytest.raises(Locked):
         file.write(b"4")
 
 
 @pytest.mark.parametrize("of_first", ["another machine", "this machine"])
-def test_a_second_run_waits_for_heartbeats_and_the_first_learns_that_it_lost(
+def test_second_run_waits_for_heartbeats_and_the_first_detects_the_loss(
     folder, monkeypatch, of_first
 ):
-    """A container that was started again has the host, boot and process id of the one before."""
+    """A restarted container has the host, boot id and process id of the one before."""
     monkeypatch.setattr(lock_room, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(lock_room, "_held", set())
     monkeypatch.setattr(lock_room, "_boot_id", lambda: of_first)
@@ -223,31 +227,31 @@ def test_a_second_run_waits_for_heartbeats_and_the_first_learns_that_it_lost(
     with refused(folder, f"process {os.getpid()}"):
         second.acquire()
     assert first.lost() == ""
-    first._stop.set()  # stopped, as by SIGSTOP; it may go on later
+    first._stop.set()  # stopped, as by SIGSTOP; it may continue later
     first._writing.acquire()
     second.acquire()
     first._writing.release()
     assert missing(first.lost(), folder) == [] and second.lost() == ""
     second.release()
-    third = DirectoryLock(folder, lambda line: pytest.fail(line))  # a released one is free at once
+    third = DirectoryLock(folder, lambda line: pytest.fail(line))  # a released lock is free at once
     third.acquire()
     third.release()
 
 
-# -- what a run is made from -------------------------------------------------------------------
+# -- inputs of a run ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def read_ranges(monkeypatch):
-    """Name and bytes of each range that was read."""
-    found, part = [], objects.ObjectLocation.part
+    """Record the name and the number of bytes of each range that is read."""
+    ranges, part = [], objects.ObjectLocation.part
 
-    def noting(location, start, length):
-        found.append((location.name, length))
+    def record_range(location, start, length):
+        ranges.append((location.name, length))
         return part(location, start, length)
 
-    monkeypatch.setattr(objects.ObjectLocation, "part", noting)
-    return found
+    monkeypatch.setattr(objects.ObjectLocation, "part", record_range)
+    return ranges
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
@@ -262,7 +266,7 @@ def test_rows_of_a_token_folder_are_read_by_ranges(folder, tmp_path, read_ranges
     )
     assert stored.fingerprint == local.fingerprint
     assert not [name for name, _ in read_ranges if name.startswith("tokens-")]
-    some = np.array([0, 5, 187, 190, local.num_rows - 1])  # of windows, 187 is in two shards
+    some = np.array([0, 5, 187, 190, local.num_rows - 1])  # of windows; 187 is in two shards
     for name, values in local.rows(some).items():
         np.testing.assert_array_equal(stored.rows(some)[name], values)
     tokens = sum(length for name, length in read_ranges if name.startswith("tokens-"))
@@ -276,7 +280,7 @@ def test_rows_of_a_token_folder_are_read_by_ranges(folder, tmp_path, read_ranges
     )
 
 
-def test_records_on_an_object_store_are_learned_as_those_on_a_disk(folder, tmp_path):
+def test_records_on_an_object_store_equal_those_on_disk(folder, tmp_path):
     pairs = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(50)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -294,7 +298,7 @@ def test_records_on_an_object_store_are_learned_as_those_on_a_disk(folder, tmp_p
         np.testing.assert_array_equal(stored.rows(every)[name], values)
 
 
-def test_too_little_text_and_a_cut_token_folder_are_refused(folder, tmp_path):
+def test_too_little_text_and_a_truncated_token_folder_are_refused(folder, tmp_path):
     (folder / "text.txt").write("text")
     with refused(folder, "data.sources", "seq_len=16"):
         open_datasets(DataConfig(sources=[str(folder)]), seq_len=16)
@@ -330,15 +334,15 @@ def test_weights_are_read_by_ranges(folder, tmp_path, read_ranges):
             open_weights(folder)
 
 
-# -- what cannot be used -----------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
+def test_errors_name_the_url_and_contain_no_secrets(server, monkeypatch):
     with refused("s3://absent-bucket/run", "no such bucket"):
         locate("s3://absent-bucket/run")
     with refused("az://bucket", "s3://BUCKET/PATH"):
         locate("az://bucket/run")
-    for nameless in ("s3://", "s3:/"):  # Path makes one of the other
+    for nameless in ("s3://", "s3:/"):  # Path turns the first into the second
         with refused("no bucket", "s3://BUCKET/PATH"):
             locate(nameless)
     objects._reach.cache_clear()
@@ -350,7 +354,7 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(OSError) as away:  # another time it may
+    with pytest.raises(OSError) as away:  # a later attempt may succeed
         locate("s3://bucket/run")
     assert away.value.errno == errno.EHOSTUNREACH
     assert SECRET not in str(away.value) and away.value.__cause__ is None
@@ -363,28 +367,28 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
         (403, "AccessDenied", ["denied", "403 AccessDenied", "AWS_ACCESS_KEY_ID"]),
     ],
 )
-def test_credentials_that_expire_are_said_at_the_start_and_in_a_run(
+def test_expired_credentials_are_reported_at_startup_and_in_a_run(
     folder, monkeypatch, status, code, facts
 ):
     appender = (folder / "a.jsonl").appender()
     with object_servers.refusing(status, code) as address, monkeypatch.context() as expired:
         expired.setenv("AWS_ENDPOINT_URL", address)
         objects._reach.cache_clear()
-        with refused(folder, *facts) as said:
+        with refused(folder, *facts) as refusal:
             locate(str(folder))
-        assert SECRET not in str(said.value) and "AKIATEST" not in str(said.value)
+        assert SECRET not in str(refusal.value) and "AKIATEST" not in str(refusal.value)
         store = objects._make_store("s3", "bucket", max_retries=2)
-        expired.setattr(objects, "_store", lambda *place: store)
+        expired.setattr(objects, "_store", lambda *location: store)
         appender.append(b"one\n")
         flush_appended()
         with pytest.raises(OSError) as away:
             appender.append(b"two\n")
         assert away.value.errno == errno.EACCES and SECRET not in str(away.value)
-    appender.close()  # new ones have come
+    appender.close()  # the credentials were renewed
     assert (folder / "a.jsonl").read() == b"one\ntwo\n"
 
 
-def test_a_sweep_finds_its_runs_and_what_is_no_run_is_refused(folder):
+def test_sweep_finds_its_runs_and_other_paths_are_refused(folder):
     first, second = read_sweep(["--grid=seed=1,2", "--steps=2", f"--run-dir={folder}"]).trials
     assert str(first.path) == f"{folder}/seed=1" and not first.is_finished()
     (first.path / "summary.json").write('{"exit_reason": "finished", "step": 2}')
@@ -396,7 +400,7 @@ def test_a_sweep_finds_its_runs_and_what_is_no_run_is_refused(folder):
         run_here("evaluate", f"{folder}/none")
 
 
-def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, monkeypatch):
+def test_unreachable_store_ends_a_command_with_one_line(capsys, tmp_path, monkeypatch):
     away = objects._as_os_error(RuntimeError("connection refused"), "s3://bucket/run")
     log = logging.FileHandler(tmp_path / "log")
     monkeypatch.setattr(logging.getLogger("jaxdist"), "handlers", [log])
@@ -408,7 +412,7 @@ def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, mon
     assert missing(line, "s3://bucket/run", "try again") == []
 
 
-def test_a_servers_words_do_not_reach_a_message():
+def test_server_response_text_is_not_in_the_message():
     answer = (
         "Server returned non-2xx status code: 403 Forbidden: <Error><Code>SignatureDoesNotMatch"
         f"</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>"
@@ -422,12 +426,12 @@ def test_a_servers_words_do_not_reach_a_message():
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server, tmp_path):
+def test_run_killed_during_an_upload_resumes_bit_identically(server, tmp_path):
     kill_and_resume("s3://bucket/runs/killed", tmp_path)
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run_as_printed(server):
+def test_commands_of_the_storage_page_run_as_printed(server):
     page = (ROOT / "docs/storage.md").read_text()
     lines = re.findall(r"^python .*s3://BUCKET.*$", page, flags=re.MULTILINE)
     assert len(lines) == 3
@@ -446,7 +450,7 @@ def test_the_commands_of_the_page_run_as_printed(server):
 
 
 @pytest.mark.slow
-def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_path):
+def test_run_with_url_inputs_matches_one_with_local_files(server, tmp_path):
     files = tmp_path / "in"
     write_model(files / "model", dataclasses.replace(FAMILIES["llama2"], vocab_size=320))
     texts = [f"the {i}th of some texts" for i in range(300)]
@@ -459,17 +463,17 @@ def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_p
     lines = ["[train]", "steps = 2", "seq_len = 16", "global_batch_size = 8"]
     (files / "run.toml").write_text("\n".join(lines))
     losses, ledgers = {}, {}
-    for place in (str(upload(files, "s3://bucket/made")), str(files)):
-        run_dir = f"{place}/run"
-        flags = [f"--config={place}/run.toml", f"--data.sources={place}/tokens"]
-        flags += [f"--init-from={place}/model", f"--run-dir={run_dir}", "--mesh=fsdp=4,tp=2"]
-        flags += [f"--data.eval-sources={place}/held/*.jsonl", "--monitoring.tensorboard=false"]
+    for base in (str(upload(files, "s3://bucket/made")), str(files)):
+        run_dir = f"{base}/run"
+        flags = [f"--config={base}/run.toml", f"--data.sources={base}/tokens"]
+        flags += [f"--init-from={base}/model", f"--run-dir={run_dir}", "--mesh=fsdp=4,tp=2"]
+        flags += [f"--data.eval-sources={base}/held/*.jsonl", "--monitoring.tensorboard=false"]
         assert run_here("train", *flags) == 0
         records = read_records(f"{run_dir}/metrics.jsonl")
-        losses[place] = [r["loss"] for r in records if r["kind"] in ("train", "eval")]
-        ledgers[place] = [r["data_ledger"] for r in records if r["kind"] == "train"]
+        losses[base] = [r["loss"] for r in records if r["kind"] in ("train", "eval")]
+        ledgers[base] = [r["data_ledger"] for r in records if r["kind"] == "train"]
         settings = tomllib.loads((locate(run_dir) / "config.toml").text())
-        assert settings["data"]["tokenizer"] == f"{place}/model/tokenizer.json"
+        assert settings["data"]["tokenizer"] == f"{base}/model/tokenizer.json"
     first, second = losses.values()
     assert len(first) == 3 and [*map(float.hex, first)] == [*map(float.hex, second)]
     first, second = ledgers.values()

@@ -1,4 +1,4 @@
-"""A rejected start leaves the run directory as it was, byte for byte."""
+"""A rejected start leaves the run directory unchanged, byte for byte."""
 
 import importlib
 import json
@@ -117,7 +117,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_a_rejected_resume_names_the_changed_settings_alone(finished, changes):
+def test_rejected_resume_names_only_the_changed_settings(finished, changes):
     with refused() as caught:
         train(
             finished,
@@ -133,7 +133,7 @@ def test_a_rejected_resume_names_the_changed_settings_alone(finished, changes):
     assert "params/" not in text and "opt_state/" not in text and "\n" not in text
 
 
-def test_a_mismatch_that_no_setting_explains_names_three_arrays(copy, monkeypatch):
+def test_mismatch_without_a_changed_setting_names_three_arrays(copy, monkeypatch):
     read = "jaxdist.checkpoint.orbax_io.read_document"
     original = importlib.import_module("jaxdist.checkpoint.orbax_io").read_document
 

@@ -1,4 +1,4 @@
-"""Two real processes: each planted fault is found and named with its process, host and cause."""
+"""Two real processes: each injected fault is detected and reported with process, host and cause."""
 
 import json
 import re
@@ -18,9 +18,9 @@ from jaxdist.run.metrics_log import read_records
 from jaxdist.run.resilience.anomalies import read_anomalies
 
 BATCH = 4
-# Every fifth step is followed by a save, which reads that step at once; at a step of 15 ms that is
-# seldom enough for what the other steps say.
-SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
+# A save follows every fifth step and reads that step at once. With steps of 15 ms this is rare
+# enough not to hide the measurements of the other steps.
+INFREQUENT_SAVES = "--checkpoint.save_interval_steps=10"
 FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('bit_flip_train.py')}"
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def job(tmp_path):
-    """Makes a job; its processes end with the test."""
+    """Return a function that creates a job; its processes end with the test."""
     made = []
 
     def make(name: str, *flags: str, steps: int) -> Job:
@@ -46,19 +46,19 @@ def step_times(job: Job) -> list[float]:
     return [r["step_time_s"] for r in records if r["kind"] == "train"]
 
 
-def test_a_flipped_bit_on_another_process_is_found_and_undone(job, monkeypatch):
-    """That it ends a run with 85 instead is shown in one process (`test_resilience_sdc`)."""
+def test_flipped_bit_on_another_process_is_detected_and_rolled_back(job, monkeypatch):
+    """`test_resilience_sdc` tests the policy that ends a run with exit code 85, in one process."""
     monkeypatch.setenv("FLIP", "3:17")  # of four copies, the last on process 1
     flags = ("--simulate=2", "--mesh=dp=4", "--resilience.sdc_check_interval_steps=3")
     undone = job("undone", *flags, "--resilience.sdc_policy=rollback", steps=30)
     undone.start(FLIPPING)
     assert fault_scenarios.finish(undone) == 0, undone.output()[-4000:]
-    # At once, not at 18: they are compared before every save, and one is due halfway.
+    # At once, not at 18: replicas are compared before every save, and one is due halfway.
     named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
     assert re.search(named, undone.output()), undone.output()[-4000:]
     assert "without a majority" not in undone.output()
-    found = [(event["event"], event["step"]) for event in findings(undone.run_dir)]
-    assert found == [("sdc", 17), ("rollback", 15)]
+    events = [(event["event"], event["step"]) for event in findings(undone.run_dir)]
+    assert events == [("sdc", 17), ("rollback", 15)]
     clean = job("clean", *flags, steps=30)
     clean.start()
     assert fault_scenarios.finish(clean) == 0
@@ -68,18 +68,18 @@ def test_a_flipped_bit_on_another_process_is_found_and_undone(job, monkeypatch):
     )
 
 
-def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
-    """The coordinator itself is slow; the row that is not a number is read by either process."""
+def test_slow_process_and_nan_batch_are_named_with_their_cause(job):
+    """The coordinator itself is slow; either process may read the row with NaN."""
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
     flags = ["--monitoring.log_interval_steps=2", "--resilience.nonfinite_policy=skip"]
-    faulty = job("faulty", *flags, SELDOM_SAVED, steps=32)
-    (faulty.folder / "slow-0").write_text("0.25")  # of each row: much on any machine
+    faulty = job("faulty", *flags, INFREQUENT_SAVES, steps=32)
+    (faulty.folder / "slow-0").write_text("0.25")  # for each row: slow on any machine
     (faulty.folder / f"nan-{row}").touch()
     faulty.start()
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
 
-    found = findings(faulty.run_dir)
-    slow = [event for event in found if event["event"] == "straggler"]
+    events = findings(faulty.run_dir)
+    slow = [event for event in events if event["event"] == "straggler"]
     assert [(event["process"], event["cause"]) for event in slow] == [(0, "data")]  # once
     assert f"process 0 on {HOST}" in faulty.output()
     tables = [
@@ -87,7 +87,7 @@ def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
         for record in read_records(faulty.run_dir / "metrics.jsonl")
         if record.get("event") == "process_times"
     ]
-    steps = [event["step"] for event in tables]  # of the newest interval that both had told by then
+    steps = [event["step"] for event in tables]  # newest interval that both have reported
     assert steps == sorted(set(steps)) and set(steps) <= {10, 20, 30} and len(steps) >= 2
     assert tables[-1]["of"] == [0, 1]
     slow_s, other_s = tables[-1]["means"]["data_wait_s"]
@@ -99,23 +99,23 @@ def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
     (anomaly,) = read_anomalies(faulty.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
-    assert {event["step"] for event in found if event["event"] != "straggler"} == {17}
+    assert {event["step"] for event in events if event["event"] != "straggler"} == {17}
 
 
-def test_a_loader_that_turns_slow_amid_the_run_is_named(job, capsys):
+def test_loader_that_turns_slow_during_the_run_is_named(job, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    faulty = job("turned", "--monitoring.log_interval_steps=2", SELDOM_SAVED, steps=60)
+    faulty = job("turned", "--monitoring.log_interval_steps=2", INFREQUENT_SAVES, steps=60)
     faulty.start()
     faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
     usual_s = statistics.median(step_times(faulty)[4:])
-    row_s = max(0.1, 4 * usual_s)  # of two rows; other programs may slow steps down meanwhile
+    row_s = max(0.1, 4 * usual_s)  # per two rows; other programs may slow steps down too
     (faulty.folder / "slow-1").write_text(f"{row_s:.3f}")
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
-    found = findings(faulty.run_dir)
-    assert {(event["process"], event["cause"]) for event in found} == {(1, "data")}
+    events = findings(faulty.run_dir)
+    assert {(event["process"], event["cause"]) for event in events} == {(1, "data")}
     with capsys.disabled():
         print(
             f" steps of {1e3 * usual_s:.0f} ms, then batches of {2e3 * row_s:.0f}: named at step "
-            f"{found[0]['step']}",
+            f"{events[0]['step']}",
             end="",
         )

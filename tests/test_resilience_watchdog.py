@@ -1,4 +1,4 @@
-"""A job that makes no progress ends with 86 and names who is behind; a sound one is left alone."""
+"""A job without progress exits with 86 and names the process that is behind; others continue."""
 
 import json
 import re
@@ -23,14 +23,14 @@ def heartbeat(process: int, **changes) -> Heartbeat:
     return Heartbeat(process=process, **{**values, **changes})
 
 
-def beaten(*heartbeats: Heartbeat) -> list[Heartbeat]:
-    """The same heartbeats some beats later."""
+def advance_beats(*heartbeats: Heartbeat) -> list[Heartbeat]:
+    """Return the same heartbeats some beats later."""
     return [Heartbeat(**{**vars(s), "beat": s.beat + 4}) for s in heartbeats]
 
 
 def test_a_silent_process_is_named_before_one_with_fewer_steps():
     before = [heartbeat(0, step=4), heartbeat(1)]
-    after = [*beaten(before[0]), before[1]]
+    after = [*advance_beats(before[0]), before[1]]
     assert "process 1 on host1 (pid 7), last step 5, phase step: no sign" in diagnose(before, after)
     assert "process 0" not in diagnose(before, after)
 
@@ -45,18 +45,18 @@ def test_a_silent_process_is_named_before_one_with_fewer_steps():
         ([heartbeat(0)], "process 0 on host0", "no progress"),
     ],
 )
-def test_who_is_behind(heartbeats, named, why):
-    line = diagnose(heartbeats, beaten(*heartbeats))
+def test_diagnosis_names_the_process_that_is_behind(heartbeats, named, why):
+    line = diagnose(heartbeats, advance_beats(*heartbeats))
     assert line.startswith(named) and why in line
 
 
 def test_a_process_that_never_reported_is_named():
-    line = diagnose([heartbeat(0), None], [*beaten(heartbeat(0)), None])
+    line = diagnose([heartbeat(0), None], [*advance_beats(heartbeat(0)), None])
     assert missing(line, "process 1", "never reported") == []
 
 
-class Dogs:
-    """Watchdogs of several processes, in threads; `left` says which have ended and how."""
+class Watchdogs:
+    """Watchdogs of several processes, in threads; `left` maps exited ones to their codes."""
 
     def __init__(self, folder, count, **settings):
         self.left: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Dogs:
 
 @pytest.fixture
 def many_threads():
-    """More threads than `faulthandler` writes."""
+    """Start more threads than `faulthandler` writes."""
     done = threading.Event()
     threads = [threading.Thread(target=done.wait, name=f"idle-{i}") for i in range(110)]
     for thread in threads:
@@ -99,7 +99,7 @@ def many_threads():
 def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(
     tmp_path, caplog, many_threads
 ):
-    dogs = Dogs(tmp_path, 3)
+    dogs = Watchdogs(tmp_path, 3)
     begin = time.monotonic()
     for index, dog in enumerate(dogs.dogs):
         dog.enter("compile")
@@ -114,12 +114,12 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(
         assert "test_a_stuck_step_ends_all" in first  # the main thread
         assert missing(stacks, *many_threads) == []
     abort = json.loads((tmp_path / "abort.json").read_text())
-    assert abort["process"] == 0  # of stuck processes the first reports, and the others wait for it
+    assert abort["process"] == 0  # the first stuck process reports; the others wait for it
     assert "process 1" in abort["line"]
 
 
-def test_of_two_aborts_at_once_one_is_reported(tmp_path, caplog):
-    """Each takes the other for dead: nobody waits for anybody."""
+def test_only_one_of_two_concurrent_aborts_is_reported(tmp_path, caplog):
+    """Each considers the other dead: neither waits for the other."""
     config = ResilienceConfig(step_timeout_s=0.0)
     left: list[int] = []
     first, second = (
@@ -135,7 +135,7 @@ def test_of_two_aborts_at_once_one_is_reported(tmp_path, caplog):
 
 
 def test_slow_compilation_evaluation_and_save_end_no_run(tmp_path):
-    dogs = Dogs(tmp_path, 2)
+    dogs = Watchdogs(tmp_path, 2)
     for dog in dogs.dogs:
         dog.enter("compile")
     time.sleep(0.6)
@@ -154,38 +154,38 @@ def test_slow_compilation_evaluation_and_save_end_no_run(tmp_path):
     dogs.close()
 
 
-def test_steps_of_usual_length_are_waited_for(tmp_path):
-    dogs = Dogs(tmp_path, 1, step_timeout_s=0.1)
+def test_timeout_adapts_to_the_step_time(tmp_path):
+    dogs = Watchdogs(tmp_path, 1, step_timeout_s=0.1)
     (dog,) = dogs.dogs
     dog.enter("compile")
     for step in range(5):
-        dog.finished(step, 0.4)  # three times 0.4 s is the limit then
+        dog.finished(step, 0.4)  # the limit is then three times 0.4 s
     assert dog.limit_s() == pytest.approx(1.2)
     time.sleep(0.6)
     assert dogs.left == {}
     assert dogs.wait() == {0: 86}
 
 
-def test_a_stuck_save_ends_too(tmp_path, monkeypatch):
+def test_stuck_save_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "PHASE_TIMEOUT_S", 0.2)
-    dogs = Dogs(tmp_path, 1)
+    dogs = Watchdogs(tmp_path, 1)
     with dogs.dogs[0].phase("save"):
         assert dogs.wait() == {0: 86}
 
 
 def test_the_abort_file_of_an_earlier_start_is_ignored(tmp_path):
     (tmp_path / "abort.json").write_text('{"process": 0, "line": ""}')
-    dogs = Dogs(tmp_path, 1)
+    dogs = Watchdogs(tmp_path, 1)
     time.sleep(10 * BEAT_S)
     assert dogs.left == {}
     dogs.close()
 
 
-def test_a_folder_that_is_away_for_a_while_ends_no_run(tmp_path):
+def test_temporarily_missing_folder_ends_no_run(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "abort.json").write_text('{"process": 0, "line": "of an earlier start"}')
-    dogs = Dogs(folder, 1, step_timeout_s=60.0)
+    dogs = Watchdogs(folder, 1, step_timeout_s=60.0)
     time.sleep(4 * BEAT_S)
     folder.rename(tmp_path / "away")
     time.sleep(6 * BEAT_S)
@@ -195,15 +195,15 @@ def test_a_folder_that_is_away_for_a_while_ends_no_run(tmp_path):
     dogs.close()
 
 
-def test_a_hang_is_seen_while_heartbeats_take_long(tmp_path, monkeypatch):
+def test_hang_is_detected_while_heartbeats_are_slow(tmp_path, monkeypatch):
     beat = Watchdog._beat_once
 
     def slow_beat(dog):
-        time.sleep(6 * BEAT_S)  # as where an object store is away
+        time.sleep(6 * BEAT_S)  # as with an unreachable object store
         beat(dog)
 
     monkeypatch.setattr(Watchdog, "_beat_once", slow_beat)
-    dogs = Dogs(tmp_path, 1)
+    dogs = Watchdogs(tmp_path, 1)
     dogs.dogs[0].enter("compile")
     dogs.dogs[0].finished(1, 0.01)
     assert dogs.wait() == {0: 86}

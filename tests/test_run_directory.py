@@ -1,4 +1,4 @@
-"""A run directory whose files were damaged or deleted: what is lost is said, the run goes on."""
+"""A run directory with damaged or deleted files: the loss is reported, and the run continues."""
 
 import json
 
@@ -21,13 +21,13 @@ def run(tmp_path):
     return RunDirectory.open(tmp_path / "run")
 
 
-def test_an_edited_config_is_told_and_an_equal_one_is_not(run):
+def test_edited_config_is_reported_and_an_equal_one_is_not(run):
     assert run.write_config(CONFIG) == []
     assert run.write_config('name = "a"\nseed = 2\n') == ["seed: 1 -> 2"]
 
 
 @pytest.mark.parametrize("damage", ["x = = 3", "\xff\xfe", None])
-def test_a_config_that_cannot_be_read_is_told_and_written_anew(run, damage):
+def test_unreadable_config_is_reported_and_rewritten(run, damage):
     if damage is None:
         run.config.delete()
     else:
@@ -38,7 +38,7 @@ def test_a_config_that_cannot_be_read_is_told_and_written_anew(run, damage):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '"text"', "null"])
-def test_a_damaged_environment_loses_earlier_starts_and_no_more(run, damage, caplog):
+def test_damaged_environment_loses_only_earlier_starts(run, damage, caplog):
     run.write_environment({"time": "second"})
     assert [start["time"] for start in run.environment.json()["earlier"]] == ["first"]
     run.environment.write(damage)
@@ -50,7 +50,7 @@ def test_a_damaged_environment_loses_earlier_starts_and_no_more(run, damage, cap
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]"])
-def test_a_damaged_summary_is_named_and_hides_nothing_else(run, damage):
+def test_damaged_summary_is_reported_and_other_files_stay_readable(run, damage):
     opened = Run(run.path)
     assert opened.summary == {} and "no end" in repr(opened)
     run.write_summary({"exit_reason": "finished"})

@@ -1,4 +1,4 @@
-"""Real processes over gloo: they join, agree, refuse together, and end together."""
+"""Real processes with gloo collectives: they join, agree, reject together, and end together."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ class Processes:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # As the launcher does: a notice waits until Python has a handler for it.
+                # Like the launcher: send a signal only after Python has installed a handler.
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES),
                 env={
                     **os.environ,
@@ -70,17 +70,17 @@ class Processes:
         ]
 
     def end(self) -> tuple[list[int], list[str], list[str]]:
-        """Exit codes, standard outputs and errors."""
+        """Return exit codes, standard outputs and errors."""
         try:
-            said = [process.communicate(timeout=90) for process in self.processes]
+            outputs = [process.communicate(timeout=90) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
         codes = [process.returncode for process in self.processes]
-        return codes, [out for out, _ in said], [err for _, err in said]
+        return codes, [out for out, _ in outputs], [err for _, err in outputs]
 
 
-def test_processes_join_and_each_knows_all_devices():
+def test_processes_join_and_each_lists_all_devices():
     codes, out, _ = Processes("print(runtime.join().table())").end()
     assert codes == [0, 0]
     assert out[0] == out[1]
@@ -90,7 +90,7 @@ def test_processes_join_and_each_knows_all_devices():
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_a_notice_to_one_process_stops_all_on_one_step(name):
+def test_preemption_signal_to_one_process_stops_all_on_one_step(name):
     codes, out, _ = Processes(
         f"""
         job = runtime.join()
@@ -103,7 +103,7 @@ def test_a_notice_to_one_process_stops_all_on_one_step(name):
 
 
 @pytest.mark.slow
-def test_a_late_listener_leaves_sigterm_to_the_service():
+def test_preemption_listener_created_after_join_leaves_sigterm_to_the_service():
     codes, out, _ = Processes(
         """
         job = runtime.join()
@@ -117,7 +117,7 @@ def test_a_late_listener_leaves_sigterm_to_the_service():
 
 
 @pytest.mark.slow
-def test_a_notice_before_the_job_is_joined_is_not_lost():
+def test_preemption_signal_before_join_is_not_lost():
     codes, out, _ = Processes(
         """
         if INDEX == 0:
@@ -129,7 +129,7 @@ def test_a_notice_before_the_job_is_joined_is_not_lost():
     assert out[0] == out[1]
 
 
-def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
+def test_exception_in_one_process_ends_all_and_is_reported_by_all():
     codes, _, err = Processes(
         """
         def fail(step):
@@ -138,8 +138,8 @@ def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
         return loop(runtime.join(), stop, fail)
         """
     ).end()
-    # Process 0 either sees its collective break or hears of the failure first; never a hang,
-    # never an abort without words.
+    # Process 0 either gets an error from its collective or is notified of the failure first. It
+    # never hangs, and never aborts without a message.
     assert codes == [1, 1]
     assert "ValueError: boom" in err[1] and "where:   process 1 of 2" in err[1]
     assert "process 1" in err[0] or "another process" in err[0]
@@ -180,13 +180,13 @@ def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_all_before_any_collective(body, text):
+def test_invalid_setups_are_refused_by_all_before_any_collective(body, text):
     codes, _, err = Processes(f"{body}\nruntime.join()").end()
     assert codes == [2, 2]
     assert text in err[0] and "Traceback" not in err[0]
 
 
-def test_a_taken_port_is_refused_and_named():
+def test_port_in_use_is_refused_and_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -198,11 +198,11 @@ def test_a_taken_port_is_refused_and_named():
         code = processes.processes[0].wait(60)
         for process in processes.processes:
             process.kill()
-        assert code == 1  # the attempt before may still be ending: worth another one
+        assert code == 1  # the previous attempt may still be ending: a retry makes sense
         assert f"coordinator port {port}" in processes.processes[0].stderr.read()
 
 
-def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
+def test_process_that_never_joins_is_named_by_the_waiting_one():
     processes = Processes("""
         if INDEX == 1:
             time.sleep(600)
@@ -218,15 +218,15 @@ def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
     assert missing(err, *facts) == []
 
 
-def test_a_missing_coordinator_is_an_error_in_words():
+def test_missing_coordinator_is_reported_by_name():
     processes = Processes("if INDEX == 0: return 0\nruntime.join(RuntimeConfig(join_timeout_s=1))")
     codes, _, err = processes.end()
     assert codes == [0, 1]
     assert missing(err[1], "RendezvousError: process 1", "coordinator 127.0.0.1:") == []
 
 
-def test_a_notice_between_joining_and_the_first_of_many_steps_is_not_lost():
-    """As when a resumed run still restores and compiles: the service counts calls, not steps."""
+def test_preemption_signal_between_join_and_the_first_step_is_not_lost():
+    """Like a resumed run that still restores and compiles: the service counts calls, not steps."""
     codes, out, _ = Processes(
         """
         job = runtime.join()

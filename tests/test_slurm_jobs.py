@@ -1,4 +1,4 @@
-"""Training jobs on a real SLURM that is started for the tests."""
+"""Training jobs on a real SLURM cluster that is started for the tests."""
 
 import json
 import os
@@ -36,7 +36,7 @@ TRAINING = [*TINY, "--mesh=dp=2", "--steps=120", "--checkpoint.save-interval-ste
 
 
 def submit(cluster, name: str) -> str:
-    """Submit the training on two nodes; returns the job id."""
+    """Submit the training on two nodes; return the job id."""
     script = cluster.root / f"jobs/{name}.sbatch"
     settings = SlurmConfig(
         name=name, nodes="2", time="10", python=sys.executable, arguments=TRAINING
@@ -59,8 +59,8 @@ def losses(run: Path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster) -> tuple[str, str, dict[int, str]]:
-    """Output, number of restarts and losses of a training that nothing interrupts."""
+def uninterrupted(cluster) -> tuple[str, str, dict[int, str]]:
+    """Return output, number of restarts and losses of a training without interruption."""
     job_id = submit(cluster, "whole")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     run = cluster.root / f"jobs/runs/whole-{job_id}"
@@ -68,28 +68,28 @@ def whole(cluster) -> tuple[str, str, dict[int, str]]:
 
 
 @pytest.mark.slow
-def test_two_nodes_join_and_the_job_is_done(whole):
-    out, restarts, found = whole
+def test_two_nodes_join_and_the_job_completes(uninterrupted):
+    out, restarts, loss_by_step = uninterrupted
     assert "exit code 0, srun 0, signal none" in out and restarts == "0"
     assert re.search(r"^0 +n1 ", out, re.MULTILINE) and re.search(r"^1 +n2 ", out, re.MULTILINE)
-    assert sorted(found) == list(range(1, 121))
+    assert sorted(loss_by_step) == list(range(1, 121))
 
 
 @pytest.mark.slow
-def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster, whole):
+def test_requeued_training_matches_an_uninterrupted_one(cluster, uninterrupted):
     job_id = submit(cluster, "parted")
     run = cluster.root / f"jobs/runs/parted-{job_id}"
     wait_for_checkpoint(cluster, job_id, run)
-    # What --signal=B:USR1@... does ahead of the limit, which itself is minutes away.
+    # Equivalent to --signal=B:USR1@... before the time limit, which is minutes away.
     cluster.run("scancel", "--signal=USR1", "--batch", job_id)
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
-    assert losses(run) == whole[2]
+    assert losses(run) == uninterrupted[2]
 
 
 @pytest.mark.slow
-def test_a_job_in_a_container_is_queued_again_and_done(cluster):
-    """The image is one of `UNPACKED=DIR scripts/container/build.sh`, which `.ci/run` names."""
+def test_job_in_a_container_is_requeued_and_completes(cluster):
+    """Uses an image of `UNPACKED=DIR scripts/container/build.sh`, which `.ci/run` passes."""
     image = os.environ.get("JAXDIST_TEST_IMAGE")
     if not image:
         pytest.skip("needs JAXDIST_TEST_IMAGE=DIR/, and Charliecloud's ch-run")
@@ -110,7 +110,7 @@ def test_a_job_in_a_container_is_queued_again_and_done(cluster):
 
 
 @pytest.mark.slow
-def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
+def test_elastic_job_trains_on_the_nodes_that_allow_a_legal_mesh(cluster):
     script = cluster.root / "jobs/uneven.sbatch"
     flags = ["--name=uneven", "--nodes=2-4", "--time=10", f"--python={sys.executable}"]
     args = [*TINY, "--mesh=dp=4", "--steps=5"]

@@ -1,4 +1,4 @@
-"""What a run says when it starts or goes on."""
+"""Reports of a run when it starts or resumes."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -15,19 +15,19 @@ from jaxdist.run.startup import _raised_rate
 from jaxdist.settings import write_toml
 
 
-def test_only_what_is_trained_counts_as_a_change(tmp_path):
+def test_only_training_settings_count_as_a_change(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     first = RunConfig()
     assert run.write_config(write_toml(first)) == []
-    asked = dataclasses.replace(first, resume=str(run.path), force=True)
-    assert run.write_config(write_toml(asked)) == []
+    resumed = dataclasses.replace(first, resume=str(run.path), force=True)
+    assert run.write_config(write_toml(resumed)) == []
     train = dataclasses.replace(first.train, steps=7)
-    (change,) = run.write_config(write_toml(dataclasses.replace(asked, train=train)))
+    (change,) = run.write_config(write_toml(dataclasses.replace(resumed, train=train)))
     assert change == f"train.steps: {first.train.steps} -> 7"
 
 
-def going_on(steps: int, **optim) -> SimpleNamespace:
-    """A run as it goes on to `steps`."""
+def resume_to(steps: int, **optim) -> SimpleNamespace:
+    """Return a run that resumes and trains to `steps`."""
     config = RunConfig()
     config = dataclasses.replace(
         config,
@@ -40,17 +40,17 @@ def going_on(steps: int, **optim) -> SimpleNamespace:
     return SimpleNamespace(config=config, schedule=schedule)
 
 
-def test_a_longer_run_says_that_its_learning_rate_goes_back_up():
-    stored = lambda **optim: going_on(400, **optim).config
-    warned = _raised_rate(going_on(800), stored(), 400)
+def test_longer_run_warns_that_its_learning_rate_rises_again():
+    stored = lambda **optim: resume_to(400, **optim).config
+    warned = _raised_rate(resume_to(800), stored(), 400)
     assert "train.steps 400 -> 800" in warned and "--optim.decay-steps 380" in warned
-    kept = going_on(800, decay_steps=380)  # as advised
+    kept = resume_to(800, decay_steps=380)  # as the warning suggests
     assert _raised_rate(kept, stored(), 400) == ""
-    assert float(kept.schedule(400)) == pytest.approx(float(going_on(400).schedule(400)))
-    assert _raised_rate(going_on(400), stored(), 200) == ""
+    assert float(kept.schedule(400)) == pytest.approx(float(resume_to(400).schedule(400)))
+    assert _raised_rate(resume_to(400), stored(), 200) == ""
     constant = dict(schedule="constant")
-    assert _raised_rate(going_on(800, **constant), stored(**constant), 400) == ""
-    warned = _raised_rate(going_on(800, schedule="wsd"), stored(schedule="wsd"), 400)
+    assert _raised_rate(resume_to(800, **constant), stored(**constant), 400) == ""
+    warned = _raised_rate(resume_to(800, schedule="wsd"), stored(schedule="wsd"), 400)
     assert missing(warned, "train.steps 400 -> 800", "decay") == []
 
 
@@ -77,7 +77,7 @@ def test_commands_that_need_a_file_system_refuse_a_url(tmp_path, monkeypatch, wo
 )
 def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):
     monkeypatch.chdir(tmp_path)
-    named = [name] if name != "resume" else []  # read before the settings are
+    named = [name] if name != "resume" else []  # read before the settings
     with refused(flag.partition("=")[2], "a URL", *named):
         read_run([flag], command="jaxdist.train")
     with refused("az://bucket/run", "a URL"):
@@ -86,11 +86,11 @@ def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, 
 
 
 def test_a_step_compiled_before_the_commit_is_not_compiled_again(tmp_path, monkeypatch):
-    nothing = dict.fromkeys(("check", "line", "compare"), lambda *given: "")
+    nothing = dict.fromkeys(("check", "line", "compare"), lambda *args: "")
     budget = SimpleNamespace(remat=None, job=SimpleNamespace(remat="none"), **nothing)
-    budget.replanned = lambda *given: budget
+    budget.replanned = lambda *args: budget
     budget.fit = lambda compile_with: compile_with(budget)
-    monkeypatch.setattr(Budget, "of", lambda *given: budget)
+    monkeypatch.setattr(Budget, "of", lambda *args: budget)
     run = tmp_path / "run"
     flags = ("--train.steps=2", f"--run-dir={run}", "--mesh=dp=2,tp=2,cp=2")
     assert run_here("train", *tiny(*flags)) == 0

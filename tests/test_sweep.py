@@ -1,4 +1,4 @@
-"""A sweep: every combination checked before the first one starts, trained once, and compared."""
+"""A sweep: all combinations are checked before the first starts, trained once, and compared."""
 
 import json
 import os
@@ -30,7 +30,7 @@ RATES = "--grid=optim.peak_lr=1e-4,3e-4,1e-3"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -101,15 +101,15 @@ def test_problems_of_all_combinations_are_reported_before_any_run_starts(monkeyp
     flags = ["--grid=train.global_batch_size=15,16,17", "--mesh=dp=2", "--simulate=2"]
     with pytest.raises(ConfigError) as caught:
         command.main([*flags, "--optim.warmup_steps=-1"])
-    told = caught.value.problems
-    assert len(told) == 3  # two batches, and once what is wrong with every run
+    problems = caught.value.problems
+    assert len(problems) == 3  # two batch sizes, and the problem of every run once
     facts = ["train.global_batch_size=15", "train.global_batch_size=17", "optim.warmup_steps=-1"]
-    assert missing("\n".join(told), *facts) == []
-    assert "train.global_batch_size=16" not in "\n".join(told)
+    assert missing("\n".join(problems), *facts) == []
+    assert "train.global_batch_size=16" not in "\n".join(problems)
 
 
 def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
-    """What training leaves behind when it ends with this evaluation loss."""
+    """Write the files of a training that ends with this evaluation loss."""
     run = RunDirectory.open(trial.path)
     run.write_config(write_toml(trial.config))
     monitor = Monitor(
@@ -131,7 +131,7 @@ def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[str]:
-    """Names of the trials that were trained, in place of training them; 3e-4 fails at first."""
+    """Record the names of trained trials instead of training them; 3e-4 fails at first."""
     names: list[str] = []
     losses = {"1e-4": 3.5, "3e-4": 2.25, "1e-3": 3.0}
 
@@ -147,7 +147,7 @@ def trained(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_failed_run_is_reported_and_only_it_is_repeated(trained, capfd):
+def test_only_a_failed_run_is_repeated(trained, capfd):
     names = [f"optim.peak_lr={rate}" for rate in ("1e-4", "3e-4", "1e-3")]
     assert command.main([RATES, "--steps=3"]) == 1
     lines = capfd.readouterr().out.splitlines()
@@ -169,7 +169,7 @@ def test_a_sweep_with_other_settings_does_not_mix_with_an_earlier_one(trained):
         command.main([RATES, "--steps=3", "--seed=5"])
     with refused("train.steps: 3 -> 2", num_problems=2):
         command.main([RATES, "--steps=2"])
-    trials = trials_of([RATES, "--steps=4"])  # more steps: they go on
+    trials = trials_of([RATES, "--steps=4"])  # more steps: they continue
     assert [trial.is_finished() for trial in trials] == [False] * 3
     assert [t.is_finished() for t in trials_of([RATES, "--steps=3"])] == [True, False, True]
 
@@ -194,14 +194,14 @@ def test_a_run_whose_summary_is_damaged_is_not_finished(damage):
     ("ended", "code"), [((75, False), 75), ((130, True), 130), ((0, True), 75)]
 )
 def test_a_stopped_sweep_starts_no_other_run(monkeypatch, ended, code):
-    begun = []
-    monkeypatch.setattr(command, "train", lambda trial: begun.append(trial) or ended)
+    started = []
+    monkeypatch.setattr(command, "train", lambda trial: started.append(trial) or ended)
     assert command.main([RATES]) == code
-    assert len(begun) == 1
+    assert len(started) == 1
 
 
 def test_sigterm_is_forwarded_and_awaited(monkeypatch, tmp_path):
-    """A program in training's place asks its parent to stop, and leaves only when told itself."""
+    """A fake training process sends SIGTERM to its parent, and exits when it gets SIGTERM."""
     program = tmp_path / "python"
     lines = ["#!/bin/sh", "trap 'exit 75' TERM", "kill -TERM $PPID", "sleep 5 &", "wait", "exit 3"]
     program.write_text("\n".join(lines))
@@ -214,7 +214,7 @@ def test_sigterm_is_forwarded_and_awaited(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_sweep(monkeypatch, capfd):
+def test_sweep_with_real_training(monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     flags = tiny("--steps=2", "--eval.interval_steps=0", "--run-dir=all", "--mesh=dp=1")
     flags += ["--grid=optim.peak_lr=1e-3,1e-2"]
@@ -232,7 +232,7 @@ def test_a_real_sweep(monkeypatch, capfd):
 
 
 def array_of(capsys, *flags):
-    """The script of a sweep over two learning rates."""
+    """Return the script of a sweep over two learning rates."""
     dry = ["--slurm=dry_run=true", "--slurm=time=1:00:00"]
     words = ["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3", *dry, *flags]
     assert command.main(words) == 0
@@ -240,7 +240,7 @@ def array_of(capsys, *flags):
 
 
 def run_task(script, number, srun):
-    """Run one task of a script on programs that stand for SLURM's; its exit code, and a report."""
+    """Run one task of a script with fake SLURM programs; return its exit code and a report."""
     for name, body in (
         ("srun", f'printf "%s\\n" "$@" > started; {srun}'),
         ("squeue", "echo None"),
@@ -274,13 +274,13 @@ def test_each_task_of_an_array_trains_one_combination(capsys):
         assert Path(trial.path, "slurm").is_dir()
 
 
-def test_a_task_that_saved_requeues_only_itself(capsys):
+def test_preempted_task_requeues_only_itself(capsys):
     script = array_of(capsys, "--slurm=python=true")
     code, requeued = run_task(script, 1, 'echo 75 > "$JAXDIST_EXIT_CODE_FILE"; exit 75')
     assert (code, requeued) == (75, ["requeue", "7_1"])
 
 
-def test_an_array_leaves_finished_runs_out(capsys):
+def test_array_excludes_finished_runs(capsys):
     trial = trials_of(["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3"])[0]
     finish(trial, 2.0)
     script = array_of(capsys)
@@ -291,7 +291,9 @@ def test_an_array_leaves_finished_runs_out(capsys):
 def test_a_container_sees_the_run_directories_of_all_tasks(capsys, tmp_path):
     words = [f"--run-dir={tmp_path}/a b", "--slurm=container=image.sif"]
     assert f"--bind '{tmp_path}/a b' image.sif" in array_of(capsys, *words)
-    assert "--bind" not in array_of(capsys, "--slurm=container=image.sif")  # in the working one
+    assert "--bind" not in array_of(
+        capsys, "--slurm=container=image.sif"
+    )  # in the working directory
 
 
 def test_an_array_keeps_its_state_on_a_file_system():

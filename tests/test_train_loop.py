@@ -1,4 +1,4 @@
-"""The order of the training loop, with a session that only records what it is asked to do."""
+"""The order of the training loop, with a session that only records its calls."""
 
 import contextlib
 import types
@@ -18,7 +18,7 @@ from jaxdist.runtime import StartTimes
 
 
 class Recorder:
-    """A session of `steps` steps; `due` maps a step to what comes after it."""
+    """A session of `steps` steps; `due` maps a step to the actions after it."""
 
     def __init__(self, steps: int, due: dict[int, StepActions], roll_back_at: int = 0):
         self.config = types.SimpleNamespace(
@@ -91,7 +91,7 @@ def test_a_step_is_reported_while_the_next_one_runs():
     ]
 
 
-def test_nothing_is_in_flight_while_something_else_is_done():
+def test_no_step_is_in_flight_during_other_actions():
     every = StepActions(evaluate=True, save="interval", trace=True)
     session = Recorder(2, {1: every})
     assert train.train(session) == 0
@@ -101,7 +101,7 @@ def test_nothing_is_in_flight_while_something_else_is_done():
     assert session.calls[7:10] == ["trace", "batch", "dispatch 2"]
 
 
-def test_a_job_that_is_asked_to_stop_saves_and_leaves():
+def test_job_saves_and_exits_after_a_stop_request():
     session = Recorder(9, {2: StepActions(leave=True)})
     assert train.train(session) == 75
     assert session.calls[-3:] == ["report 2", "synced", "leave"]
@@ -110,19 +110,19 @@ def test_a_job_that_is_asked_to_stop_saves_and_leaves():
 def test_a_rollback_starts_the_steps_again():
     session = Recorder(2, {}, roll_back_at=1)
     assert train.train(session) == 0
-    place = session.calls.index("roll back")
-    assert session.calls[place - 1] == "report 1" and session.calls[place + 1] == "start 0"
+    index = session.calls.index("roll back")
+    assert session.calls[index - 1] == "report 1" and session.calls[index + 1] == "start 0"
     assert session.calls[-1] == "finish"
 
 
-def test_a_finished_run_trains_no_further():
+def test_finished_run_does_not_train():
     session = Recorder(2, {})
     session.step = 2
     assert train.train(session) == 0
     assert session.calls == ["start 2", "finish"]
 
 
-def test_what_is_due_on_the_same_step_is_all_done():
+def test_all_actions_due_on_one_step_are_done():
     saves = CheckpointConfig(save_interval_steps=4, save_interval_minutes=0)
     space = types.SimpleNamespace
     session = space(
@@ -141,7 +141,7 @@ def test_what_is_due_on_the_same_step_is_all_done():
     assert due[12] == StepActions(last=True)
 
 
-def test_between_is_true_when_anything_is_due():
+def test_step_actions_are_true_if_anything_is_due():
     assert not StepActions()
     due = (
         {"evaluate": True},
@@ -159,21 +159,23 @@ def test_only_documented_exit_reasons_are_written():
 
 
 @pytest.mark.parametrize(("keep_best", "warned"), [("acc:3", 1), ("accuracy:3", 0), ("none", 0)])
-def test_a_best_metric_that_is_not_evaluated_is_warned_of_once(keep_best, warned):
-    said = []
+def test_unknown_best_metric_is_reported_once(keep_best, warned):
+    messages = []
     session = types.SimpleNamespace(
         config=types.SimpleNamespace(checkpoint=CheckpointConfig(keep_best=keep_best)),
-        monitor=types.SimpleNamespace(event=lambda name, *, message, level: said.append(message)),
+        monitor=types.SimpleNamespace(
+            event=lambda name, *, message, level: messages.append(message)
+        ),
         _has_evaluated=False,
     )
     for _ in range(2):
         Session._warn_of_missing_best(session, {"loss": 1.0, "accuracy": 0.5})
-    assert len(said) == warned
-    assert all(missing(text, "acc:3", "loss, accuracy") == [] for text in said)
+    assert len(messages) == warned
+    assert all(missing(text, "acc:3", "loss, accuracy") == [] for text in messages)
 
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("no place")])
-def test_the_first_step_is_compiled_while_the_save_path_is_tried(monkeypatch, failure):
+def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
     calls = []
 
     def finish_preflight():

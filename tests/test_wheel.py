@@ -1,4 +1,4 @@
-"""What is installed from a wheel works far away from a checkout."""
+"""A package installed from a wheel works without a checkout."""
 
 import configparser
 import json
@@ -20,7 +20,7 @@ BUILD = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The Python of an environment that holds the wheel and this one's other packages."""
+    """Return the Python of an environment with the wheel and the other packages of this one."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     skip = shutil.ignore_patterns("__pycache__", ".*", "build", "*.egg-info", "tests", "runs")
@@ -58,8 +58,8 @@ def test_commands_configs_and_the_example_work_without_a_checkout(installed, tmp
     assert scripts["console_scripts"]["jaxdist"] == "jaxdist.__main__:main"
     plan = ["plan", "--config", "llama3_8b", "--gpus", "h100:8", "--compile=false", "--json"]
     plan += ["--data.tokenizer=bytes", "--data.sources=stdlib"]
-    (found,) = json.loads(run(installed, tmp_path, "-m", "jaxdist", *plan))["plans"]
-    assert (found["name"], found["fits"]) == ("llama3_8b", True)
+    (candidate,) = json.loads(run(installed, tmp_path, "-m", "jaxdist", *plan))["plans"]
+    assert (candidate["name"], candidate["fits"]) == ("llama3_8b", True)
     small = [flag for flag in tiny("--steps=1") if not flag.startswith("--model.")]
     model = ["--model=custom", "--model.factory=jaxdist.models.example:build"]
     train = run(installed, tmp_path, "-m", "jaxdist", "train", *model, *small, "--run-dir=run")
