@@ -1,10 +1,10 @@
-"""A run like training, for processes that are killed: deterministic steps, saves now and then.
+"""Train deterministically and save now and then, in processes that tests kill.
 
-    python tests/checkpoint_worker.py SETTINGS           one run; SETTINGS is JSON like `DEFAULTS`
-    python tests/checkpoint_worker.py SETTINGS STARTS    one run after the other, in a fork each
+   python tests/checkpoint_worker.py SETTINGS           one run; SETTINGS is JSON like `DEFAULTS`
+   python tests/checkpoint_worker.py SETTINGS STARTS    one run after another, each in a fork
 
-STARTS is a JSON list of [crash point or "", settings that change]. What happens goes to the file
-`out`, one JSON object per line. Forks share the import of jax, which takes longer than such a run.
+STARTS is a JSON list of [crash point or "", changed settings]. The file `out` receives one JSON
+object per event and line. Forks share the import of jax, which takes longer than such a run.
 """
 
 import json
@@ -29,7 +29,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.storage import locate
 
 DEFAULTS = {
-    "directory": "",  # {process} stands for the process's index
+    "directory": "",  # {process} is replaced by the process index
     "out": "",
     "devices": 2,
     "mesh": "fsdp=2",
@@ -40,8 +40,8 @@ DEFAULTS = {
     "every": 3,
     "width": 512,
     "pause_s": 0.02,
-    "broken": [],  # saves of these steps find their directory gone
-    "broken_on": 0,  # on this process
+    "broken": [],  # the directory is missing during the saves of these steps
+    "broken_on": 0,  # only on this process
     "config": {},
     "preflight": True,
 }
@@ -67,11 +67,11 @@ def start_jax(settings):
 
 
 def make_run(settings):
-    """The first state, its placement and a jitted step."""
+    """Return the initial state, its placement and a jitted step."""
     mesh = MeshSpec.parse(settings["mesh"]).build()
-    split, whole = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
+    split, replicated = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
     shape = (4, 64, settings["width"])
-    rest = {"step": whole, "key": whole}
+    rest = {"step": replicated, "key": replicated}
     placement = {"params": {"w": split}, "opt_state": {"mu": split}, "rest": rest}
 
     def fresh():
@@ -82,7 +82,7 @@ def make_run(settings):
             "rest": {"step": jnp.int32(0), "key": key},
         }
 
-    # Element by element, so that the bits do not depend on how a mesh sums.
+    # Element by element, so that the bits do not depend on a mesh's order of summation.
     def update(state):
         key, draw = jax.random.split(state["rest"]["key"])
         gradient = jax.random.normal(draw, shape) + 0.1 * state["params"]["w"]
@@ -92,7 +92,7 @@ def make_run(settings):
         return {"params": {"w": w}, "opt_state": {"mu": mu}, "rest": rest}, w[0, 0, :2]
 
     state = jax.jit(fresh, out_shardings=placement)()
-    step = jax.jit(update, donate_argnums=0, out_shardings=(placement, whole))
+    step = jax.jit(update, donate_argnums=0, out_shardings=(placement, replicated))
     return state, placement, step
 
 
@@ -113,7 +113,7 @@ def work(settings):
     )
     in_background = settings["config"].get("async_save", True)
     state, placement, update = make_run(settings)
-    if settings["preflight"]:  # else a kill during an upload would hit it
+    if settings["preflight"]:  # otherwise a kill during an upload would hit it
         checkpoints.preflight(state)
     step = checkpoints.choose()
     if step is not None:
@@ -129,32 +129,32 @@ def work(settings):
         say(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
         time.sleep(settings["pause_s"])
         broken = settings["broken"] if settings["process"] == settings["broken_on"] else []
-        if step in broken:  # the file system goes away for this save and comes back
+        if step in broken:  # the file system is unavailable during this save and then returns
             checkpoints.wait()
             os.rename(directory, directory + "-gone")
         if due := checkpoints.due(step):
-            in_background or say(saving=step)  # the call returns when all is written
+            in_background or say(saving=step)  # the call returns after everything is written
             checkpoints.save(step, state, {"next": step}, due=due)
-            in_background and say(saving=step)  # the call has waited for the save before
+            in_background and say(saving=step)  # the call has waited for the previous save
         if step in broken:
             checkpoints.wait()
             os.rename(directory + "-gone", directory)
     committed = checkpoints.wait()
-    found = checksums([state["params"]["w"], state["opt_state"]["mu"]])
+    checksum_values = checksums([state["params"]["w"], state["opt_state"]["mu"]])
     events = [e["event"] for e in checkpoints.pop_events()]
-    say(finished=True, committed=committed, checksums=found, events=events)
+    say(finished=True, committed=committed, checksums=checksum_values, events=events)
     checkpoints.close()
     if settings["processes"] > 1:
         jax.distributed.shutdown()
 
 
 def committed_steps(directory):
-    """Steps that count, each with whether its files are those that were saved."""
-    found = {}
+    """Return the committed steps, each with whether its files are intact."""
+    intact = {}
     for step in manifest.steps_in(directory):
         files = json.loads((directory / step / manifest.FILE_NAME).read())["files"]
-        found[step] = not manifest.content_problems(directory / step, files, files)
-    return found
+        intact[step] = not manifest.content_problems(directory / step, files, files)
+    return intact
 
 
 def flip_bit_of_newest(path):
@@ -167,7 +167,7 @@ def flip_bit_of_newest(path):
 
 
 def run_in_forks(settings, starts):
-    """One child after the other; each one's end and what it left in its directory are recorded."""
+    """Run one child after another; record each exit status and the files it leaves behind."""
     for point, changes in starts:
         changed = {**settings, **changes}
         if point == "during_mark":
@@ -177,9 +177,9 @@ def run_in_forks(settings, starts):
 
 
 def in_fork(function, *arguments):
-    """The wait status of a child that calls a function.
+    """Call a function in a child and return its wait status.
 
-    Looks are children too: connections to an object store do not live through a fork.
+    Inspections are children too, because connections to an object store do not survive a fork.
     """
     if not (child := os.fork()):
         function(*arguments)

@@ -1,7 +1,7 @@
-"""Covering arrays: every pair of choices tried together at least once, in few cases.
+"""Covering arrays: few cases in which every pair of choices occurs at least once.
 
 Source: Cohen, Dalal, Fredman, Patton 1997, "The AETG System", section 3 (greedy construction).
-Deviation: the legal combinations are few enough to look at all of them for each next case.
+Deviation: the legal combinations are few enough to check all of them for each next case.
 """
 
 import itertools
@@ -12,14 +12,14 @@ from typing import Any
 def covering_array(
     factors: Mapping[str, Sequence[Any]], is_legal: Callable[..., bool]
 ) -> list[dict[str, Any]]:
-    """Legal combinations in which every pair of values that a legal one holds occurs.
+    """Return legal combinations that contain every pair of values allowed together.
 
     Args:
-        factors: name -> its values.
-        is_legal: called with one value of each factor, by name.
+       factors: name -> its values.
+       is_legal: called with one value of each factor, by name.
 
     Returns:
-        Cases, those that cover most pairs first; the same at every call.
+       Cases, those that cover most pairs first; the same at every call.
     """
     combinations = [
         dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())

@@ -1,4 +1,4 @@
-"""Small sources of every kind, and what rooms need to read them, for the tests of data."""
+"""Small data sources of every kind for data tests, and helpers to read them."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def rows(*, seq_len, seed):
 
 
 def write_sources(folder: Path) -> None:
-    """The files of `CASES`."""
+    """Write the files of `CASES`."""
     (folder / "text.txt").write_bytes(bytes(1 + i * 37 % 100 for i in range(5000)))
     (folder / "other.txt").write_bytes(bytes(33 + i * i % 89 for i in range(1700)))
     lines = [json.dumps({"text": chr(65 + i % 57) * (1 + i * 7 % 40)}) for i in range(300)]
@@ -72,7 +72,7 @@ def write_sources(folder: Path) -> None:
 
 
 def open_case(name: str):
-    """The dataset to train on."""
+    """Return the training dataset of a case."""
     return open_datasets(DataConfig(**CASES[name]), seq_len=16, seed=3)[0]
 
 
@@ -84,7 +84,7 @@ def sharding_on(mesh: str) -> NamedSharding:
 
 
 def laid_out(rows: dict, sharding: NamedSharding) -> dict:
-    """Whole rows, name -> [n, seq], with positions in the order in which devices share them."""
+    """Return full rows, name -> [n, seq], with positions in context-parallel device order."""
     if len(sharding.spec) == 1:
         return rows
     size, length = sharding.mesh.shape["context"], rows["tokens"].shape[1]
@@ -93,7 +93,7 @@ def laid_out(rows: dict, sharding: NamedSharding) -> dict:
 
 
 def write_text(folder: Path) -> Path:
-    """A text of 1000 different-looking bytes without byte 0."""
+    """Write a text of 1000 different-looking bytes without byte 0."""
     path = folder / "text.txt"
     path.write_bytes(bytes(1 + i * 37 % 100 for i in range(1000)))
     return path

@@ -1,13 +1,13 @@
-"""A user's own dataset, `faulty_dataset:rows`, that causes faults when it is asked to.
+"""A custom dataset, `faulty_dataset:rows`, that causes faults on request.
 
-The folder in `FAULT_FOLDER` holds the requests, one file each; without one the rows are sound. A
-row's content depends on its index alone.
+The folder in `FAULT_FOLDER` holds the requests, one file each; without requests all rows are valid.
+The content of a row depends only on its index.
 
-    pace           its text: seconds that each row takes, so that a test can meet a moment
-    raise-<i>      process i raises once
-    stuck-<i>      process i hangs in its loader, once
-    slow-<i>       its text: seconds that each row of process i takes longer
-    nan-<row>      that row has a weight that is not a number
+   pace           content: seconds that each row takes, so that a test can hit a certain moment
+   raise-<i>      process i raises once
+   stuck-<i>      process i hangs in its loader, once
+   slow-<i>       content: additional seconds for each row of process i
+   nan-<row>      that row has a weight that is not a number
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 VOCAB, COUNT = 64, 4096
-_OPENED = 20  # rows that opening a dataset may look at: faults come after it
+_OPENED = 20  # opening a dataset may read these rows: faults start after them
 
 
 class Rows:

@@ -1,7 +1,7 @@
-"""A tiny training of two processes under the launcher, as a user starts it, for tests that harm it.
+"""A tiny training job of two launched processes, into which tests inject faults.
 
-Its rows are those of `faulty_dataset`; its run can lie on a file system of its own, which can be
-filled and taken away.
+Its rows come from `faulty_dataset`. Its run directory can be on a separate file system, which tests
+can fill and unmount.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from commands import ROOT
 
-PACE_S = 0.05  # of each row, two rows a step and process: slow enough to inject between steps
-DETECT_S, RECOVER_S = 120.0, 180.0  # on a loaded machine; measured are a few seconds
+PACE_S = 0.05  # seconds per row, two rows a step and process: slow enough to inject between steps
+DETECT_S, RECOVER_S = 120.0, 180.0  # for a loaded machine; measured: a few seconds
 TRAIN = [
     *("--simulate=1", "--mesh=dp=2", "--model.num_layers=1", "--model.d_model=32"),
     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
@@ -33,44 +33,44 @@ TRAIN = [
 
 
 def training(*flags: str) -> list[str]:
-    """The flags of the tiny training, with these in the place of its own of the same name."""
+    """Return the tiny training job's flags; these flags replace those of the same name."""
     names = {flag.partition("=")[0] for flag in flags}
     return [flag for flag in TRAIN if flag.partition("=")[0] not in names] + list(flags)
 
 
 def workers_of(launcher: int) -> list[int]:
-    """Process ids of a launcher's training processes, its own and the forks of its server."""
+    """Return the ids of a launcher's training processes: children and forks of its server."""
     words = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    found = []
+    pids = []
     try:
         for child in children_of(launcher):
             if b"jaxdist.train" in words(child):
-                found.append(child)
+                pids.append(child)
             elif b"jaxdist.tools.launch.fork_server" in words(child):
-                found += [fork for fork in children_of(child) if words(fork) != [b""]]
-    except OSError:  # one has ended meanwhile
+                pids += [fork for fork in children_of(child) if words(fork) != [b""]]
+    except OSError:  # one has ended in the meantime
         return []
-    return found
+    return pids
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the processes that a process has started, in the order of their starts."""
+    """Return the ids of a process's children, in the order of their starts."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class ScenarioFailed(Exception):
-    """What must follow a fault did not: the cause was not named, or the job did not go on."""
+    """Error if a fault's cause was not reported or the job did not continue."""
 
 
 class Job:
-    """A run in `folder`, started again by `start` as a scheduler does.
+    """A run in `folder`, started again by `start` as a scheduler would.
 
     Args:
-        folder: made; holds the console, the requests of `faulty_dataset` and the run.
-        steps: of the whole run.
-        flags: of the training; they replace those of `TRAIN` with the same name.
-        disk_mb: of a file system of its own for the run, which can be filled and taken away; 0: the
-            run lies in the folder.
+       folder: created; holds the console output, the requests of `faulty_dataset` and the run.
+       steps: of the complete run.
+       flags: training flags; they replace those of `TRAIN` with the same name.
+       disk_mb: size of a separate file system for the run, which can be filled and unmounted; 0:
+           the run is in the folder.
     """
 
     def __init__(self, folder: Path, steps: int, *flags: str, disk_mb: int = 0):
@@ -88,7 +88,7 @@ class Job:
             self.bring_back()
 
     def start(self, *flags: str) -> None:
-        """The same command again, with flags of the launcher before the dashes."""
+        """Start the same command again, with launcher flags before the dashes."""
         own = [
             *("--nproc-per-node=2", "--backoff-s=0.1", "--max-backoff-s=1", "--max-restarts=20"),
             *(*flags, "--"),
@@ -107,37 +107,37 @@ class Job:
             )
 
     def pace(self, seconds: float) -> None:
-        """How long each row takes from now on."""
+        """Set the seconds that each row takes from now on."""
         fresh = self.folder / "pace.new"
         fresh.write_text(str(seconds))
         os.replace(fresh, self.folder / "pace")
 
     def workers(self) -> list[int]:
-        """Process ids in the order of their indices, while both are there.
+        """Return process ids in the order of their indices if both processes exist, else none.
 
-        A child that is still the launcher's copy does not count: one that is stopped before its
-        own program begins stops the launcher too, which waits for that.
+        A child that is still a copy of the launcher does not count. Stopping it before it executes
+        its own program would stop the launcher too, which waits for that.
         """
-        found = workers_of(self.process.pid)
-        return found if len(found) == 2 else []
+        pids = workers_of(self.process.pid)
+        return pids if len(pids) == 2 else []
 
     def output(self, since: int = 0) -> str:
-        """The console from a position on."""
+        """Return the console output from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)
             return file.read().decode(errors="replace")
 
     def position(self) -> int:
-        """Where the console ends now."""
+        """Return the current end of the console output."""
         return self.console.stat().st_size if self.console.exists() else 0
 
     def num_bytes(self) -> int:
-        """Size of the records so far."""
+        """Return the size of the records so far."""
         path = self.run_dir / "metrics.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def trains(self, since: int) -> bool:
-        """Whether a train record was written after that many bytes."""
+        """Return whether a train record was written after that many bytes."""
         try:
             with open(self.run_dir / "metrics.jsonl", "rb") as file:
                 file.seek(since)
@@ -146,7 +146,7 @@ class Job:
             return False
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> float:
-        """Seconds until the condition holds."""
+        """Wait until the condition holds and return the seconds that took."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() > began + timeout_s:
@@ -155,16 +155,16 @@ class Job:
         return time.monotonic() - began
 
     def wait_for_line(self, pattern: str, since: int, timeout_s: float = DETECT_S) -> float:
-        """Seconds until a line on the console matches."""
+        """Wait until a console line matches and return the seconds that took."""
         return self.wait(lambda: re.search(pattern, self.output(since)), pattern, timeout_s)
 
     def wait_for_end(self, timeout_s: float = RECOVER_S) -> int:
-        """The launcher's exit code."""
+        """Return the launcher's exit code."""
         self.wait(lambda: self.process.poll() is not None, "the launcher ends", timeout_s)
         return self.process.returncode
 
     def preempt(self) -> None:
-        """End it as a scheduler does, saved; not before it has begun, when there is nothing."""
+        """End the job as a scheduler does, with a save; requires that training has started."""
         self.wait(self.workers, "two processes", DETECT_S)
         since = self.position()
         self.process.send_signal(signal.SIGTERM)
@@ -176,7 +176,7 @@ class Job:
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Not a byte more fits on the run's file system."""
+        """Fill the run's file system completely."""
         rest = self._disk / "filler"
         with open(rest, "wb", buffering=0) as file, contextlib.suppress(OSError):
             for size in (1 << 20, 4096, 1):
@@ -189,15 +189,15 @@ class Job:
             rest.unlink()
 
     def take_away(self) -> None:
-        """The run's file system is not mounted any more; open files stay open."""
+        """Unmount the run's file system; open files stay open."""
         subprocess.run(["umount", "--lazy", str(self.mount)], check=True)
 
     def bring_back(self) -> None:
-        """Mount it again."""
+        """Mount the run's file system again."""
         _mount("--bind", str(self._disk), str(self.mount))
 
     def close(self) -> None:
-        """End what still runs, and unmount."""
+        """End remaining processes and unmount."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -210,7 +210,7 @@ def _mount(*words: str) -> None:
 
 
 def no_mounts() -> str:
-    """Why no file system can be mounted here; empty if one can."""
+    """Return why no file system can be mounted here, or an empty text if one can."""
     if os.geteuid() != 0:
         return "mounting a small file system needs root"
     if shutil.which("mount") is None:

@@ -1,4 +1,4 @@
-"""A monitor to drive by hand, and readers of what it wrote."""
+"""A monitor driven by tests, and readers of its output."""
 
 import struct
 from pathlib import Path
@@ -13,7 +13,7 @@ QUIET = MonitoringConfig(tensorboard=False, log_interval_steps=1)
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that advances only on request."""
 
     def __init__(self, now: float = 1_000_000.0):
         self.now = now
@@ -57,7 +57,7 @@ def header(monitor: Monitor) -> None:
 
 
 def crc32c(data: bytes) -> int:
-    """Castagnoli CRC, bit by bit (RFC 3720, appendix B.4)."""
+    """Compute the Castagnoli CRC, bit by bit (RFC 3720, appendix B.4)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -88,7 +88,7 @@ def tensorboard_events(directory):
 
 
 def scalars(directory):
-    """(step, tag, value) as TensorBoard shows them: a session start purges from its step on."""
+    """Return (step, tag, value) as TensorBoard shows them: a session start purges later steps."""
     from tensorboardX.proto import event_pb2
 
     points = []

@@ -1,4 +1,4 @@
-"""Object stores for tests: servers in processes of their own, reached over HTTP."""
+"""Object stores for tests: servers in separate processes, reached over HTTP."""
 
 import contextlib
 import http.client
@@ -28,14 +28,14 @@ SECRET = "not-to-be-seen-anywhere"
 
 @contextlib.contextmanager
 def serving(command: list[str], address: str) -> Iterator[subprocess.Popen]:
-    """Run a server until the block ends; it answers when the block begins; its process."""
+    """Run a server process during the block, which starts once the server responds."""
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(300):
             try:
                 urllib.request.urlopen(address, timeout=5).close()
             except urllib.error.HTTPError:
-                break  # it answers
+                break  # it responds
             except OSError:
                 assert server.poll() is None, command
                 time.sleep(0.1)
@@ -51,14 +51,14 @@ def serving(command: list[str], address: str) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
-    """An S3 server with a bucket, which the environment's credentials are for; its address."""
+    """Run an S3 server with a bucket, set credentials in the environment, and yield its address."""
     with s3_process(environment) as (address, _):
         yield address
 
 
 @contextlib.contextmanager
 def s3_process(environment: pytest.MonkeyPatch) -> Iterator[tuple[str, subprocess.Popen]]:
-    """As `s3`; the address and the process of the server."""
+    """Like `s3`, but yield the address and the process of the server."""
     for module in ("obstore", "moto", "flask", "flask_cors"):
         pytest.importorskip(module, reason="needs the dev extra (obstore, moto, flask)")
     port = free_port()
@@ -78,12 +78,12 @@ def s3_process(environment: pytest.MonkeyPatch) -> Iterator[tuple[str, subproces
 
 @contextlib.contextmanager
 def gcs(environment: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server of Google's with a bucket, which the environment names; its address.
+    """Run a Google Cloud Storage server with a bucket and yield its address.
 
-    The server (fake-gcs-server) has generations and refuses a write whose condition does not hold,
-    but it knows uploads and their conditions by Google's JSON interface alone. `obstore` speaks the
-    XML one. `google` between them says the same in JSON; lists, reads and deletions pass as they
-    are.
+    The environment names the bucket. The server (fake-gcs-server) has generations and refuses a
+    write whose condition does not hold, but supports uploads and their conditions only in Google's
+    JSON API. `obstore` uses the XML API. `google` translates between them; lists, reads and
+    deletions pass unchanged.
     """
     pytest.importorskip("obstore", reason="needs the dev extra (obstore)")
     wrapper = pytest.importorskip(
@@ -109,13 +109,13 @@ def gcs(environment: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def forget_clients() -> None:
-    """This process may have a client of the same bucket, for the server of an earlier module."""
+    """Drop cached clients of the same bucket, which refer to the server of an earlier module."""
     objects._store.cache_clear()
     objects._reach.cache_clear()
 
 
 class Message(NamedTuple):
-    """A request (`start` is its method and path) or an answer (its status)."""
+    """A request (`start` is its method and path) or a response (its status)."""
 
     start: tuple
     headers: dict[str, str]
@@ -123,25 +123,25 @@ class Message(NamedTuple):
 
 
 def google(request: Message, ask) -> Message:
-    """A request of Google's XML interface, answered by a server that knows half of it."""
+    """Answer a request of Google's XML API through a server that supports half of it."""
     method, path = request.start
     bucket, _, key = path.partition("?")[0].lstrip("/").partition("/")
     if method != "PUT":
         answer = ask(request)
-        if answer.start == (500,) and b"bucket" in answer.body:  # it lists one that is not there
+        if answer.start == (500,) and b"bucket" in answer.body:  # a list of a missing bucket
             return Message((404,), {}, b"<Error><Code>NoSuchBucket</Code></Error>")
         return answer
-    query = {"uploadType": "multipart"}  # of uploads in one request it checks conditions of these
+    query = {"uploadType": "multipart"}  # conditions work only for one-request uploads
     if "x-goog-if-generation-match" in request.headers:
         query["ifGenerationMatch"] = request.headers["x-goog-if-generation-match"]
-    place = f"/upload/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
+    upload_url = f"/upload/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
     edge = uuid.uuid4().hex.encode()
     head = b"--%s\r\nContent-Type: application/%s\r\n\r\n"
     about = json.dumps({"name": urllib.parse.unquote(key)}).encode()
     body = head % (edge, b"json") + about + b"\r\n"
     body += head % (edge, b"octet-stream") + request.body + b"\r\n--%s--\r\n" % edge
     headers = {"Content-Type": f"multipart/related; boundary={edge.decode()}"}
-    answer = ask(Message(("POST", place), headers, body))
+    answer = ask(Message(("POST", upload_url), headers, body))
     if answer.start != (200,):
         return answer
     made = json.loads(answer.body)
@@ -150,10 +150,10 @@ def google(request: Message, ask) -> Message:
 
 @contextlib.contextmanager
 def passing_on(address: str, answer, listening: socket.socket | None = None) -> Iterator[str]:
-    """A server whose every request is answered by `answer(request, ask)`; its address.
+    """Run a proxy that answers every request by `answer(request, ask)`; yield its address.
 
-    `ask` sends a request to the server at `address`. An answer shorter than its Content-Length is
-    one that was cut off. `listening`: a socket that listens already, maybe on another network.
+    `ask` sends a request to the server at `address`. A response shorter than its Content-Length was
+    cut off. `listening`: a socket that already listens, possibly on another network.
     """
 
     def ask(request: Message) -> Message:
@@ -167,7 +167,7 @@ def passing_on(address: str, answer, listening: socket.socket | None = None) -> 
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else an answer waits 40 ms between its headers and body
+        disable_nagle_algorithm = True  # otherwise 40 ms pass between headers and body
         log_message = lambda *_: None
 
         def _pass_on(self) -> None:
@@ -194,7 +194,7 @@ def passing_on(address: str, answer, listening: socket.socket | None = None) -> 
     with server((host, port), Handler, bind_and_activate=False) as proxy:
         proxy.socket.close()
         proxy.socket = listening
-        proxy.handle_error = lambda *_: None  # clients are killed
+        proxy.handle_error = lambda *_: None  # tests kill clients
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         try:
             yield f"http://{host}:{port}"
@@ -204,9 +204,9 @@ def passing_on(address: str, answer, listening: socket.socket | None = None) -> 
 
 @contextlib.contextmanager
 def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
-    """A way to a server that fails one request in `every`: its address, and what it did.
+    """Run a proxy that fails one request in `every`; yield its address and its log.
 
-    Such a request is refused with 503, or hears half of its answer if it asked for content.
+    Such a request gets status 503, or half of the response if it reads content.
     """
     number, done = itertools.count(1), []
 
@@ -229,7 +229,7 @@ def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
 
 @contextlib.contextmanager
 def slow(address: str, seconds: float) -> Iterator[str]:
-    """A way to a server that answers so much later; its address."""
+    """Run a proxy that delays each response by `seconds`; yield its address."""
 
     def answer(request: Message, ask) -> Message:
         time.sleep(seconds)
@@ -241,7 +241,7 @@ def slow(address: str, seconds: float) -> Iterator[str]:
 
 @contextlib.contextmanager
 def expiring(address: str) -> Iterator[tuple[str, list[float]]]:
-    """A way to a server for credentials that expire: its address, and `[writes until then]`."""
+    """Run a proxy for credentials that expire; yield its address and `[writes until then]`."""
     left, one_at_a_time = [float("inf")], threading.Lock()
 
     def answer(request: Message, ask) -> Message:
@@ -249,8 +249,8 @@ def expiring(address: str) -> Iterator[tuple[str, list[float]]]:
             left[0] -= request.start[0] == "PUT"
         if left[0] >= 0:
             return ask(request)
-        told = f"<Error><Code>ExpiredToken</Code><Sent>{request.headers}</Sent></Error>"
-        return Message((400,), {}, b"" if request.start[0] == "HEAD" else told.encode())
+        body = f"<Error><Code>ExpiredToken</Code><Sent>{request.headers}</Sent></Error>"
+        return Message((400,), {}, b"" if request.start[0] == "HEAD" else body.encode())
 
     with passing_on(address, answer) as way:
         yield way, left
@@ -258,11 +258,11 @@ def expiring(address: str) -> Iterator[tuple[str, list[float]]]:
 
 @contextlib.contextmanager
 def refusing(status: int, code: str) -> Iterator[str]:
-    """A server that refuses every request, and repeats it as some do; its address."""
+    """Run a server that refuses every request and echoes it as some do; yield its address."""
 
     def answer(request: Message, ask) -> Message:
-        told = f"<Error><Code>{code}</Code><Sent>{request.headers}</Sent></Error>"
-        return Message((status,), {}, told.encode())
+        body = f"<Error><Code>{code}</Code><Sent>{request.headers}</Sent></Error>"
+        return Message((status,), {}, body.encode())
 
     with passing_on("http://nowhere", answer) as way:
         yield way

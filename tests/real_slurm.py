@@ -1,9 +1,9 @@
 """A real SLURM on this machine for tests: munged, slurmctld and one slurmd per simulated node.
 
-Everything lives in private namespaces (mount, pid, net, uts; a user namespace too where we are not
-root) below one process: nothing of the host is touched, no port is taken outside, and killing that
-process removes all of it. Nodes n1, n2, ... share a private loopback with addresses of their own;
-character devices bound to /dev/null play the GPUs.
+Everything runs in private namespaces (mount, pid, net, uts; also a user namespace if we are not
+root) below one process: nothing on the host changes, no port is taken outside, and killing that
+process removes everything. Nodes n1, n2, ... share a private loopback with separate addresses;
+character devices bound to /dev/null simulate the GPUs.
 
 Run as a program, this file is process 1 of the namespaces.
 """
@@ -31,7 +31,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def missing() -> str:
-    """Why no cluster can run here; empty if one can."""
+    """Return why no cluster can run here, or an empty text if one can."""
     absent = [name for name in (*PROGRAMS, "ip") if shutil.which(name, path=SEARCH) is None]
     if absent:
         return (
@@ -45,7 +45,7 @@ def missing() -> str:
 def _unshare() -> list[str]:
     user = []
     if os.geteuid() != 0:
-        # Not --map-root-user: as uid 0 the daemons call setgroups, which is refused there.
+        # Not --map-root-user: with uid 0 the daemons call setgroups, which is forbidden there.
         user = ["--user", "--map-current-user", "--keep-caps"]
     spaces = ["--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc"]
     return ["unshare", *user, *spaces, "--kill-child=SIGKILL", "--propagation", "private"]
@@ -59,7 +59,7 @@ def _slurm_conf(root: Path, nodes: int, gpus: int) -> str:
         for k in range(1, nodes + 1)
     )
     # cred_expire sets how long a requeued job waits (120 s by default); config_overrides lets
-    # nodes claim more than the machine has.
+    # nodes claim more resources than the machine has.
     return f"""\
 ClusterName=jaxdist
 SlurmctldHost=ctl({CONTROLLER})
@@ -98,12 +98,12 @@ GresTypes=gpu
 
 
 def _cgroup_conf() -> str:
-    said = subprocess.run(
+    output = subprocess.run(
         ["slurmctld", "-V"], capture_output=True, text=True, env={**os.environ, "PATH": SEARCH}
     )
-    version = tuple(map(int, said.stdout.split()[-1].split(".")[:2]))
+    version = tuple(map(int, output.stdout.split()[-1].split(".")[:2]))
     # slurmd loads a plugin although nothing uses it: "disabled" exists from 24.05 on, and before
-    # that v1 does nothing until asked.
+    # that v1 does nothing unless used.
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"
 
 
@@ -135,11 +135,11 @@ class RealSlurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # --kill-child: the namespaces go with it
+        self.process.kill()  # --kill-child: the namespaces end with it
         self.process.wait()
 
     def run(self, *command: str, check: bool = True, **environ: str) -> str:
-        """Output of a command on the controller, in the `jobs` directory."""
+        """Return the output of a command on the controller, run in the `jobs` directory."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         enter = ["nsenter", f"--target={children.split()[0]}"]
         if os.geteuid() != 0:
@@ -156,16 +156,16 @@ class RealSlurm:
         return done.stdout
 
     def submit(self, script: Path, **environ: str) -> str:
-        """Job id."""
+        """Submit a script and return the job id."""
         return self.run("sbatch", "--parsable", str(script), **environ).strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """Return the output of `scontrol show job`."""
         words = self.run("scontrol", "-o", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job_id: str, states: tuple[str, ...] = ENDED, timeout_s: float = 180) -> str:
-        """The state, once it is one of these."""
+        """Wait until a job has one of these states and return it."""
         until = time.monotonic() + timeout_s
         while (state := self.job(job_id)["JobState"]) not in states:
             if time.monotonic() > until:
@@ -174,7 +174,7 @@ class RealSlurm:
         return state
 
     def output(self, job_id: str) -> str:
-        """What the job has written so far."""
+        """Return the job's output so far."""
         return "".join(
             path.read_text(errors="replace")
             for path in (self.root / "jobs").glob(f"*-{job_id}.out")
@@ -206,14 +206,14 @@ class RealSlurm:
 
     def _wait_until_idle(self, timeout_s: float = 60) -> None:
         until = time.monotonic() + timeout_s
-        said = ""
-        while said.split().count("idle") < self.nodes:
+        states_now = ""
+        while states_now.split().count("idle") < self.nodes:
             if self.process.poll() is not None or time.monotonic() > until:
                 log = (self.root / "log/init.log").read_text()[-2000:]
-                raise RuntimeError(f"the cluster does not start: {said}\n{log}")
+                raise RuntimeError(f"the cluster does not start: {states_now}\n{log}")
             time.sleep(0.1)
             with contextlib.suppress(IndexError, RuntimeError, OSError):
-                said = self.run("sinfo", "-h", "-N", "-o", "%T")
+                states_now = self.run("sinfo", "-h", "-N", "-o", "%T")
 
 
 # --- process 1 of the namespaces ------------------------------------------------------------------
@@ -258,13 +258,13 @@ def _answers() -> bool:
 def _init(root: Path) -> None:
     nodes = json.loads((root / "options.json").read_text())["nodes"]
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    # SLURM resolves no name where only 127.x addresses exist.
+    # SLURM resolves no name if only 127.x addresses exist.
     for k in [*range(1, nodes + 1), 254]:
         subprocess.run(["ip", "addr", "add", f"10.77.0.{k}/32", "dev", "lo"], check=True)
     _bind(root / "etc/hosts", "/etc/hosts")
     _bind("tmpfs", "/run", "tmpfs")
     for device in (root / "dev").iterdir():
-        _bind("/dev/null", device)  # slurmd insists on a character device
+        _bind("/dev/null", device)  # slurmd requires a character device
     socket.sethostname("ctl")
     munge = root / "munge"
     _start_daemon(
@@ -276,12 +276,12 @@ def _init(root: Path) -> None:
     )
     _wait((munge / "socket").exists)
     _start_daemon(root, "slurmctld", "slurmctld", "-D", "-i", "-c")
-    _wait(_answers)  # a slurmd that comes first tries again only after a second
+    _wait(_answers)  # a slurmd that starts first retries only after a second
     for k in range(1, nodes + 1):
         own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child=SIGKILL"]
         start = f"hostname n{k}; slurmd -D -N n{k}; sleep infinity"
         _start_daemon(root, f"n{k}", *own, "--mount-proc", "bash", "-c", start)
-    while True:  # reap what loses its parent
+    while True:  # reap orphaned processes
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
         time.sleep(0.05)

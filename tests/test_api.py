@@ -1,4 +1,4 @@
-"""The Python API: what a notebook does, on real parts and in one process."""
+"""The Python API as a notebook uses it, without mocks and in one process."""
 
 import inspect
 import json
@@ -49,7 +49,7 @@ def run(tmp_path_factory, records):
     return train(path, steps=4, callbacks=records.append)
 
 
-def test_a_run_is_a_table_of_what_it_measured(run, records):
+def test_run_records_are_a_table_of_metrics(run, records):
     assert run.exit_reason == "finished" and run.last_step == 4
     assert [r["step"] for r in run.metrics] == [1, 2, 3, 4]
     assert run.losses == [r["loss"] for r in run.metrics] and run.losses[-1] < run.losses[0]
@@ -63,7 +63,7 @@ def test_a_run_is_a_table_of_what_it_measured(run, records):
     assert run.summary["loss"] == run.losses[-1]
 
 
-def test_a_run_opened_again_generates_evaluates_and_exports(run, tmp_path):
+def test_reopened_run_generates_evaluates_and_exports(run, tmp_path):
     opened = jaxdist.open(run.path / "checkpoints" / "4")
     assert (opened.path, opened.step, opened.exit_reason) == (run.path, 4, "finished")
     with refused("step=2", "checkpoint 4"):
@@ -81,7 +81,7 @@ def test_a_run_opened_again_generates_evaluates_and_exports(run, tmp_path):
         opened.generate("a", max_tokens=3)
 
 
-def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
+def test_all_problems_are_in_one_exception_and_no_file_is_created(tmp_path):
     with pytest.raises(jaxdist.ConfigError) as refused:
         train(tmp_path / "run", steps=-1, optim={"peek_lr": 1.0}, simulated=2)
     text = str(refused.value)
@@ -91,7 +91,7 @@ def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
         jaxdist.open(tmp_path / "none")
 
 
-def test_a_table_that_is_no_section_is_named_with_its_keyword(tmp_path):
+def test_section_of_wrong_type_is_reported_by_keyword(tmp_path):
     with refused("opti (keyword opti)"):
         train(tmp_path / "run", opti={"peak_lr": 1e-3})
 
@@ -133,8 +133,8 @@ def test_arguments_of_wrong_types_are_rejected(run, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_last_save_that_fails_is_an_exception(monkeypatch, tmp_path):
-    def failing(config, program, stop, asked):
+def test_failed_final_save_raises(monkeypatch, tmp_path):
+    def failing(config, program, stop, request):
         program.on_start(SimpleNamespace(path=tmp_path))
         return runtime.EXIT_FAILURE
 
@@ -143,17 +143,17 @@ def test_a_last_save_that_fails_is_an_exception(monkeypatch, tmp_path):
         train(tmp_path / "run", steps=1)
 
 
-def test_a_callback_ends_a_run_that_goes_on_with_the_same_bits(run, tmp_path):
+def test_run_stopped_by_callback_resumes_bit_identically(run, tmp_path):
     stopped = train(tmp_path / "run", steps=4, callbacks=[lambda record: record["step"] == 1])
     assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
     went_on = train(tmp_path / "run", steps=4)
     assert went_on.exit_reason == "finished" and went_on.losses == run.losses
 
 
-def test_a_callback_that_fails_ends_the_run_and_its_loader(monkeypatch, tmp_path):
+def test_failing_callback_closes_the_loader(monkeypatch, tmp_path):
     opened, open_loader = [], Parts.open_loader
     monkeypatch.setattr(
-        Parts, "open_loader", lambda *given: opened.append(open_loader(*given)) or opened[-1]
+        Parts, "open_loader", lambda *args: opened.append(open_loader(*args)) or opened[-1]
     )
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "other", steps=4, callbacks=lambda record: 1 / 0)
@@ -161,7 +161,7 @@ def test_a_callback_that_fails_ends_the_run_and_its_loader(monkeypatch, tmp_path
         next(opened[0])
 
 
-def test_ctrl_c_saves_and_returns_and_a_second_one_raises(tmp_path):
+def test_first_ctrl_c_saves_and_second_raises(tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(record):
@@ -185,7 +185,7 @@ def numbered(row: int) -> dict:
     return {"tokens": tokens[:-1], "targets": tokens[1:], "weights": np.ones(32)}
 
 
-def test_rows_and_models_are_given_as_objects(tmp_path):
+def test_datasets_and_models_can_be_python_objects(tmp_path):
     rows = grain.MapDataset.source(range(100)).map(numbered)
     model = example.build(seq_len=32)
     run = train(tmp_path / "run", steps=2, model=model, data=(rows[10:], rows[:10]))
@@ -199,13 +199,13 @@ def test_rows_and_models_are_given_as_objects(tmp_path):
     assert train(tmp_path / "stream", steps=2, data=stream).exit_reason == "finished"
 
 
-def test_a_function_that_can_be_imported_is_remembered_by_name(tmp_path):
+def test_importable_function_is_recorded_by_name(tmp_path):
     run = train(tmp_path / "run", steps=1, model=example.build)
     assert run.config.model.factory == "jaxdist.models.example:build"
     assert jaxdist.open(run.path).evaluate(max_batches=1)["loss"] > 0
 
 
-def test_commands_modules_are_called_as_functions():
+def test_command_modules_are_callable():
     for name in ("train", "plan"):
         module = getattr(jaxdist, name)
         assert module is sys.modules[f"jaxdist.{name}"] and callable(module)
@@ -215,7 +215,7 @@ def test_commands_modules_are_called_as_functions():
         _ = jaxdist.trane
 
 
-def test_a_plan_is_what_the_command_prints(capsys):
+def test_plan_equals_output_of_the_command(capsys):
     flags = ["--config", "gpt2_124m", "--gpus", "h100:8", "--mesh=tp=4,dp=2", "--steps=10"]
     plan_main([*flags, "--compile=false", "--json"])
     (printed,) = json.loads(capsys.readouterr().out)["plans"]
@@ -225,7 +225,7 @@ def test_a_plan_is_what_the_command_prints(capsys):
     assert json.loads(json.dumps(plan)) == printed
 
 
-def test_a_bar_follows_a_run_and_takes_the_place_of_log_lines(monkeypatch, capsys, tmp_path):
+def test_progress_bar_replaces_log_lines(monkeypatch, capsys, tmp_path):
     bars = []
     make = progress.make_bar
     monkeypatch.setattr(api, "make_bar", lambda **options: bars.append(make(**options)) or bars[-1])
@@ -239,8 +239,8 @@ def test_a_bar_follows_a_run_and_takes_the_place_of_log_lines(monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_the_page_says_what_is_so(monkeypatch, tmp_path):
-    """Every snippet of docs/python.md, one after another, at a size for a test."""
+def test_snippets_of_python_page_run(monkeypatch, tmp_path):
+    """Run every snippet of docs/python.md in order, at a small size."""
     small = {k: v for k, v in TINY.items() if k not in ("model", "train")}
     real = api.train
 

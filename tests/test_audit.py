@@ -1,4 +1,4 @@
-"""The mesh audit: planted faults are refused with axis, parameter and line; sound steps are not."""
+"""The mesh audit rejects planted faults by axis, parameter and line, and accepts correct steps."""
 
 import dataclasses
 import itertools
@@ -66,7 +66,7 @@ def parts_of(mesh="dp=2,tp=2", *, model=None, zero=0, sequence=True, **train):
 # --- states ---
 
 
-def test_joins_have_no_order_and_never_gain_a_claim():
+def test_join_is_commutative_and_adds_no_claim():
     states = [ZERO, CONSTANT, EQUAL, INDEX, PARTIAL, VARYING, split(0), split(0, 1), split(2)]
     states += [split(0) | ROW, split(0, 1) | ROW]
     for a, b in itertools.product(states, repeat=2):
@@ -77,7 +77,7 @@ def test_joins_have_no_order_and_never_gain_a_claim():
     assert join(split(0), split(2)) == VARYING and join(split(0, 1), split(0)) == split(0)
 
 
-# --- sound steps ---
+# --- correct steps ---
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_joins_have_no_order_and_never_gain_a_claim():
         ),
     ],
 )  # fmt: skip
-def test_a_sound_step_raises_no_alarm(mesh, options):
+def test_correct_step_has_no_violation(mesh, options):
     audit = audit_parts(parts_of(mesh, **options))
     assert audit.violations == []
     assert audit.num_parameters and audit.transfers
 
 
-def test_every_mesh_of_eight_devices_is_sound():
+def test_every_mesh_of_eight_devices_passes():
     config = stored_run(ROOT / "configs" / "default.toml")
     for spec in factorisations(8)[::6]:
         mesh = dataclasses.replace(config.mesh, shape=str(spec))
@@ -115,8 +115,8 @@ def test_every_mesh_of_eight_devices_is_sound():
         assert audit_parts(parts).is_clean, str(spec)
 
 
-def test_one_row_on_each_device_raises_no_false_alarm():
-    """There a reshape that drops the rows' dim leaves a term of the gradient's sum over rows."""
+def test_one_row_per_device_has_no_false_positive():
+    """A reshape that drops the batch dim leaves one term of the gradient's sum over rows."""
     model = ["--model=custom", "--model.factory", "jaxdist.models.example:build"]
     flags = [*model, "--mesh", "dp=8", "--train.global_batch_size", "8", "--train.seq_len", "16"]
     assert audit_parts(assemble(read_run(flags, command="test"), jax.devices())).violations == []
@@ -134,7 +134,7 @@ def test_one_row_on_each_device_raises_no_false_alarm():
         ("fsdp=4", True, "bfloat16"),
     ],
 )
-def test_a_fault_at_any_collective_is_refused(mesh, sequence, kind):
+def test_fault_at_any_collective_is_rejected(mesh, sequence, kind):
     """`scripts/bench/audit_mutants.py` plants every kind on every mesh."""
     counts, survivors = audit_mutants.try_case(
         audit_mutants.Case(mesh, sequence=sequence), kinds=(kind,)
@@ -143,7 +143,7 @@ def test_a_fault_at_any_collective_is_refused(mesh, sequence, kind):
     assert counts[kind, "audit"] > 0
 
 
-def test_a_violation_names_axis_parameter_line_and_fix(monkeypatch):
+def test_violation_reports_axis_parameter_line_and_fix(monkeypatch):
     real = collectives.reduce_scatter
     halved = lambda x, axes, dim=0: real(collectives.all_reduce(x, axes), axes, dim)
     monkeypatch.setattr(collectives, "reduce_scatter", halved)
@@ -156,7 +156,7 @@ def test_a_violation_names_axis_parameter_line_and_fix(monkeypatch):
     assert f"{Path(__file__).name}:" in violation.line and violation.fix
 
 
-def test_a_run_refuses_to_start_and_exits_with_2(monkeypatch):
+def test_run_with_violation_exits_with_2(monkeypatch):
     real = collectives.all_reduce
     twice = lambda x, axes, op="sum": real(real(x, axes, op), axes, op)
     monkeypatch.setattr(collectives, "all_reduce", twice)
@@ -165,25 +165,25 @@ def test_a_run_refuses_to_start_and_exits_with_2(monkeypatch):
     assert any(missing(line, "summed twice", "data") == [] for line in error.value.problems)
 
 
-# --- wrong models of one's own: patterns that public stacks have shipped (Megatron-LM#7452) ---
+# --- wrong custom models: patterns that public stacks have shipped (Megatron-LM#7452) ---
 
 
 def counted_on_every_device(params, x, aux, context):
-    """A sum of what `enter` returned: all tensor devices hold the same, and each counts it."""
+    """A sum of the result of `enter`: all tensor devices hold the same value and each counts it."""
     y, sums = make_model().block(params, x, aux, context)
     gates = jax.nn.softmax(context.enter(x) @ params["router"])
     return y, {**sums, "first_gate": jnp.sum(gates[..., 0])}
 
 
 def bias_on_every_device(params, x, aux, context):
-    """A bias that is added before the sum over devices, once by each."""
+    """A bias that every device adds before the sum over devices."""
     del aux
     hidden = jnp.tanh(context.enter(x) @ params["up"])
     return x + context.leave(hidden @ params["down"] + params["router"][:, 0]), {}
 
 
 def never_summed(params, x, aux, context):
-    """A row-parallel product whose sum is left out; the shapes fit all the same."""
+    """A row-parallel product without its all-reduce; the shapes still match."""
     del aux
     hidden = jnp.tanh(context.enter(x) @ params["up"])
     return x + context.split(hidden @ params["down"]), {}
@@ -196,28 +196,28 @@ def summed_after_the_nonlinearity(params, x, aux, context):
 
 
 def gathered_then_summed(params, x, aux, context):
-    """The hidden units gathered, and what follows from all of them summed again."""
+    """The hidden units are gathered, and the result computed from all of them is summed again."""
     del aux
     hidden = jnp.tanh(context.enter(x) @ params["up"])
-    whole = collectives.all_gather(hidden, "tensor", dim=2)
-    return x + context.leave(whole @ jnp.ones((whole.shape[2], x.shape[2]))), {}
+    gathered = collectives.all_gather(hidden, "tensor", dim=2)
+    return x + context.leave(gathered @ jnp.ones((gathered.shape[2], x.shape[2]))), {}
 
 
 def parts_added(params, x, aux, context):
-    """Each device's own hidden units, added to the others of the other devices."""
+    """Each device's hidden units, added to the different hidden units of the other devices."""
     del aux
     added = collectives.all_reduce(jnp.tanh(context.enter(x) @ params["up"]), "tensor")
     return x + context.split(added), {}
 
 
 def never_gathered(params, x, aux, context):
-    """Each device's own positions meet its own columns of the weight, and nobody has the others."""
+    """Each device multiplies its own positions by its own weight columns; the rest is missing."""
     del aux, context
     return x + jnp.tanh(x @ params["up"]) @ params["down"], {}
 
 
 def a_sum_on_one_device_alone(params, x, aux, context):
-    """A sum inside a branch that the first device of the axis takes and the others do not."""
+    """A sum inside a branch that only the first device of the axis takes."""
     y, sums = make_model().block(params, x, aux, context)
     summed = lambda term: collectives.vary(collectives.all_reduce(term, "tensor"), "tensor")
     is_first = jax.lax.axis_index("tensor") == 0
@@ -251,12 +251,12 @@ def mean_of_means(params, x, aux, context):
         (mean_of_means, "pp=2,dp=2", False, "omitted sum", "data"),
     ],
 )
-def test_a_wrong_model_of_ones_own_is_refused(block, mesh, sequence, kind, axis):
+def test_wrong_custom_model_is_rejected(block, mesh, sequence, kind, axis):
     model, layout, *rest = make_parts(BlockCase(mesh, sequence=sequence))
     model = dataclasses.replace(model, block=block)
-    found = audit_of(model, layout, *rest).violations
-    assert (kind, axis) in {(v.kind, v.axis) for v in found}
-    assert any(f"{Path(__file__).name}:" in v.line for v in found)
+    violations = audit_of(model, layout, *rest).violations
+    assert (kind, axis) in {(v.kind, v.axis) for v in violations}
+    assert any(f"{Path(__file__).name}:" in v.line for v in violations)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_wrong_model_of_ones_own_is_refused(block, mesh, sequence, kind, axis)
     [BlockCase("dp=2,fsdp=2,tp=2", sequence=True), BlockCase("pp=2,tp=2"), BlockCase("tp=4")],
     ids=str,
 )
-def test_a_right_model_of_ones_own_is_not(case):
+def test_correct_custom_model_passes(case):
     assert audit_of(*make_parts(case)).violations == []
 
 
@@ -279,7 +279,7 @@ def own_value(x):
     return jnp.square(collectives.mark_device_local(jnp.sum(x)))
 
 
-def test_a_value_that_is_meant_to_be_each_devices_own_is_let_pass():
+def test_intentionally_device_local_value_passes():
     model, layout, *rest = make_parts(BlockCase("dp=4"))
     plain = lambda params, x, aux, context: (x, {"spread": jnp.square(jnp.sum(x))})
     meant = lambda params, x, aux, context: (x, {"spread": own_value(x)})
@@ -288,10 +288,10 @@ def test_a_value_that_is_meant_to_be_each_devices_own_is_let_pass():
         assert audit.is_clean == is_clean
 
 
-# --- what moves ---
+# --- traffic ---
 
 
-def test_the_table_counts_collectives_and_whole_bytes():
+def test_traffic_table_counts_collectives_and_bytes():
     audit = audit_parts(parts_of("fsdp=4"))
     moved = {(t.purpose, t.kind): t for t in audit.transfers}
     gathers = moved["parameter gather", "all-gather"]
@@ -304,7 +304,7 @@ def test_the_table_counts_collectives_and_whole_bytes():
 
 
 @pytest.mark.parametrize("is_printed", [False, True])
-def test_what_nobody_reads_does_not_move(is_printed):
+def test_unused_values_are_not_communicated(is_printed):
     def backward(x, dy):
         y, pull = jax.vjp(lambda x: collectives.all_gather(2 * x, "tensor"), x)
         if is_printed:
@@ -320,7 +320,7 @@ def test_what_nobody_reads_does_not_move(is_printed):
 
 
 @pytest.mark.parametrize("file", ["context_parallel.py", "ring.py"])
-def test_what_attention_moves_is_named_whatever_file_asks_for_it(file):
+def test_attention_traffic_is_named_in_every_file(file):
     package = Path(transfers.__file__).parents[2]
     frame = SimpleNamespace(
         file_name=str(package / "core" / "attention" / file), line_num=1, function_name="send"
@@ -335,15 +335,15 @@ def test_what_attention_moves_is_named_whatever_file_asks_for_it(file):
 # --- the command ---
 
 
-def test_the_command_prints_one_object_and_exits_with_0():
+def test_command_prints_one_json_object_and_exits_with_0():
     done = run("audit", "--mesh=pp=2,tp=2", "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["violations"] == [] and record["mesh"] == "pp=2,tp=2"
     assert {"tensor", "pipeline"} == {axis for t in record["transfers"] for axis in t["axes"]}
     scatters = [t for t in record["transfers"] if t["kind"] == "reduce-scatter"]
-    # 11 ticks may run forwards and 9 backwards, which run 4 layers forward and back. The embedding
-    # is run in forwards alone: that its gradient runs it again nobody reads, and no device does.
+    # Of the ticks, 11 may run forward and 9 backward, each through 4 layers. The embedding only
+    # runs forward: nothing reads its recomputation for the gradient, so no device does it.
     assert sum(t["times"] for t in scatters) == 11 * (1 + 2 * 4) + 9 * (1 + 4 * 4)
 
 
@@ -360,14 +360,14 @@ def doubled(x, axes, op="sum"):
     return all_reduce(all_reduce(x, axes, op), axes, op)
 
 
-def test_the_removed_flag_names_its_replacement():
+def test_removed_flag_names_its_replacement():
     with refused("compiled", "removed", "audit_sound.py"):
         command.main(["--mesh=fsdp=2", "--compiled"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_deep_finds_a_wrong_formula_behind_the_right_collective(monkeypatch, capsys, factor):
+def test_deep_detects_wrong_formula_behind_right_collective(monkeypatch, capsys, factor):
     monkeypatch.setattr(runtime, "simulate", lambda count: None)
 
     def wrong(x, axes, op="sum"):
@@ -382,15 +382,15 @@ def test_deep_finds_a_wrong_formula_behind_the_right_collective(monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_deep_names_an_axis_on_which_alone_the_step_cannot_be_traced(monkeypatch):
-    """An exchange over another axis, which on the pipeline's alone jax's own types refuse."""
+def test_deep_reports_an_axis_on_which_tracing_fails(monkeypatch):
+    """jax's own types reject an exchange over another axis if only the pipeline axis is traced."""
     monkeypatch.setattr(collectives, "permute", lambda x, axis, shift=1: permute(x, "data", shift))
     config = read_run([*SMALL[:-1], "--mesh=pp=2,dp=2"], command="test")
-    found = differences(config, jax.devices())
-    assert {one.axes for one in found if "layers" in one.value} == {("pipeline",)}
+    result = differences(config, jax.devices())
+    assert {one.axes for one in result if "layers" in one.value} == {("pipeline",)}
 
 
-def test_only_an_override_starts_a_run_that_the_audit_refuses(monkeypatch):
+def test_rejected_run_starts_only_with_override(monkeypatch):
     class Reached(Exception):
         """The run goes on past the audit."""
 
@@ -424,13 +424,13 @@ def a_loop_from_a_literal(params, x, aux, context):
     return x + count.astype(x.dtype), {}
 
 
-def test_an_alarm_in_a_loop_that_starts_at_a_literal_is_reported():
+def test_violation_in_loop_with_literal_start_is_reported():
     model, layout, *rest = make_parts(BlockCase("dp=2"))
-    found = audit_of(dataclasses.replace(model, block=a_loop_from_a_literal), layout, *rest)
-    assert {(v.kind, v.axis) for v in found.violations} == {("omitted sum", "data")}
+    report = audit_of(dataclasses.replace(model, block=a_loop_from_a_literal), layout, *rest)
+    assert {(v.kind, v.axis) for v in report.violations} == {("omitted sum", "data")}
 
 
-def test_a_failure_of_the_audit_itself_stops_the_run(monkeypatch):
+def test_internal_audit_error_stops_the_run(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("internal")
 
@@ -443,18 +443,18 @@ def test_a_failure_of_the_audit_itself_stops_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
-def test_a_block_without_its_sum_is_refused_by_axis_and_file(mesh):
+def test_block_without_all_reduce_is_rejected_by_axis_and_file(mesh):
     def unsummed(params, x, aux, context):
         return x + jnp.tanh(context.enter(x) @ params["up"]) @ params["down"], {}
 
     model, *rest = make_parts(BlockCase(mesh))
     with pytest.raises(ConfigError) as error:
         audit_of(dataclasses.replace(model, block=unsummed), *rest)
-    place = f"{__file__}:{unsummed.__code__.co_firstlineno}"
-    assert missing(str(error.value), "omitted sum over tensor", place, "Context.leave") == []
+    location = f"{__file__}:{unsummed.__code__.co_firstlineno}"
+    assert missing(str(error.value), "omitted sum over tensor", location, "Context.leave") == []
 
 
-def test_a_value_without_a_dtype_does_not_stop_the_audit():
+def test_value_without_dtype_does_not_stop_the_audit():
     model, layout, *rest = make_parts(BlockCase("dp=2"))
 
     def head(params, x, batch, context):

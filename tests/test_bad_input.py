@@ -1,6 +1,6 @@
-"""What a user gets wrong, through the real commands: one message each, and nothing is started.
+"""User errors through the real commands: one message each, and nothing starts.
 
-A message says what was given, what is allowed and the fix. Commands leave with exit code 2.
+A message contains the value, the allowed values and the fix. Commands exit with code 2.
 """
 
 import gzip
@@ -25,7 +25,7 @@ FIXES = (
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch):
-    """Fails a test in which a command goes on to join a job or to change the devices."""
+    """Fail a test in which a command goes on to join a job or to change the devices."""
 
     def started(*_):
         pytest.fail("the command went on although its settings are wrong")
@@ -40,7 +40,7 @@ def nothing_starts(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current directory of a user with a few files, good and bad."""
+    """Set the current directory to that of a user with a few files, good and bad."""
     monkeypatch.chdir(tmp_path)
     files = {
         "good.txt": "some text to train on\n" * 50,
@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def refusal(command, argv, capsys):
-    """What the command says, having checked that it refuses with exit code 2."""
+    """Check that the command refuses with exit code 2, and return its message."""
     in_main = command in ("data", "report")
     name = f"jaxdist.{command}.__main__" if in_main else f"jaxdist.{command}"
     try:
@@ -112,7 +112,7 @@ MESH = {
         ["--simulate=7", "--train.global_batch_size=6"], "not a multiple of 7", "--mesh dp=6"),
 }  # fmt: skip
 
-FLAGS = {  # tests/test_config.py has the problems of the reader itself
+FLAGS = {  # tests/test_config.py covers the problems of the reader itself
     "lr": (["--lr=3e-4"], "--lr", "Did you mean --optim.peak-lr"),
     "other kind's field": (["--model.depth=8"], "of kind decoder", "See --help"),
     "not a kind": (["--model=cmm"], "'cmm'", "decoder, cnn, resnet or custom"),
@@ -193,10 +193,10 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("argv", "given", "fix"), TRAIN.values(), ids=TRAIN)
-def test_train_refuses_with_given_allowed_and_fix(argv, given, fix, folder, capsys):
+@pytest.mark.parametrize(("argv", "expected_value", "fix"), TRAIN.values(), ids=TRAIN)
+def test_train_rejects_with_value_allowed_and_fix(argv, expected_value, fix, folder, capsys):
     text = refusal("train", argv, capsys)
-    assert given in text and fix in text
+    assert expected_value in text and fix in text
     heading, *lines = text.splitlines()
     assert heading.startswith("jaxdist.train: ")
     assert lines and all(line.startswith("  - ") for line in lines)
@@ -205,14 +205,16 @@ def test_train_refuses_with_given_allowed_and_fix(argv, given, fix, folder, caps
         assert any(word in line for word in FIXES), line
 
 
-@pytest.mark.parametrize(("command", "argv", "given", "fix"), OTHERS.values(), ids=OTHERS)
-def test_other_commands_refuse_with_given_and_fix(command, argv, given, fix, folder, capsys):
+@pytest.mark.parametrize(("command", "argv", "expected_value", "fix"), OTHERS.values(), ids=OTHERS)
+def test_other_commands_reject_with_value_and_fix(
+    command, argv, expected_value, fix, folder, capsys
+):
     text = refusal(command, argv, capsys)
-    assert given in text and fix in text
+    assert expected_value in text and fix in text
     assert "Traceback" not in text
 
 
-def test_everything_wrong_at_once_is_one_message(folder, capsys):
+def test_all_problems_are_in_one_message(folder, capsys):
     argv = ["--config=rules.toml", "--mesh=dq=2", "--data.sources=nope", "--optim.eps=x", "--foo=1"]
     lines = refusal("train", argv, capsys).splitlines()[1:]
     for part in ("train.steps=0", "beta1=1.5", "mlp_dim=0", "'dq'", "'nope'", "eps='x'", "--foo"):
@@ -231,7 +233,7 @@ SUBPROCESSES = {
 
 
 @pytest.mark.parametrize("argv", SUBPROCESSES.values(), ids=SUBPROCESSES)
-def test_a_refused_command_exits_2_without_a_traceback(argv, folder):
+def test_rejected_command_exits_2_without_traceback(argv, folder):
     out = subprocess.run(
         [sys.executable, "-m", *argv],
         capture_output=True,

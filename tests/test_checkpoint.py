@@ -67,7 +67,7 @@ def layout(name: str) -> tuple:
 
 
 def state_on(name: str, seed: int = 0) -> dict:
-    """A state whose every leaf differs from every other, placed by a layout."""
+    """Return a state in which every leaf has different values, placed by a layout."""
     params = numpy_params(seed)
     opt_state = optax.adamw(1e-3).init(jax.tree.map(jnp.asarray, params))
     counter = itertools.count(1)
@@ -92,7 +92,7 @@ def abstract_on(name: str, state) -> dict:
 
 
 def bits(tree) -> list[bytes]:
-    """Every leaf's bytes on the host."""
+    """Return every leaf's bytes on the host."""
     raw = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for x in jax.tree.leaves(tree)
@@ -106,7 +106,7 @@ def checkpointer(path, **settings) -> Checkpointer:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Layout -> directory that holds step 7 written from it, and the state's bits."""
+    """Write step 7 from each layout; return layout -> directory, and the state's bits."""
     written = {}
 
     def directory(name: str):
@@ -127,21 +127,21 @@ def saved(tmp_path_factory):
 def test_every_leaf_is_bit_identical_on_another_mesh(saved, source, target):
     path, state = saved(source)
     reader = Checkpointer(path, CheckpointConfig(), read_only=True, **QUIET)
-    wanted = abstract_on(target, state)
-    restored, meta, step = reader.restore(wanted)
+    abstract = abstract_on(target, state)
+    restored, meta, step = reader.restore(abstract)
     assert step == 7 and meta == {"data": {"next_sample": 224}}
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
     assert bits(restored["params"]) == bits(numpy_params())
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-        lambda x: x.sharding, wanted
+        lambda x: x.sharding, abstract
     )
     draw = lambda tree: np.asarray(jax.random.normal(tree["rest"]["key"], (4,)))
     np.testing.assert_array_equal(draw(restored), draw(state))
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for since it began."""
+    """Return the bytes that this process has read through system calls since it began."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
@@ -153,11 +153,11 @@ def bytes_read() -> int:
         ("dp=8", P(), "none", 1),
         ("dp=4,tp=2", P("tensor"), "none", 1),
         ("dp=1", P(), "none", 1),
-        ("dp=8", P(), "full", 2),  # once to prove the files, once to load them
+        ("dp=8", P(), "full", 2),  # once to verify the files, once to load them
     ],
 )
-def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
-    """Written by 8 devices, read by few or many, split or replicated."""
+def test_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
+    """Written by 8 devices, read by few or many, sharded or replicated."""
     split = NamedSharding(MeshSpec.parse("fsdp=8").build(), P("fsdp"))
     rng = np.random.default_rng(0)
     values = {f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(4)}
@@ -165,8 +165,8 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
     writer = checkpointer(tmp_path)
     writer.save(1, state, {}, force=True)
     writer.close()
-    wanted = MeshSpec.parse(mesh)
-    target = NamedSharding(wanted.build(jax.devices()[: wanted.num_devices]), spec)
+    mesh_spec = MeshSpec.parse(mesh)
+    target = NamedSharding(mesh_spec.build(jax.devices()[: mesh_spec.num_devices]), spec)
     reader = Checkpointer(tmp_path, CheckpointConfig(verify=verify), read_only=True, **QUIET)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target), state
@@ -176,7 +176,7 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
     jax.block_until_ready(restored)
     read = bytes_read() - before
     assert bits(restored) == bits(state)
-    # Whatever else this process reads meanwhile counts too, e.g. compiled programs (1.7 MB seen).
+    # Other reads of this process count too, e.g. of compiled programs (1.7 MB observed).
     assert read <= 1.2 * times * sum(x.nbytes for x in values.values())
 
 
@@ -206,7 +206,7 @@ def like(state):
     )
 
 
-def test_a_dataclass_state_round_trips_and_fills_the_same_places_as_a_dict(tmp_path):
+def test_dataclass_state_round_trips_like_a_dict(tmp_path):
     params = jax.tree.map(jnp.asarray, numpy_params())
     opt_state = optax.sgd(0.1, momentum=0.9).init(params)
     state = State(jnp.int32(3), params, opt_state, None, jax.random.key(4))
@@ -224,10 +224,10 @@ def test_a_dataclass_state_round_trips_and_fills_the_same_places_as_a_dict(tmp_p
     writer.close()
 
 
-def test_training_may_donate_the_state_while_it_is_written(tmp_path):
+def test_state_can_be_donated_during_a_save(tmp_path):
     mesh = MeshSpec(fsdp=4).build(jax.devices()[:4])
-    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim else P()))
-    state = jax.tree.map(place, small_state(1.0, size=1 << 20))
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim else P()))
+    state = jax.tree.map(put, small_state(1.0, size=1 << 20))
     expected = bits(state)
     double = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)
     writer = checkpointer(tmp_path)
@@ -240,15 +240,15 @@ def test_training_may_donate_the_state_while_it_is_written(tmp_path):
     writer.close()
 
 
-def test_a_save_does_not_wait_for_checksums(tmp_path, monkeypatch):
-    started, asked, may_answer = [], [], threading.Event()
+def test_save_does_not_wait_for_checksums(tmp_path, monkeypatch):
+    started, waiting_threads, may_answer = [], [], threading.Event()
 
     def start(arrays):
         started.append(len(arrays))
         result = start_checksums(arrays)
 
         def wait():
-            asked.append(threading.current_thread())
+            waiting_threads.append(threading.current_thread())
             return result() if may_answer.wait(5) else []
 
         return wait
@@ -258,11 +258,11 @@ def test_a_save_does_not_wait_for_checksums(tmp_path, monkeypatch):
     writer.save(1, small_state(), {})
     assert started == [2]
     may_answer.set()
-    assert writer.wait() and asked and threading.main_thread() not in asked
+    assert writer.wait() and waiting_threads and threading.main_thread() not in waiting_threads
     writer.close()
 
 
-def test_restore_casts_to_the_dtype_asked_for(tmp_path):
+def test_restore_casts_to_the_requested_dtype(tmp_path):
     state = small_state(1.2345678)
     writer = checkpointer(tmp_path)
     writer.save(1, state, {})
@@ -274,7 +274,7 @@ def test_restore_casts_to_the_dtype_asked_for(tmp_path):
     writer.close()
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- mismatches ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def two_parts(tmp_path):
     writer.close()
 
 
-def test_every_leaf_that_does_not_fit_is_named(two_parts):
+def test_all_mismatched_leaves_are_reported(two_parts):
     writer, target = two_parts
     device = target["rest"]["step"].sharding
     target["params"]["head"]["w"] = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=device)
@@ -302,7 +302,7 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
     assert missing(problems["params/body/w"], "[4]", "reinit_params") == []
 
 
-def test_a_new_head_is_kept_when_it_is_named(two_parts):
+def test_new_head_is_kept_if_listed(two_parts):
     writer, target = two_parts
     params = target["params"]
     params["head"]["w"] = jnp.full((4, 3), 9.0)
@@ -311,7 +311,7 @@ def test_a_new_head_is_kept_when_it_is_named(two_parts):
     np.testing.assert_array_equal(restored["body"]["w"], np.ones(4))
 
 
-def test_left_over_parts_stay_unread_only_when_named(two_parts):
+def test_unused_parts_are_skipped_only_if_listed(two_parts):
     writer, target = two_parts
     body = {"body": target["params"]["body"]}
     with refused("params/head/w [4, 2] is in"):
@@ -321,13 +321,13 @@ def test_left_over_parts_stay_unread_only_when_named(two_parts):
         writer.restore_params(body, reinit=["head", "haed"])
 
 
-def test_restoring_what_is_not_there_names_what_is(two_parts):
+def test_missing_step_error_lists_available_steps(two_parts):
     writer, target = two_parts
     with refused("checkpoint 6", "there: 5", error=CheckpointError):
         writer.restore(target, step=6)
 
 
-def test_a_leaf_that_is_no_array_is_refused(tmp_path):
+def test_non_array_leaf_is_rejected(tmp_path):
     writer = checkpointer(tmp_path)
     with pytest.raises(TypeError, match=r"^rest/step\b.*\bint\b"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
@@ -338,7 +338,7 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer.close()
 
 
-# -- retention, and what a save reports -----------------------------------------------------------
+# -- retention, and the report of a save -----------------------------------------------------------
 
 
 def test_retention_on_disk_survives_a_restart(tmp_path):
@@ -355,7 +355,7 @@ def test_retention_on_disk_survives_a_restart(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "2", "4", "5"]
 
 
-def test_orbax_itself_reads_what_was_saved(tmp_path):
+def test_orbax_reads_saved_arrays(tmp_path):
     import orbax.checkpoint as ocp
 
     params = numpy_params()
@@ -364,12 +364,12 @@ def test_orbax_itself_reads_what_was_saved(tmp_path):
     writer.save(1, state, {})
     writer.close()
     target = like({"params": state["params"], "rest": {"step": state["step"]}})
-    found = ocp.StandardCheckpointer().restore(tmp_path / "1" / "arrays", target)
-    assert found["rest"]["step"] == 1
-    jax.tree.map(np.testing.assert_array_equal, found["params"], params)
+    restored = ocp.StandardCheckpointer().restore(tmp_path / "1" / "arrays", target)
+    assert restored["rest"]["step"] == 1
+    jax.tree.map(np.testing.assert_array_equal, restored["params"], params)
 
 
-def test_threads_switch_as_before_after_a_save(tmp_path, monkeypatch):
+def test_thread_switch_interval_is_restored_after_a_save(tmp_path, monkeypatch):
     usual = sys.getswitchinterval()
     seen = []
     start = orbax_io.OrbaxWriter.start
@@ -381,8 +381,8 @@ def test_threads_switch_as_before_after_a_save(tmp_path, monkeypatch):
     assert seen[0] < usual == sys.getswitchinterval()
 
 
-def test_saves_share_one_thread_which_ends_with_them(tmp_path):
-    """Starting another would hold training up."""
+def test_saves_share_one_thread_that_ends_on_close(tmp_path):
+    """Starting another thread would delay training."""
 
     def waiting() -> set[threading.Thread]:
         return {t for t in threading.enumerate() if t.name.startswith("checkpoint-finish")}
@@ -399,7 +399,7 @@ def test_saves_share_one_thread_which_ends_with_them(tmp_path):
     assert not thread.is_alive()
 
 
-def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
+def test_second_save_waits_and_logs_it(tmp_path, monkeypatch):
     import time
 
     wait = orbax_io.OrbaxWriter.wait
@@ -420,7 +420,7 @@ def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_choosing_while_a_save_is_written_waits_for_it(tmp_path):
+def test_choose_waits_for_a_save_in_progress(tmp_path):
     writer = checkpointer(tmp_path)
     for step in (1, 2):
         writer.save(step, small_state(), {})
@@ -429,7 +429,7 @@ def test_choosing_while_a_save_is_written_waits_for_it(tmp_path):
     writer.close()
 
 
-def test_saving_a_saved_step_leaves_it_alone(tmp_path):
+def test_saving_an_existing_step_changes_nothing(tmp_path):
     writer = checkpointer(tmp_path)
     writer.save(1, small_state(1.0), {}, force=True)
     writer.save(1, small_state(2.0), {}, force=True)
@@ -440,7 +440,7 @@ def test_saving_a_saved_step_leaves_it_alone(tmp_path):
     writer.close()
 
 
-def test_going_on_from_an_older_step_supersedes_the_newer_ones(tmp_path):
+def test_continuing_from_an_older_step_supersedes_newer_ones(tmp_path):
     writer = checkpointer(tmp_path, max_to_keep=5)
     for step in (1, 2, 3):
         writer.save(step, small_state(step), {})
@@ -458,7 +458,7 @@ def test_going_on_from_an_older_step_supersedes_the_newer_ones(tmp_path):
     writer.close()
 
 
-def test_config_names_every_broken_rule():
+def test_config_reports_all_problems():
     bad = problems_of(CheckpointConfig(save_interval_steps=-1, max_to_keep=0), "checkpoint")
     assert [line.partition("=")[0] for line in bad] == [
         "checkpoint.save_interval_steps",
@@ -467,7 +467,7 @@ def test_config_names_every_broken_rule():
     assert problems_of(CheckpointConfig()) == []
 
 
-def test_the_config_is_light_to_import():
+def test_config_imports_no_heavy_library():
 
     code = (
         "import sys, jaxdist.checkpoint; print([m for m in ('orbax', 'flax') if m in sys.modules])"

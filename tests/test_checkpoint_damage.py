@@ -1,4 +1,4 @@
-"""Nothing wrong is ever loaded silently: damaged, missing and foreign files."""
+"""Damaged, missing and foreign files are never loaded silently."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from jaxdist.settings import ConfigError
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_to_any_file_is_seen(pristine, tmp_path, damage):
+def test_damage_to_any_file_is_detected(pristine, tmp_path, damage):
     names = [p.relative_to(pristine / "4") for p in all_files(pristine / "4")]
     assert len(names) > 10
     for number, name in enumerate(names):
@@ -46,7 +46,7 @@ def test_damage_to_any_file_is_seen(pristine, tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_resume_goes_past_a_damaged_checkpoint_and_says_why(run, damage):
+def test_resume_skips_a_damaged_checkpoint_with_a_reason(run, damage):
     victim = max(all_files(run.path / "4" / "arrays"), key=lambda p: p.stat().st_size)
     DAMAGE[damage](victim)
     opened = run.open()
@@ -59,14 +59,14 @@ def test_resume_goes_past_a_damaged_checkpoint_and_says_why(run, damage):
 
 
 def commit_again(path: Path) -> None:
-    """A manifest that fits the damaged files: only the arrays' checksums can tell."""
+    """Write a manifest that matches the damaged files: only array checksums can detect it."""
     checkpoint = locate(path)
     files = {n: crc32.fingerprint(checkpoint / n) for n in manifest.files_of(checkpoint)}
     manifest.write(checkpoint, int(checkpoint.name), files, {})
 
 
 def data_file_of(checkpoint: Path, value: np.ndarray) -> tuple[Path, int]:
-    """The file that holds an array's bytes, and where."""
+    """Return the file that holds an array's bytes, and the offset."""
     for file in all_files(checkpoint):
         if (at := file.read_bytes().find(np.asarray(value).tobytes())) >= 0:
             return file, at
@@ -74,7 +74,7 @@ def data_file_of(checkpoint: Path, value: np.ndarray) -> tuple[Path, int]:
 
 
 def commit_with_wrong_arrays(checkpoint: Path) -> None:
-    """Flip a bit of an array and commit the files as they are then."""
+    """Flip a bit of an array and commit the files in that state."""
     file, at = data_file_of(checkpoint, state_at(4)["params"]["w"])
     data = bytearray(file.read_bytes())
     data[at + 100] ^= 1
@@ -83,10 +83,10 @@ def commit_with_wrong_arrays(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["full", "quick"])
-def test_checksums_catch_what_the_manifest_cannot(run, verify):
+def test_array_checksums_detect_damage_the_manifest_cannot(run, verify):
     commit_with_wrong_arrays(run.path / "4")
     opened = run.open(verify=verify)
-    assert opened.choose() == 4  # the files look right
+    assert opened.choose() == 4  # the files look intact
     restored, _, step = opened.restore(like(state_at(4)), step=4)  # as the training loop does
     assert step == 2
     assert_is_step(restored, 2)
@@ -96,7 +96,7 @@ def test_checksums_catch_what_the_manifest_cannot(run, verify):
         opened.restore(like(state_at(4)), step=9)
 
 
-def test_a_damaged_checkpoint_asked_for_by_number_is_refused(run):
+def test_damaged_checkpoint_requested_by_number_is_rejected(run):
     flip_bit(run.path / "4" / "meta" / "metadata")
     opened = run.open()
     with refused("checkpoint 4", "meta/metadata", error=CheckpointError):
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_asked_for_by_number_is_refused(run):
 
 
 def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
-    """Every file of the newest checkpoint in turn, none of them small enough to be read twice."""
+    """Damage each file of the newest checkpoint in turn; none is small enough to be read twice."""
     monkeypatch.setattr(restore, "_SMALL_BYTES", 1000)
     names = [p.relative_to(run.path / "4") for p in all_files(run.path / "4")]
     outcomes = set()
@@ -126,8 +126,8 @@ def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
     assert outcomes == {2}
 
 
-def test_sizes_alone_tell_a_cut_or_missing_file(run):
-    """What quick verification reads of large files."""
+def test_file_sizes_detect_a_truncated_or_missing_file(run):
+    """Quick verification checks only the sizes of large files."""
     checkpoint = locate(run.path / "4")
     files = manifest.read(checkpoint)["files"]
     assert manifest.size_problems(checkpoint, files) == []
@@ -140,8 +140,8 @@ def test_sizes_alone_tell_a_cut_or_missing_file(run):
     assert f"{files[cut][0] + 1} of {files[cut][0]} bytes" in problems[0]
 
 
-def test_a_manifest_edited_by_hand_is_not_believed(run):
-    """Still JSON of the right form: only its own checksum tells."""
+def test_manually_edited_manifest_is_rejected(run):
+    """The manifest is still valid JSON: only its own checksum detects the edit."""
     path = run.path / "4" / manifest.FILE_NAME
     body = json.loads(path.read_text())
     path.write_text(json.dumps({**body, "metrics": {"loss": 0.0}}))
@@ -150,7 +150,7 @@ def test_a_manifest_edited_by_hand_is_not_believed(run):
         manifest.read(locate(run.path / "4"))
 
 
-def test_a_directory_without_a_manifest_is_no_checkpoint(run):
+def test_directory_without_manifest_is_ignored(run):
     (run.path / "4" / "manifest.json").unlink()
     (run.path / "9").mkdir()
     reader = run.open(read_only=True)
@@ -162,7 +162,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(run):
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "2"]
 
 
-def test_a_renamed_checkpoint_is_not_taken_for_another_step(run):
+def test_renamed_checkpoint_is_not_used_as_another_step(run):
     (run.path / "4").rename(run.path / "400")
     opened = run.open()
     assert opened.choose() == 2
@@ -170,16 +170,16 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(run):
     assert skipped["step"] == 400 and missing(skipped["reason"], "manifest", "step 4") == []
 
 
-def test_files_that_are_no_checkpoints_are_left_alone(run):
+def test_unrelated_files_are_left_unchanged(run):
     (run.path / "notes.txt").write_text("mine")
     (run.path / "7").write_text("a file, not a directory")
     assert run.open().choose() == 4
     assert (run.path / "notes.txt").exists() and (run.path / "7").exists()
 
 
-def test_a_corrupt_checkpoint_stays_marked_until_its_step_is_saved_again(run):
+def test_corrupt_mark_stays_until_the_step_is_saved_again(run):
     flip_bit(run.path / "4" / "meta" / "metadata")
-    for _ in range(2):  # a second start goes past it too, and says so
+    for _ in range(2):  # a second start skips it too, and reports it
         opened = run.open(max_to_keep=5)
         assert opened.restore(like(state_at(4)))[2] == 2
         (skipped,) = [e for e in opened.pop_events() if e["event"] == "checkpoint_skipped"]
@@ -189,15 +189,15 @@ def test_a_corrupt_checkpoint_stays_marked_until_its_step_is_saved_again(run):
     opened.restore(like(state_at(4)))
     opened.save(4, state_at(4), {}, force=True)
     assert opened.verify(4) == "" and opened.choose() == 4
-    commit_with_wrong_arrays(run.path / "4")  # found only while it is loaded
+    commit_with_wrong_arrays(run.path / "4")  # detected only during the load
     assert opened.restore(like(state_at(4)))[2] == 2
     opened.save(4, state_at(4), {}, force=True)
     assert opened.choose() == 4
 
 
-def test_a_clock_that_runs_backwards_changes_nothing(run, monkeypatch):
-    """Newest is the highest step, whatever the clock and the files' times say."""
-    for number, step in enumerate(STEPS):  # the older checkpoint has the younger files
+def test_clock_running_backwards_has_no_effect(run, monkeypatch):
+    """The newest checkpoint is the highest step, whatever the clock and the file times are."""
+    for number, step in enumerate(STEPS):  # the older checkpoint has the newer files
         for file in all_files(run.path / str(step)):
             os.utime(file, (2_000_000_000 - number * 10**8,) * 2)
     clock = iter(range(10**9, 0, -1000))
@@ -211,15 +211,15 @@ def test_a_clock_that_runs_backwards_changes_nothing(run, monkeypatch):
         opened.save(step, state_at(step), {}, force=True)
         assert opened.wait() is True
     assert opened.steps() == [8, 10] and opened.choose() == 10
-    # Saves by the minute: a clock that went back waits for its time, and nothing breaks.
+    # Saves by the minute: after the clock goes back, the next save waits, and nothing breaks.
     assert opened.due(11, now=-1e9) == ""
     assert opened.due(11, now=1e9) == "interval"
 
 
-def test_when_none_is_good_it_refuses_every_time(run):
+def test_start_is_refused_every_time_if_all_are_damaged(run):
     for step in STEPS:
         flip_bit(run.path / str(step) / "meta" / "metadata")
-    for _ in range(2):  # a second start must not find an empty directory and begin from nothing
+    for _ in range(2):  # a second start must not see an empty directory and start from scratch
         opened = run.open()
         with pytest.raises(CheckpointError) as caught:
             opened.choose()
@@ -228,13 +228,13 @@ def test_when_none_is_good_it_refuses_every_time(run):
         opened.close()
 
 
-def test_an_empty_run_has_nothing_to_resume(tmp_path):
+def test_empty_run_has_no_checkpoint(tmp_path):
     opened = Checkpointer(tmp_path / "new", CheckpointConfig())
     assert opened.choose() is None and opened.steps() == []
     opened.close()
 
 
-def test_reading_only_changes_nothing(run):
+def test_read_only_access_changes_no_file(run):
     flip_bit(run.path / "4" / "meta" / "metadata")
     before = sorted(p.as_posix() for p in run.path.rglob("*"))
     reader = run.open(read_only=True)
@@ -242,7 +242,7 @@ def test_reading_only_changes_nothing(run):
     assert sorted(p.as_posix() for p in run.path.rglob("*")) == before
 
 
-def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(run):
+def test_next_start_skips_a_checkpoint_that_failed_to_load(run):
     (run.path / "4" / manifest.CORRUPT).write_text("it could not be read (ValueError: x)")
     opened = run.open()
     assert opened.choose() == 2
@@ -250,8 +250,8 @@ def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(
     assert skipped["step"] == 4 and "ValueError: x" in skipped["reason"]
 
 
-def test_of_two_hundred_checkpoints_only_the_newest_is_read_and_the_rest_can_go(run, monkeypatch):
-    """Checkpoint 4 again as 202; of those between there are the manifests alone."""
+def test_only_the_newest_of_many_checkpoints_is_read_and_others_can_be_deleted(run, monkeypatch):
+    """Checkpoint 4 again as 202; of those in between only the manifests exist."""
     body = manifest.read(locate(run.path / "4"))
     shutil.copytree(run.path / "4", run.path / "202")
     for step in range(5, 203):
@@ -273,7 +273,7 @@ def without_memory(path, targets):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_good_checkpoint_that_could_not_be_read_is_not_marked(run, monkeypatch, num_processes):
+def test_unreadable_but_intact_checkpoint_is_not_marked(run, monkeypatch, num_processes):
     opened = run.open()
     opened._reader.group = types.SimpleNamespace(num_processes=num_processes)
     monkeypatch.setattr(orbax_io, "read", without_memory)
@@ -284,7 +284,7 @@ def test_a_good_checkpoint_that_could_not_be_read_is_not_marked(run, monkeypatch
     assert not (run.path / "4" / manifest.CORRUPT).exists()
 
 
-def test_a_process_of_several_that_cannot_read_a_damaged_checkpoint_marks_it(run, monkeypatch):
+def test_one_of_several_processes_marks_a_damaged_checkpoint(run, monkeypatch):
     opened = run.open(verify="none")
     opened._reader.group = types.SimpleNamespace(num_processes=2)
     monkeypatch.setattr(orbax_io, "read", without_memory)
@@ -294,7 +294,7 @@ def test_a_process_of_several_that_cannot_read_a_damaged_checkpoint_marks_it(run
     assert "meta/metadata" in (run.path / "4" / manifest.CORRUPT).read_text()
 
 
-def test_a_file_server_that_is_away_makes_no_checkpoint_corrupt(run, monkeypatch):
+def test_unavailable_file_server_marks_no_checkpoint_corrupt(run, monkeypatch):
     fingerprint = crc32.fingerprint
 
     def stale(file):

@@ -1,4 +1,4 @@
-"""The save path tried before training: what it checks, in which order, beside what."""
+"""Test the save path before training: its checks, their order, and concurrent work."""
 
 import shutil
 import threading
@@ -14,7 +14,7 @@ from jaxdist.runtime.storage import locate
 pytestmark = pytest.mark.smoke
 
 
-def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
+def test_preflight_leaves_no_file_and_checks_free_space(tmp_path, monkeypatch):
     writer = checkpointer(tmp_path)
     writer.preflight(small_state())
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
@@ -26,7 +26,7 @@ def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkey
     writer.close()
 
 
-def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
+def test_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
     done = []
     group = SimpleNamespace(
         is_leader=True, decide=lambda action: action(), gather=lambda _: done.append("meet")
@@ -40,7 +40,7 @@ def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypa
     assert done == ["written", "meet", "read", "meet"]
 
 
-def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
+def test_preflight_reports_failures(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
@@ -51,7 +51,7 @@ def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_the_preflight_goes_on_beside_other_work(tmp_path, monkeypatch):
+def test_preflight_runs_concurrently_with_other_work(tmp_path, monkeypatch):
     begun, may_fail = threading.Event(), threading.Event()
 
     def failing(*_):
@@ -66,7 +66,7 @@ def test_the_preflight_goes_on_beside_other_work(tmp_path, monkeypatch):
     may_fail.set()
     with refused("no place", error=CheckpointError):
         writer.finish_preflight()
-    writer.finish_preflight()  # said once
+    writer.finish_preflight()  # reported once
     monkeypatch.setattr(writer, "_group", SimpleNamespace(num_processes=2))
     threads = []
     monkeypatch.setattr(writer, "preflight", lambda _: threads.append(threading.get_ident()))

@@ -24,7 +24,7 @@ def mesh():
 
 
 def on_devices(function, mesh):
-    """`function` of one device's array -> a function of all devices' arrays [8, ...]."""
+    """Map `function` of one device's array to a function of all devices' arrays [8, ...]."""
 
     def local(x):
         return collectives.vary(function(x[0]), AXES)[None]
@@ -33,15 +33,15 @@ def on_devices(function, mesh):
 
 
 def groups(axes):
-    """Device numbers of each group, in group order."""
+    """Return the device numbers of each group, in group order."""
     axes = (axes,) if isinstance(axes, str) else axes
-    places = [AXES.index(axis) for axis in axes]
-    ids = np.moveaxis(np.arange(8).reshape(2, 2, 2), places, range(-len(places), 0))
-    return ids.reshape(-1, 2 ** len(places))
+    dims = [AXES.index(axis) for axis in axes]
+    ids = np.moveaxis(np.arange(8).reshape(2, 2, 2), dims, range(-len(dims), 0))
+    return ids.reshape(-1, 2 ** len(dims))
 
 
 def by_group(function, axes):
-    """`function` of a group's arrays -> a list of results, applied to every group."""
+    """Apply `function`, a group's arrays -> a list of results, to every group."""
 
     def everywhere(x):
         results = [None] * 8
@@ -138,7 +138,7 @@ def test_largest_and_smallest(op, mesh):
     np.testing.assert_array_equal(mapped(x), expected(x))
 
 
-def test_a_ring_of_eight_goes_round(mesh):
+def test_ring_of_eight_rotates(mesh):
     ring = MeshSpec(tensor=8).build()
 
     def local(x):
@@ -153,8 +153,8 @@ def test_size_and_index_of_a_group(axes, mesh):
     mapped = on_devices(
         lambda x: 100 * collectives.group_size(axes) + collectives.group_index(axes), mesh
     )
-    places = by_group(lambda x: [100 * len(x) + i for i in range(len(x))], axes)
-    np.testing.assert_array_equal(mapped(np.zeros((8, 1))), places(np.zeros((8, 1))))
+    expected = by_group(lambda x: [100 * len(x) + i for i in range(len(x))], axes)
+    np.testing.assert_array_equal(mapped(np.zeros((8, 1))), expected(np.zeros((8, 1))))
 
 
 def test_a_barrier_communicates(mesh):
@@ -162,7 +162,7 @@ def test_a_barrier_communicates(mesh):
     assert "all-reduce(" in text.lower(np.ones((8, 4), np.float32)).compile().as_text()
 
 
-def test_vary_sums_the_gradient_and_moves_nothing(mesh):
+def test_vary_sums_the_gradient_without_forward_communication(mesh):
     def local(w, x):
         return jnp.sum(collectives.vary(w, "data") * x)[None]
 
@@ -183,6 +183,6 @@ def test_vary_sums_the_gradient_and_moves_nothing(mesh):
         (lambda x: collectives.scatter(x, "data", root=5), r"Use 0\.\.1"),
     ],
 )
-def test_what_cannot_be_done_is_refused(function, message, mesh):
+def test_invalid_calls_are_rejected(function, message, mesh):
     with pytest.raises(ValueError, match=message):
         on_devices(function, mesh)(np.zeros((8, *SHAPE), np.float32))

@@ -1,4 +1,4 @@
-"""Options of the GPU compiler: what is asked of it, what it refuses, what the user said first."""
+"""GPU compiler options: which are set, which the compiler rejects, and user flags first."""
 
 from types import SimpleNamespace
 
@@ -26,8 +26,8 @@ H100 = GPUS["h100"].memory_bytes
 
 @pytest.mark.parametrize("fraction", [0.75, 0.92])
 @pytest.mark.parametrize("arguments", [0, 11 * GIB, 50 * GIB])
-def test_the_schedule_may_use_what_the_run_may_less_the_scratch(fraction, arguments):
-    """XLA takes this percentage of what 0.8 of the memory leaves beside the arguments."""
+def test_memory_limit_excludes_scratch_memory(fraction, arguments):
+    """XLA takes this percentage of the memory that 0.8 leaves next to the arguments."""
     option = memory_limit(H100, fraction, arguments)
     room = 0.8 * H100 - arguments
     schedule = arguments + room * option.value / 100
@@ -35,7 +35,7 @@ def test_the_schedule_may_use_what_the_run_may_less_the_scratch(fraction, argume
     assert usable - room / 100 < schedule <= usable
 
 
-def test_without_room_beside_the_arguments_the_limit_is_left_alone():
+def test_no_limit_is_set_if_arguments_leave_no_memory():
     assert memory_limit(H100, 0.92, int(0.8 * H100) + 1) is None
     assert memory_limit(H100, 0.5, int(0.5 * H100)) is None
     assert memory_limit(H100, 0.92, int(0.8 * H100) - 1).value == 10_000
@@ -55,14 +55,14 @@ def options_of(platform, kind, make_state):
 
 
 def state_of(gib):
-    whole = SimpleNamespace(shard_shape=lambda shape: shape)
-    leaf = SimpleNamespace(shape=(gib * GIB // 4,), dtype=jnp.dtype("float32"), sharding=whole)
+    replicated = SimpleNamespace(shard_shape=lambda shape: shape)
+    leaf = SimpleNamespace(shape=(gib * GIB // 4,), dtype=jnp.dtype("float32"), sharding=replicated)
     return lambda: [leaf]
 
 
 @pytest.fixture
 def refuses(monkeypatch):
-    """The compiler refuses these, name -> its words."""
+    """Make the compiler reject these options, name -> its message."""
     words = {}
     monkeypatch.setattr(compiler_options, "_refused", lambda device, options: words)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
@@ -74,7 +74,7 @@ def names_of(options):
     return [option.name for option in options]
 
 
-def test_a_gpu_gets_the_limit_of_its_memory_and_of_this_state(refuses):
+def test_gpu_limit_depends_on_its_memory_and_the_state(refuses):
     zeros, limit = options_of("gpu", "NVIDIA H100 80GB HBM3", state_of(11))
     assert limit == memory_limit(H100, 0.92, 11 * GIB)
     assert limit.name == MEMORY_LIMIT and limit.value == 115
@@ -82,7 +82,7 @@ def test_a_gpu_gets_the_limit_of_its_memory_and_of_this_state(refuses):
     assert zeros.describe().startswith(f"compiler option {NO_ZEROS}=true: ")
 
 
-def test_what_the_compiler_refuses_is_left_out_with_one_line(refuses, caplog):
+def test_options_that_the_compiler_rejects_are_dropped_with_one_log_line(refuses, caplog):
     refuses[MEMORY_LIMIT] = "No such compile option"
     assert names_of(options_of("gpu", "h100", state_of(11))) == [NO_ZEROS]
     (record,) = caplog.records
@@ -90,27 +90,27 @@ def test_what_the_compiler_refuses_is_left_out_with_one_line(refuses, caplog):
 
 
 @pytest.mark.parametrize(
-    "said, kept", [(f"--{MEMORY_LIMIT}=80", NO_ZEROS), (f"--{NO_ZEROS}=false", MEMORY_LIMIT)]
+    "user_flag, kept", [(f"--{MEMORY_LIMIT}=80", NO_ZEROS), (f"--{NO_ZEROS}=false", MEMORY_LIMIT)]
 )
-def test_what_the_environment_says_comes_first(refuses, monkeypatch, said, kept):
-    monkeypatch.setenv("XLA_FLAGS", f"--a=1 {said}")
+def test_xla_flags_take_precedence(refuses, monkeypatch, user_flag, kept):
+    monkeypatch.setenv("XLA_FLAGS", f"--a=1 {user_flag}")
     assert names_of(options_of("gpu", "h100", state_of(11))) == [kept]
 
 
 @pytest.mark.parametrize(
     "platform, kind, names", [("cpu", "cpu", []), ("gpu", "NVIDIA Unheard-Of", [NO_ZEROS])]
 )
-def test_cpus_get_none_and_gpus_of_unknown_memory_no_limit(refuses, platform, kind, names):
+def test_cpus_get_no_options_and_gpus_of_unknown_memory_no_limit(refuses, platform, kind, names):
     assert names_of(options_of(platform, kind, state_of(1))) == names
 
 
-def test_a_compiler_is_asked_before_an_option_is_used():
-    """XLA:CPU knows the names of the GPU's options too."""
-    asked = (("xla_gpu_no_such_option", 1), (MEMORY_LIMIT, 115), (NO_ZEROS, True))
-    assert list(compiler_options._refused(jax.devices()[0], asked)) == ["xla_gpu_no_such_option"]
+def test_options_are_checked_with_the_compiler_first():
+    """XLA:CPU accepts the names of the GPU options too."""
+    options = (("xla_gpu_no_such_option", 1), (MEMORY_LIMIT, 115), (NO_ZEROS, True))
+    assert list(compiler_options._refused(jax.devices()[0], options)) == ["xla_gpu_no_such_option"]
 
 
-def test_no_option_of_ours_is_one_that_ends_a_run():
+def test_no_set_option_is_known_to_crash_runs():
     flags = f"--{MEMORY_LIMIT}=115 --{NO_ZEROS}=true"
-    found = variables.check_variables({"XLA_FLAGS": flags}, num_gpus=8)
-    assert {finding.severity for finding in found} == {"ok"}
+    findings = variables.check_variables({"XLA_FLAGS": flags}, num_gpus=8)
+    assert {finding.severity for finding in findings} == {"ok"}

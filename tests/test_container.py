@@ -1,4 +1,4 @@
-"""The image is built from the lock file; scripts/container/build.sh builds and tries it."""
+"""The container image is built from the lock file; scripts/container/build.sh tests it."""
 
 import re
 import subprocess
@@ -18,15 +18,15 @@ def test_scripts_are_bash(script):
     subprocess.run(["bash", "-n", str(ROOT / "scripts" / "container" / script)], check=True)
 
 
-def test_a_package_that_is_not_as_locked_is_found():
+def test_package_that_differs_from_lock_is_reported():
     lock = "# versions\na==1.0\nb-c==2 ; python_version < '3'\nb-c==3 ; python_version >= '3'\n"
     assert locked.differences({"A": "1.0", "b_c": "3", "jaxdist": "0.1", "pip": "1"}, lock) == []
     wrong = locked.differences({"a": "1.1", "b_c": "2", "d": "1"}, lock)
     assert [line.split(" ")[0] for line in wrong] == ["a", "b-c", "d"]
 
 
-def test_cuda_and_what_builds_the_package_are_locked():
-    """jax names ranges of them: without a line here an image is another one every week."""
+def test_cuda_and_build_packages_are_locked():
+    """jax allows version ranges: without a lock line the image would change every week."""
     names = re.findall("^([a-z0-9-]+)==", LOCK, flags=re.M)
     libraries = "cublas cuda-cupti cuda-nvrtc cudnn-cu13 cufft cusolver cusparse nccl-cu13"
     libraries += " nvjitlink nvshmem-cu13 cuda-nvcc cuda-runtime"

@@ -1,4 +1,4 @@
-"""The ring on cuDNN's kernel: when it is chosen, and its algebra with a stand-in for the kernel."""
+"""Ring attention on cuDNN's kernel: when it is chosen, and its math with a CPU stand-in."""
 
 import cudnn_stand_in
 import jax
@@ -43,12 +43,12 @@ GPU = {"platform": "gpu", "compute_capability": "9.0", "dtype": jnp.bfloat16}
         ("all_to_all", {"packed": True, "window": 9, "head_dim": 256}, "cudnn", "documents"),
     ],
 )
-def test_the_kernel_of_shared_rows_has_a_stated_reason(exchange, change, kernel, reason):
-    """Rows of few keys, which alone would take the dense kernel."""
+def test_kernel_choice_under_context_parallelism_has_a_reason(exchange, change, kernel, reason):
+    """Rows with few keys, which would use the dense kernel without context parallelism."""
     ask = {**GPU, "head_dim": 128, "num_keys": 64, "packed": False, **change}
     plan = PLANS[exchange]
-    found, why = kernel_of("auto", **ask, exchange=plan)
-    assert found == kernel and reason in why
+    kernel_name, why = kernel_of("auto", **ask, exchange=plan)
+    assert kernel_name == kernel and reason in why
     if kernel == "cudnn":
         assert kernel_of("cudnn", **ask, exchange=plan)[0] == "cudnn"
     else:
@@ -56,17 +56,17 @@ def test_the_kernel_of_shared_rows_has_a_stated_reason(exchange, change, kernel,
             kernel_of("cudnn", **ask, exchange=plan)
 
 
-def test_a_ring_whose_comparison_failed_goes_block_by_block():
+def test_ring_with_failed_comparison_uses_blockwise_kernel():
     ask = {**GPU, "head_dim": 128, "num_keys": 64, "packed": False}
     plan = {"exchange": PLANS["ring"], "ring_rejection": "it differs"}
-    found, why = kernel_of("auto", **ask, **plan)
-    assert found == "blockwise" and "it differs" in why
+    kernel, why = kernel_of("auto", **ask, **plan)
+    assert kernel == "blockwise" and "it differs" in why
     assert kernel_of("auto", **ask | {"packed": True}, **plan)[0] == "cudnn"
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Masks of the kernel's calls forward and backward. It is chosen whatever the dtype."""
+    """Record masks of the kernel's calls, forward and backward; choose it for any dtype."""
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: ("cudnn", ""))
     return cudnn_stand_in.install(monkeypatch)
 
@@ -81,9 +81,9 @@ def calls(monkeypatch):
         ("hybrid", 4, "causal", "grouped"),
     ],
 )
-def test_the_ring_on_cudnn_is_attention_over_whole_rows(calls, plan, shards, mask, heads):
-    found = shared(PLANS[plan], mask, heads, False, shards)
-    assert apart(found, dense(mask, heads, False)) <= CLOSE
+def test_cudnn_ring_matches_dense_attention(calls, plan, shards, mask, heads):
+    actual = shared(PLANS[plan], mask, heads, False, shards)
+    assert apart(actual, dense(mask, heads, False)) <= CLOSE
     masks = {"CAUSAL", "NO_MASK"} if mask == "causal" else {"NO_MASK"}
     assert set(calls[0]) == set(calls[1]) == masks
 
@@ -96,15 +96,15 @@ def test_the_ring_on_cudnn_is_attention_over_whole_rows(calls, plan, shards, mas
         pytest.param("hybrid", 4, marks=pytest.mark.slow),
     ],
 )
-def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards):
+def test_documents_across_every_cut_attend_only_to_themselves(calls, plan, shards):
     """Around the ring, and in groups."""
-    found = shared(PLANS[plan], "causal", "grouped", True, shards)
-    assert apart(found, dense("causal", "grouped", True)) <= CLOSE
+    actual = shared(PLANS[plan], "causal", "grouped", True, shards)
+    assert apart(actual, dense("causal", "grouped", True)) <= CLOSE
     assert set(calls[0]) == set(calls[1]) == {"PADDING_CAUSAL", "PADDING"}
 
 
-def test_parts_that_no_document_joins_find_nothing(calls):
-    """Neither row of these queries sees a key, and one row of the others does."""
+def test_chunks_without_a_shared_document_contribute_nothing(calls):
+    """Neither row of these queries sees a key, but one row of the others does."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 8)), jnp.float32) for n in (4, 2, 2))
     keys = zigzag.Keys(key, value, jnp.array([[1, 1, 2, 2, 2, 2], [1, 2, 3, 3, 4, 4]]))
@@ -116,9 +116,9 @@ def test_parts_that_no_document_joins_find_nothing(calls):
     seen = lse[..., 0] != blockwise.UNSEEN
     assert seen.tolist() == [[True] * 2 + [False] * 4, [False] * 6]
     assert not out[~seen].any()
-    found = zigzag.GlobalAttention(out, query, lse)
+    forward = zigzag.GlobalAttention(out, query, lse)
     for queries, some in ((apart_from, False), (joined, True)):
-        dq, dk, dv = zigzag.across_backward(queries, keys, found)
+        dq, dk, dv = zigzag.across_backward(queries, keys, forward)
         assert not dq[~seen].any() and bool(dq.any()) == some
         assert np.asarray(dk.any((2, 3)) & dv.any((2, 3))).tolist() == [
             [False] * 2 + [some] * 4,
@@ -127,34 +127,34 @@ def test_parts_that_no_document_joins_find_nothing(calls):
 
 
 def another_group_is_earlier(monkeypatch):
-    """The first group's keys are taken for a later one's."""
+    """Use the first group's keys as those of a later group."""
     is_earlier = ring.Ring.is_earlier
 
     def late(self, steps_back):
-        found = is_earlier(self, steps_back)
-        return found if found is None else self.group > steps_back
+        earlier = is_earlier(self, steps_back)
+        return earlier if earlier is None else self.group > steps_back
 
     monkeypatch.setattr(ring.Ring, "is_earlier", late)
 
 
 def late_keys_are_seen(monkeypatch):
-    """Of an earlier group's keys the wrong half."""
+    """Use the wrong half of an earlier group's keys."""
     monkeypatch.setattr(zigzag, "early", zigzag.late)
 
 
 def positions_stay_as_devices_hold_them(monkeypatch):
-    """In groups, whose devices' halves alternate."""
+    """Keep the device order in groups, whose devices' halves alternate."""
     for name in ("in_row_order", "in_device_order"):
         monkeypatch.setattr(ring.Ring, name, lambda self, x: x)
 
 
 def a_document_begins_early(monkeypatch):
-    """Queries of a later part see the last key of the document before theirs."""
+    """Let queries of a later chunk see the last key of the previous document."""
     of = zigzag.Reaching.of
 
     def early(queries, keys):
-        found = of(queries, keys)
-        return found._replace(keys=found.keys | jnp.roll(found.keys, -1, axis=1))
+        spans = of(queries, keys)
+        return spans._replace(keys=spans.keys | jnp.roll(spans.keys, -1, axis=1))
 
     monkeypatch.setattr(zigzag.Reaching, "of", early)
 
@@ -168,14 +168,14 @@ def a_document_begins_early(monkeypatch):
         pytest.param(a_document_begins_early, "ring", "causal", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, mask, is_packed, monkeypatch):
+def test_planted_fault_in_cudnn_ring_is_detected(calls, plant, plan, mask, is_packed, monkeypatch):
     plant(monkeypatch)
-    found = shared(PLANS[plan], mask, "grouped", is_packed)
-    assert apart(found, dense(mask, "grouped", is_packed)) > 1e-2
+    actual = shared(PLANS[plan], mask, "grouped", is_packed)
+    assert apart(actual, dense(mask, "grouped", is_packed)) > 1e-2
 
 
 def lowered(window: int, is_packed: bool) -> str:
-    """A ring of four over rows of 1,024 and its gradients, for a GPU, which it needs none for."""
+    """Lower a ring of four over rows of 1,024 and its gradients for a GPU, without a GPU."""
     mesh = MeshSpec(context=4).build(jax.devices()[:4])
     attend = make_attend(AttentionPlan("gpu", "9.0", PLANS["ring"]))
 
@@ -192,22 +192,22 @@ def lowered(window: int, is_packed: bool) -> str:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_window_over_a_ring_uses_no_call_of_cudnn(is_packed):
+def test_window_over_a_ring_uses_no_cudnn_call(is_packed):
     assert "cudnn" not in lowered(300, is_packed)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_every_step_of_the_ring_is_a_call_of_cudnn(is_packed):
-    """Own keys, then one of two, in the loop and after it.
+def test_every_ring_step_is_a_cudnn_call(is_packed):
+    """First the local keys, then one chunk of two, in the loop and after it.
 
-    Backward takes all in two halves, and a step before the loop.
+    Backward computes all in two halves, and one step before the loop.
     """
     text = lowered(0, is_packed)
     for name, number in (("", 1 + 2 + 2), ("Backward", 2 + 2 + 2 + 2)):
         assert text.count(f"@__cudnn$fmhaSoftmax{name}(") == number
     own = "PADDING_CAUSAL" if is_packed else "CAUSAL"
     assert text.count(f"\\22{own}") == 2
-    # Own documents by four, those that reach further one by one, of two that a call must have.
+    # Local documents in fours; documents that reach further one by one, of two that a call needs.
     calls = [text.count(f"max_seg_per_batch\\22: {number}") for number in (1, DOCUMENTS, 2)]
     assert calls == ([0, 2, 4 + 7] if is_packed else [2 + 4 + 7, 0, 0])
     assert "dot_general" not in text
