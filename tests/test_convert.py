@@ -1,4 +1,4 @@
-"""`python -m jaxdist.convert`: looking at checkpoints, comparing them, rewriting them."""
+"""`python -m jaxdist.convert`: inspect, compare and rewrite checkpoints."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def state(offset: float = 0.0) -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Checkpoints 1 and 2, which differ in one array and the metadata."""
+    """Save checkpoints 1 and 2, which differ in one array and the metadata."""
     path = tmp_path_factory.mktemp("run")
     writer = Checkpointer(path / "checkpoints", CheckpointConfig(), **QUIET)
     for step, offset in ((1, 0.0), (2, 0.5)):
@@ -65,8 +65,8 @@ def test_inspect_shows_step_mesh_and_every_array(run, capsys):
         assert fact in text, fact
     assert "params      2 arrays, 222 elements" in text
     assert main(["inspect", str(run), "--json=true", "--under=params/t"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert list(shown["arrays"]) == ["params/table"] and shown["step"] == 2
+    inspected = json.loads(capsys.readouterr().out)
+    assert list(inspected["arrays"]) == ["params/table"] and inspected["step"] == 2
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/1"])
@@ -77,7 +77,7 @@ def test_any_path_into_a_run_selects_its_checkpoints(run, capsys, inside):
     assert json.loads(capsys.readouterr().out)["at"] == 1
 
 
-def test_a_run_named_by_a_number_is_not_taken_for_a_checkpoint(run, tmp_path, capsys):
+def test_run_with_numeric_name_is_not_read_as_a_checkpoint(run, tmp_path, capsys):
     numbered = tmp_path / "1"
     shutil.copytree(run, numbered)
     assert manifest.named_step(str(numbered)) == (locate(numbered / "checkpoints"), None)
@@ -99,7 +99,7 @@ def largest_file(checkpoint: Path) -> Path:
     return max(files, key=lambda p: p.stat().st_size)
 
 
-def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
+def test_verify_checks_all_and_fails_if_one_is_corrupt(run, tmp_path, capsys):
     copy = copied(run, tmp_path)
     assert main(["verify", str(copy), "--arrays=true"]) == 0
     assert capsys.readouterr().out.count(": valid, ") == 2
@@ -114,7 +114,7 @@ def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
 
-def test_verify_arrays_detects_damage_that_file_checksums_miss(run, tmp_path, capsys):
+def test_verify_arrays_detects_damage_missed_by_file_checksums(run, tmp_path, capsys):
     copy = copied(run, tmp_path) / "checkpoints" / "2"
     document = json.loads((copy / "meta" / "metadata").read_text())
     document["arrays"]["params/layers/w"]["checksum"] ^= 1
@@ -134,11 +134,14 @@ def test_diff_reports_arrays_and_the_size_of_differences(run, tmp_path, capsys):
     assert main(["diff", step_1, step_2, "--json=true"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert list(result["differing"]) == ["params/layers/w"]
-    found = result["differing"]["params/layers/w"]
+    difference = result["differing"]["params/layers/w"]
     a, b = (np.asarray(state(offset)["params"]["layers"]["w"], np.float64) for offset in (0.0, 0.5))
-    assert found["max_abs"] == np.abs(a - b).max() and found["mean_abs"] == np.abs(a - b).mean()
-    assert found["differing_share"] == 1.0
-    assert found["at"] == list(np.unravel_index(np.abs(a - b).argmax(), a.shape))
+    assert (
+        difference["max_abs"] == np.abs(a - b).max()
+        and difference["mean_abs"] == np.abs(a - b).mean()
+    )
+    assert difference["differing_share"] == 1.0
+    assert difference["at"] == list(np.unravel_index(np.abs(a - b).argmax(), a.shape))
 
 
 def test_diff_of_different_trees_reports_missing_and_reshaped_arrays(run, tmp_path, capsys):
@@ -164,7 +167,7 @@ def test_diff_of_different_trees_reports_missing_and_reshaped_arrays(run, tmp_pa
 
 
 def read_safetensors(file: Path) -> tuple[dict, dict]:
-    """An independent reader of the format: tensors and metadata."""
+    """Read tensors and metadata with an independent reader of the format."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -181,7 +184,7 @@ def read_safetensors(file: Path) -> tuple[dict, dict]:
     return tensors, metadata
 
 
-def test_consolidate_writes_one_file_that_holds_the_weights(run, tmp_path, monkeypatch):
+def test_consolidate_writes_the_weights_to_one_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming_io, "BLOCK_BYTES", 100)  # many blocks
     assert main(["consolidate", str(run), str(tmp_path / "out")]) == 0
     tensors, metadata = read_safetensors(tmp_path / "out" / "model.safetensors")
@@ -232,7 +235,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict]:
-    """A run directory as training leaves it (fsdp=2), and the host values of its state."""
+    """Save a run directory as training does (fsdp=2); return it and its state's host values."""
     path = tmp_path_factory.mktemp("trained")
     config = read_run(SMALL, command="test")
     parts = assemble(config, jax.devices()[:2])
@@ -250,7 +253,7 @@ def host(x) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=8"])
-def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
+def test_reshard_is_bit_identical_and_matches_the_mesh(trained, tmp_path, mesh):
     source, values = trained
     out = tmp_path / "out"
     assert main(["reshard", str(source), str(out), f"--mesh={mesh}", "--chunk_mb=1"]) == 0
@@ -268,7 +271,7 @@ def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
         strict=True,
     ):
         assert one.tobytes() == host(other).tobytes(), name
-    # Chunks are what a device holds: 8 of them for a matrix split 8 ways.
+    # Chunks are device shards: 8 of them for a matrix split 8 ways.
     kernel = restored.params["layers"]["mlp"]["down"]
     shard = kernel.sharding.shard_shape(kernel.shape)
     handle = orbax_io.open_array(
@@ -278,7 +281,7 @@ def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
     assert shard != kernel.shape
 
 
-def test_reshard_leaves_an_average_out_that_only_the_settings_have(trained, tmp_path):
+def test_reshard_omits_ema_weights_missing_in_the_checkpoint(trained, tmp_path):
     copy, out = tmp_path / "copy", tmp_path / "out"
     shutil.copytree(trained[0], copy)
     settings = stored_run(copy / "config.toml")
@@ -339,9 +342,9 @@ def test_blocks_are_row_major_cover_all_and_stay_small(shape, limit):
     assert all(part.nbytes <= max(limit, 4) for part in parts)
 
 
-def test_a_part_is_cut_where_the_blocks_of_its_array_end():
-    found = list(blocks_in([slice(3, 8), slice(6, 9)], (2, 6)))
-    assert found == [(slice(*rows), slice(6, 9)) for rows in ((3, 4), (4, 6), (6, 8))]
+def test_slice_is_split_at_block_boundaries_of_its_array():
+    blocks = list(blocks_in([slice(3, 8), slice(6, 9)], (2, 6)))
+    assert blocks == [(slice(*rows), slice(6, 9)) for rows in ((3, 4), (4, 6), (6, 8))]
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (7, 9), (1, 64), ()])
@@ -352,7 +355,7 @@ def test_even_chunks_divide_the_shape(shape):
         assert np.prod(chunk, dtype=int) * 4 <= limit or chunk == (1,) * len(shape)
 
 
-def test_a_prime_number_of_rows_is_not_cut_into_single_rows():
+def test_prime_number_of_rows_is_not_split_into_single_rows():
     assert even_chunk((50257, 768), 4, 16 << 20) == (50257, 48)
     assert even_chunk((4096, 4096), 4, 16 << 20) == (1024, 4096)
 
@@ -387,7 +390,7 @@ def test_errors_of_wrong_input_name_the_fix(run, tmp_path, case):
     assert missing("\n".join(caught.value.problems), *facts) == []
 
 
-def test_an_illegal_mesh_is_rejected_before_anything_is_written(trained, tmp_path):
+def test_illegal_mesh_is_rejected_before_writing(trained, tmp_path):
     with refused("pp=8", "num_layers="):
         main(["reshard", str(trained[0]), str(tmp_path / "out"), "--mesh=pp=8"])
     assert not (tmp_path / "out").exists()
@@ -401,7 +404,7 @@ def test_every_verb_has_a_help_text(verb, capsys):
     assert f"convert {verb}" in capsys.readouterr().out
 
 
-def test_the_command_exits_with_2_on_bad_input_and_starts_no_device():
+def test_command_exits_with_2_on_bad_input_without_starting_a_device():
     command = [sys.executable, "-X", "importtime", "-m", "jaxdist.convert", "inspect", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "nowhere" in done.stderr.splitlines()[-1]
@@ -413,7 +416,7 @@ def test_the_command_exits_with_2_on_bad_input_and_starts_no_device():
 
 @pytest.mark.parametrize("verb", ["consolidate", "to-hf"])
 def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
-    """A path made of the URL would be a folder named s3: here."""
+    """Treated as a path, the URL would be a folder named s3: here."""
     monkeypatch.chdir(tmp_path)
     with refused("s3://bucket/out", "file systems only"):
         main([verb, "nowhere", "s3://bucket/out"])
@@ -421,7 +424,7 @@ def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
 
 
 def begun(folder: Path) -> Path:
-    """What a command that was killed leaves: a marker, and part of a checkpoint."""
+    """Create the files of a killed command: a marker and part of a checkpoint."""
     with pytest.raises(KeyboardInterrupt), making_run(locate(folder)):
         (folder / "checkpoints" / "0").mkdir()
         (folder / "checkpoints" / "0" / "part").write_text("half")
@@ -449,7 +452,7 @@ def test_unknown_files_next_to_a_marker_are_kept(tmp_path):
     assert (out / "mine.txt").exists() and (notes / "unfinished.txt").exists()
 
 
-def test_a_second_command_keeps_the_files_of_the_first(tmp_path):
+def test_concurrent_command_keeps_the_files_of_the_first(tmp_path):
     out = locate(tmp_path / "out")
     with making_run(new_run_directory(str(out))):
         (out / "checkpoints" / "0").make_directory()

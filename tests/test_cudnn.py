@@ -1,4 +1,4 @@
-"""cuDNN's attention as this package calls it, with a stand-in for its operations on the CPU."""
+"""cuDNN attention as this package calls it, with a CPU stand-in for its operations."""
 
 import dataclasses
 import importlib.util
@@ -48,7 +48,7 @@ ROWS = {
 
 
 def segments_of(*rows, padding: int = 0) -> np.ndarray:
-    """int32 [rows, LENGTH] of documents with these lengths; the last `padding` positions are 0."""
+    """Return int32 [rows, LENGTH] of documents with these lengths; the last `padding` are 0."""
     segments = np.array([np.repeat(np.arange(1, len(row) + 1), row) for row in rows], np.int32)
     segments[:, LENGTH - padding :] = 0
     return segments
@@ -56,9 +56,9 @@ def segments_of(*rows, padding: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("padding", [0, 1])
-def test_sequences_begin_and_end_where_documents_do(name, padding):
+def test_sequences_match_document_boundaries(name, padding):
     lengths = ROWS[name]
-    if padding:  # the last document ends earlier, and padding is one of its own
+    if padding:  # the last document ends earlier, and padding is its own document
         lengths = [*lengths[:-1], lengths[-1] - 1, 1]
         lengths = [n for n in lengths if n]
     documents = Documents.of(
@@ -66,18 +66,18 @@ def test_sequences_begin_and_end_where_documents_do(name, padding):
     )
     needed = max(len(lengths), len(ROWS["one more"]) + padding)
     assert int(documents.num_calls) == -(-needed // DOCUMENTS)
-    found = [documents.sequences(jnp.int32(n)) for n in range(int(documents.num_calls))]
-    starts, sizes = (np.concatenate([np.asarray(x[i][0]) for x in found]) for i in (0, 1))
+    calls = [documents.sequences(jnp.int32(n)) for n in range(int(documents.num_calls))]
+    starts, sizes = (np.concatenate([np.asarray(x[i][0]) for x in calls]) for i in (0, 1))
     expected = np.cumsum([0, *lengths])[:-1]
     assert starts[: len(lengths)].tolist() == expected.tolist()
     assert sizes[: len(lengths)].tolist() == lengths
     assert set(starts[len(lengths) :]) <= {LENGTH} and set(sizes[len(lengths) :]) <= {0}
-    taken = np.array([documents.taken(jnp.int32(n)) for n in range(len(found))])
+    taken = np.array([documents.taken(jnp.int32(n)) for n in range(len(calls))])
     assert np.all(taken.sum(0) == 1)
 
 
 def pulled(attend, inputs):
-    """Output, and gradients of query, key and value."""
+    """Return the output, and gradients of query, key and value."""
     query, key, value, cotangent = inputs
     out, back = jax.vjp(attend, query, key, value)
     return [np.asarray(x) for x in (out, *back(cotangent))]
@@ -103,12 +103,12 @@ def reference(segments, rule, inputs):
         ("more than two calls take", (4, 2), Rule()),
     ],
 )
-def test_packed_attention_is_each_documents_own(monkeypatch, name, heads, rule):
+def test_packed_attention_stays_within_documents(monkeypatch, name, heads, rule):
     forwards, backwards = cudnn_stand_in.install(monkeypatch)
     segments = jnp.asarray(segments_of(ROWS[name], ROWS["one more"], padding=1))
     inputs = inputs_of(*heads)
-    found = pulled(jax.jit(lambda *x: cudnn.attend_packed(*x, segments, rule)), inputs)
-    for a, b in zip(found, reference(segments, rule, inputs), strict=True):
+    actual = pulled(jax.jit(lambda *x: cudnn.attend_packed(*x, segments, rule)), inputs)
+    for a, b in zip(actual, reference(segments, rule, inputs), strict=True):
         assert np.max(np.abs(a - b)) <= 3e-6 * np.max(np.abs(b))
     mask = "PADDING_CAUSAL" if rule.causal else "PADDING"
     assert set(forwards) == set(backwards) == {mask}
@@ -125,12 +125,12 @@ each_use = pytest.mark.parametrize(
 
 
 @each_use
-def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch, use):
+def test_kernel_is_accepted_if_it_matches_the_reference(monkeypatch, use):
     forwards, backwards = cudnn_stand_in.install(monkeypatch)
-    found = validate_kernel(use, SHAPES, jax.devices()[0])
-    assert not found.rejection_reason
-    assert 0 < max(found.errors.values()) < kernel_check.TOLERANCE / 2
-    # Round a ring both of what a step may be, beside each group's own keys.
+    check = validate_kernel(use, SHAPES, jax.devices()[0])
+    assert not check.rejection_reason
+    assert 0 < max(check.errors.values()) < kernel_check.TOLERANCE / 2
+    # Around a ring, both possible kinds of a step, next to each group's own keys.
     masks = {
         "packed": {"PADDING_CAUSAL"},
         "ring": {"CAUSAL", "NO_MASK"},
@@ -140,14 +140,14 @@ def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkey
 
 
 @each_use
-def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch, use):
+def test_kernel_is_rejected_if_it_misses_a_key(monkeypatch, use):
     cudnn_stand_in.install(monkeypatch, late=True)
-    found = validate_kernel(use, SHAPES, jax.devices()[0])
-    assert "differs" in found.rejection_reason
-    assert not found.errors["key gradient"] <= 5 * kernel_check.TOLERANCE
+    check = validate_kernel(use, SHAPES, jax.devices()[0])
+    assert "differs" in check.rejection_reason
+    assert not check.errors["key gradient"] <= 5 * kernel_check.TOLERANCE
 
 
-def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
+def test_kernel_is_rejected_if_one_window_is_wrong(monkeypatch):
     cudnn_stand_in.install(monkeypatch)
     right = cudnn.attend_packed
     wide = lambda *x: right(*x[:4], Rule(x[4].causal, x[4].window and x[4].window + 1))
@@ -155,7 +155,7 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
     small = dataclasses.replace(SHAPES, rows=1, seq_len=16, windows=(4,))
     assert "differs" in validate_kernel("packed", small, jax.devices()[0]).rejection_reason
 
-    # And so on for each of several.
+    # The same for each of several windows.
     ones = [np.ones(3)] * 4
     monkeypatch.setattr(kernel_check, "_reference", lambda *_: ones)
     for wrong in (2.0, np.nan):
@@ -165,18 +165,18 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
         monkeypatch.setattr(kernel_check, "_packed", packed)
         for windows in ((0,), (0, 4), (4, 0)):
             several = dataclasses.replace(small, windows=windows)
-            found = validate_kernel("packed", several, jax.devices()[0])
-            assert bool(found.rejection_reason) == any(windows)
+            check = validate_kernel("packed", several, jax.devices()[0])
+            assert bool(check.rejection_reason) == any(windows)
 
 
 @each_use
-def test_the_kernel_is_refused_where_it_cannot_run(use):
-    found = validate_kernel(use, SHAPES, jax.devices()[0])  # a CPU
-    assert "failed" in found.rejection_reason and not found.errors
-    assert found.use == use
+def test_kernel_is_rejected_if_it_cannot_run(use):
+    check = validate_kernel(use, SHAPES, jax.devices()[0])  # a CPU
+    assert "failed" in check.rejection_reason and not check.errors
+    assert check.use == use
 
 
-def test_what_is_compared_has_more_documents_than_a_call_takes():
+def test_comparison_has_more_documents_than_one_call():
     segments = sample_segments(2, 8192)
     assert len(np.unique(segments[0])) > DOCUMENTS
     assert segments[0, -1] == 0 and np.all(segments[1] == 1)
@@ -185,7 +185,7 @@ def test_what_is_compared_has_more_documents_than_a_call_takes():
         assert sample_segments(1, seq_len).shape == (1, seq_len)
 
 
-def test_every_outcome_has_a_line():
+def test_every_outcome_has_a_log_line():
     failed = KernelCheck(errors={}, rejection_reason="it failed")
     elsewhere = KernelCheck(errors={}, rejection_reason="")
     admitted = KernelCheck(errors={"output": 0.001, "key gradient": 0.004}, rejection_reason="")
@@ -196,7 +196,7 @@ def test_every_outcome_has_a_line():
 
 
 def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False):
-    """The part of a plan that the check reads, on an H100."""
+    """Return the part of a plan that the check reads, on an H100."""
     attention = AttentionPlan("gpu", "9.0", exchange, "untested", "untested")
     return SimpleNamespace(
         attention=attention, compute_dtype=dtype, packed=packed,
@@ -206,7 +206,7 @@ def plan_for(dtype, *, packed, exchange=None, accumulation=3, is_described=False
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
-def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obstacle):
+def test_rejection_on_one_process_applies_to_all(monkeypatch, obstacle):
     compared = []
 
     def validate(use, shapes, device):
@@ -239,7 +239,7 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     assert shapes == Shapes(
         rows=4, seq_len=4096, heads=4, kv_heads=1, head_dim=64, windows=(7, 0), dtype=jnp.bfloat16
     )
-    # What the kernel is not asked for is not compared, nor what is described and not here.
+    # Nothing is compared if the kernel is not requested or the device is only described.
     assert admit(jnp.float32) is None
     assert admit(jnp.bfloat16, dropout=0.1) is None
     assert admit(jnp.bfloat16, softcap=30.0) is None
@@ -250,8 +250,8 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
-def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
-    """Four devices share rows, two and two a ring."""
+def test_ring_comparison_uses_shapes_of_a_group(monkeypatch, obstacle):
+    """Four devices share rows, in rings of two."""
     compared = []
 
     def validate(use, shapes, device):
@@ -280,24 +280,24 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
         return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
 
     hybrid = ExchangePlan("hybrid", 2, False, "")
-    found = admit(hybrid)
-    reason = found.rejection_reason
+    check = admit(hybrid)
+    reason = check.rejection_reason
     assert (obstacle in reason, bool(reason)) == (True, bool(obstacle))
-    assert found.use == "ring"
+    assert check.use == "ring"
     expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
     admit(hybrid, accumulation=1)
     assert compared.pop().rows == 12
-    # What no ring of cuDNN's kernel is asked for is not compared.
+    # Nothing is compared if no ring of cuDNN's kernel is requested.
     assert admit(hybrid, dtype=jnp.float32) is None
     gathered = ExchangePlan("all_gather", 1, False, "")
     for exchange in (None, gathered, ExchangePlan("all_to_all", 4, False, "")):
         assert admit(exchange) is None
     assert admit(gathered, packed=True) is None and len(compared) == 1
-    # Packed rows round it are compared with the same shapes.
+    # Packed rows around it are compared with the same shapes.
     assert obstacle in admit(hybrid, packed=True).rejection_reason
     assert compared == 2 * compared[:1]
-    # A window hides nothing of rows that are no longer.
+    # A window hides nothing in rows that are not longer.
     assert admit(hybrid, windows=(7, 4096)).use == "ring"
     assert compared[2:] == [dataclasses.replace(compared[0], windows=(7, 0))]
     # No layer would use the kernel.
@@ -306,7 +306,7 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     assert admit(hybrid, is_described=True) is None and len(compared) == 3
 
 
-def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
+def test_ring_uses_the_kernel_after_an_accepted_comparison(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=cp=2"]
     flags += ["--train.seq_len=32", "--mesh.context_attention=ring"]
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:2])
@@ -315,14 +315,14 @@ def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
     assert setup.compare_kernel(parts, rows) is parts  # on a CPU nothing is compared
     unseen = setup.compare_kernel(parts, packed)
     assert unseen.check is None and unseen.plan.packed
-    found = KernelCheck(errors={}, rejection_reason="", use="ring")
-    monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
+    check = KernelCheck(errors={}, rejection_reason="", use="ring")
+    monkeypatch.setattr(setup, "check_kernel", lambda *_: check)
     compared = setup.compare_kernel(parts, rows)
-    assert compared.check is found
+    assert compared.check is check
     assert compared.plan.attention.ring_rejection == ""
 
 
-def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
+def test_step_is_built_once_from_the_final_plan(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
     built = []
 
@@ -330,8 +330,8 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
         built.append(arguments[4])
         return SimpleNamespace()
 
-    found = KernelCheck(errors={}, rejection_reason="differs")
-    monkeypatch.setattr(setup, "check_kernel", lambda *_: found)
+    check = KernelCheck(errors={}, rejection_reason="differs")
+    monkeypatch.setattr(setup, "check_kernel", lambda *_: check)
     monkeypatch.setattr(setup, "make_step", build)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
     parts = setup.compare_kernel(dataclasses.replace(parts, remat="dots"), text_fields(32, True))
@@ -340,7 +340,7 @@ def test_the_step_is_built_once_from_the_last_decisions(monkeypatch):
     assert (plan.remat, plan.attention.packed_rejection) == ("dots", "differs")
 
 
-def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
+def test_kernel_is_unused_before_an_accepted_comparison():
     layout = SimpleNamespace(auto_tensor=False, used=(TENSOR,))
     here, described = Device("gpu"), Device("gpu", is_described=True)
     assert "not compared" in kernel_rejection(layout, here, None)
@@ -352,30 +352,30 @@ def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
     assert "XLA splits" in kernel_rejection(layout, here, check)
 
 
-def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkeypatch):
+def test_only_packed_rows_are_compared(monkeypatch):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
     flags += ["--train.seq_len=32"]
-    asked = []
+    compared_kinds = []
 
     def check(model, layout, plan, *_):
-        asked.append(plan.packed)
+        compared_kinds.append(plan.packed)
         return KernelCheck(errors={}, rejection_reason="") if plan.packed else None
 
     monkeypatch.setattr(setup, "check_kernel", check)
     parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
-    assert not asked and "not compared" in parts.plan.attention.packed_rejection
+    assert not compared_kinds and "not compared" in parts.plan.attention.packed_rejection
     monkeypatch.setattr(trained_run, "evaluate", lambda step, *_, **__: step)
     rejection = property(lambda own: own.plan.attention.packed_rejection)
     monkeypatch.setattr(trained_run.Parts, "step", rejection)
     run = trained_run.TrainedRun(path=None, parts=parts)
     plain, packed = (SimpleNamespace(fields=text_fields(32, packed)) for packed in (False, True))
-    assert "not compared" in run.evaluate({}, plain) and len(asked) == 1
+    assert "not compared" in run.evaluate({}, plain) and len(compared_kinds) == 1
     assert run.evaluate({}, packed) == run.evaluate({}, packed) == ""
-    assert asked == [False, True]  # once for the rows of a kind, however often it is evaluated
+    assert compared_kinds == [False, True]  # once per kind of rows, however often it is evaluated
 
 
-def test_jaxs_operations_take_what_they_are_given():
-    """Lowered for a GPU, which needs none: one call forward and one backward."""
+def test_jax_operations_accept_the_arguments():
+    """Lowered for a GPU without a GPU: one call forward and one backward."""
     assert not cudnn.missing()
     query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
@@ -391,14 +391,14 @@ def test_jaxs_operations_take_what_they_are_given():
     assert kept == (2, 2)
 
 
-def test_a_batch_that_cudnn_cannot_count_is_refused():
+def test_batch_too_large_for_cudnn_indices_is_rejected():
     shape = jax.ShapeDtypeStruct((2, 2**20, 8, 128), jnp.bfloat16)
     segments = jax.ShapeDtypeStruct((2, 2**20), jnp.int32)
     with refused("32 bits"):
         jax.eval_shape(lambda q, s: cudnn.attend_packed(q, q, q, s, Rule()), shape, segments)
 
 
-def test_a_batch_that_cudnn_cannot_count_goes_block_by_block(monkeypatch):
+def test_batch_too_large_for_cudnn_indices_uses_blockwise_kernel(monkeypatch):
     monkeypatch.setattr(cudnn, "attend_packed", lambda query, *_: query)
     attend = make_attend(AttentionPlan("gpu", "9.0"))
 
@@ -413,7 +413,7 @@ def test_a_batch_that_cudnn_cannot_count_goes_block_by_block(monkeypatch):
         blocks(2, kernel="cudnn")
 
 
-def test_a_jax_without_the_operations_is_known(monkeypatch):
+def test_jax_without_the_operations_is_detected(monkeypatch):
     import jax._src.cudnn as package
 
     name = "fused_attention_stablehlo"

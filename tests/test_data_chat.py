@@ -1,4 +1,4 @@
-"""Conversations and completions: what counts in the loss, against transformers and plain numpy."""
+"""Conversations and completions: tokens that count in the loss match transformers and numpy."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from jaxdist.data.__main__ import main
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate, load_template
 from jaxdist.data.corpus import Corpus
 
-# Trims, and shows the thinking of the last answer only, as templates of reasoning models do.
+# Trims, and shows only the thinking of the last answer, as templates of reasoning models do.
 THINKING = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -62,14 +62,14 @@ def chats(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer's files, no template yet."""
+    """Write a tokenizer's files, without a template."""
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(path, [text for talk in TALKS for _, text in talk])
     return path
 
 
 def with_template(folder, tmp_path, source: str, form: str):
-    """The tokenizer's files with a template, in one of the places that it may lie."""
+    """Write the tokenizer's files with a template, in one of its possible locations."""
     target = tmp_path / f"with-{form}"
     target.mkdir()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -92,12 +92,12 @@ def with_template(folder, tmp_path, source: str, form: str):
 
 @pytest.mark.parametrize("talk", range(len(TALKS)))
 @pytest.mark.parametrize("form", ["file", "setting", "named"])
-def test_a_tokenizers_own_template_gives_transformers_tokens_and_mask(folder, tmp_path, talk, form):
+def test_tokenizer_template_matches_tokens_and_mask_of_transformers(folder, tmp_path, talk, form):
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     path = with_template(folder, tmp_path, CHATML, form)
     messages = conversation(TALKS[talk])["messages"]
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    expected = theirs.apply_chat_template(
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    expected = reference.apply_chat_template(
         messages,
         tokenize=True,
         return_dict=True,
@@ -116,7 +116,7 @@ def load_template_tokenizer(path):
 
 
 def learned(tokenizer, tokens, weights) -> list[str]:
-    """The runs of tokens that count, as texts, special tokens included."""
+    """Return the runs of tokens that count in the loss, as texts, special tokens included."""
     runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(weights)) + 1)
     inner = tokenizer._inner
     return [
@@ -126,7 +126,7 @@ def learned(tokenizer, tokens, weights) -> list[str]:
     ]
 
 
-def test_answers_are_found_where_a_template_trims_and_rearranges_them(folder, tmp_path):
+def test_answers_are_located_if_a_template_trims_and_rearranges_them(folder, tmp_path):
     path = with_template(folder, tmp_path, THINKING, "file")
     tokenizer = load_template_tokenizer(path)
     talk = [("user", "Hi "), ("assistant", "<think>hm</think> Hi"), ("user", "Hi"),
@@ -148,15 +148,17 @@ def test_answers_are_found_where_a_template_trims_and_rearranges_them(folder, tm
     [  # the end of a generation prompt, and what the template writes before an answer
         ("[a]", "[a]<think></think>", ["<think></think>No.<|im_end|>"] * 2),
         ("[a]<think>", "[a]<think>", ["No.<|im_end|>"] * 2),
-        ("[a]<think>", "[a]", ["No.<|im_end|>"] * 2),  # the answer does not think
+        ("[a]<think>", "[a]", ["No.<|im_end|>"] * 2),  # the answer has no thinking
         ("", "[a]", ["[a]No.<|im_end|>"] * 2),  # the generation prompt is ignored
         ("[a]", "[a]<think></think>{{ loop.last }} ", [
             "<think></think>False No.<|im_end|>", "<think></think>True No.<|im_end|>"]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("moved", [False, True])
-def test_prompt_and_answer_add_up_to_the_text(folder, tmp_path, header, written, expected, moved):
-    """With `moved` the last question is written differently, as templates with tools do."""
+def test_prompt_and_answer_concatenate_to_the_text(
+    folder, tmp_path, header, written, expected, moved
+):
+    """If `moved`, the last question is written differently, as templates with tools do."""
     mark = "{% if loop.index0 == messages | length - 2 or loop.last %}!{% endif %}" if moved else ""
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}" + mark + "[u]{{ m.content }}{% else %}"
@@ -171,7 +173,7 @@ def test_prompt_and_answer_add_up_to_the_text(folder, tmp_path, header, written,
     assert learned(tokenizer, tokens, weights) == expected
 
 
-def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folder, tmp_path):
+def test_end_token_closes_the_last_answer_if_the_template_has_no_ending(folder, tmp_path):
     source = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     path = with_template(folder, tmp_path, source, "file")
     tokenizer = load_template_tokenizer(path)
@@ -181,23 +183,23 @@ def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folde
     assert learned(tokenizer, tokens, weights) == ["[assistant] " + TALKS[0][-1][1], "<|im_end|>"]
 
 
-def test_the_plain_template_is_what_its_description_shows():
-    """By hand, byte by byte: byte 0 ends an answer."""
+def test_plain_template_matches_its_description():
+    """Checked manually, byte by byte: byte 0 ends an answer."""
     tokens, weights = PlainTemplate(load_tokenizer("bytes")).encode(
         conversation(TALKS[1])["messages"]
     )
-    said = [
+    spans = [
         ("<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n", 0),
         ("Hi\n\0", 1),
         ("\n<|user|>\nBye\n<|assistant|>\n", 0),
         ("  Tschüß € 👋\0", 1),
     ]
-    assert bytes(tokens.astype(np.uint8)).decode() == "".join(text for text, _ in said)
-    expected = np.concatenate([np.full(len(text.encode()), w) for text, w in said])
+    assert bytes(tokens.astype(np.uint8)).decode() == "".join(text for text, _ in spans)
+    expected = np.concatenate([np.full(len(text.encode()), w) for text, w in spans])
     np.testing.assert_array_equal(weights, expected)
 
 
-def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
+def test_plain_template_is_used_if_a_tokenizer_has_none(folder):
     tokenizer = load_template_tokenizer(folder)
     assert isinstance(load_template("auto", tokenizer), PlainTemplate)
     assert isinstance(load_template("plain", tokenizer), PlainTemplate)
@@ -209,7 +211,7 @@ def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
 
 
 def expected_stream(records) -> tuple[bytes, np.ndarray, list[int]]:
-    """Completions by hand: all bytes, which of them are learned, where records end."""
+    """Return completions as all bytes, which of them are learned, and the ends of records."""
     text, weights, ends = b"", [], []
     for record in records:
         prompt, completion = record["prompt"].encode(), record["completion"].encode() + b"\0"
@@ -229,7 +231,7 @@ def completions(count=60, seed=0) -> list[dict]:
 
 
 @pytest.mark.parametrize("packing", ["auto", "documents"])
-def test_rows_weigh_answers_alone_and_keep_records_apart(tmp_path, packing):
+def test_rows_weight_only_answers_and_separate_records(tmp_path, packing):
     records = completions()
     path = write_lines(tmp_path / "pairs.jsonl", records)
     config = DataConfig(
@@ -247,18 +249,18 @@ def test_rows_weigh_answers_alone_and_keep_records_apart(tmp_path, packing):
             inside = np.flatnonzero(fields["segments"] == piece)
             tokens = bytes(fields["tokens"][inside].astype(np.uint8))
             last = bytes([fields["targets"][inside[-1]]])
-            # Where in all text this piece stands: the one place whose weights agree too.
-            places = [m.start() for m in re.finditer(re.escape(tokens + last), text)]
+            # The position of this piece in the complete text: the only one whose weights agree too.
+            starts = [m.start() for m in re.finditer(re.escape(tokens + last), text)]
             assert any(
                 np.array_equal(
                     fields["weights"][inside],
                     np.where(
-                        record_of[place + 1 : place + 1 + len(inside)] == record_of[place],
-                        weights[place + 1 : place + 1 + len(inside)],
+                        record_of[start + 1 : start + 1 + len(inside)] == record_of[start],
+                        weights[start + 1 : start + 1 + len(inside)],
                         0,
                     ),
                 )
-                for place in places
+                for start in starts
             ), (row, piece)
             learned_here = fields["weights"][inside] == 1
             taught.append(fields["targets"][inside][learned_here])
@@ -266,13 +268,13 @@ def test_rows_weigh_answers_alone_and_keep_records_apart(tmp_path, packing):
     # A record's first token is never a target; all other learned tokens are, each once.
     firsts = np.concatenate([[0], ends[:-1]])
     targets = np.setdiff1d(np.flatnonzero(weights), firsts)
-    if packing == "documents":  # windows: the last, partial row is left out
+    if packing == "documents":  # windows: the last, partial row is dropped
         targets = targets[targets <= train.num_rows * 16]
     np.testing.assert_array_equal(got, np.sort(np.frombuffer(text, np.uint8)[targets]))
     assert train.identity["packing"] == ("best_fit" if packing == "auto" else packing)
 
 
-def test_pieces_without_an_answer_are_left_out(tmp_path, caplog):
+def test_pieces_without_an_answer_are_dropped(tmp_path, caplog):
     caplog.set_level("INFO", logger="jaxdist")
     records = [{"prompt": "p" * 80, "completion": "c"}, {"prompt": "", "completion": "d" * 7}]
     path = write_lines(tmp_path / "pairs.jsonl", records)
@@ -286,7 +288,7 @@ def test_pieces_without_an_answer_are_left_out(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=2"])
-def test_a_step_has_one_batch_wherever_it_starts_and_on_every_mesh(chats, mesh):
+def test_batch_of_a_step_depends_on_neither_start_nor_mesh(chats, mesh):
     config = DataConfig(sources=[str(chats)] * 2, records="chat", eval_fraction=0.0)
     train, _ = open_datasets(config, seq_len=32)
     spec = MeshSpec.parse(mesh)
@@ -306,7 +308,7 @@ def test_a_step_has_one_batch_wherever_it_starts_and_on_every_mesh(chats, mesh):
         loader.close()
 
 
-def test_the_folder_of_the_command_gives_the_same_rows(chats, folder, tmp_path):
+def test_corpus_folder_of_the_command_has_the_same_rows(chats, folder, tmp_path):
     path = with_template(folder, tmp_path, CHATML, "file")
     tokenizer = str(path / "tokenizer.json")
     out = tmp_path / "tokens"
@@ -332,7 +334,7 @@ def test_the_folder_of_the_command_gives_the_same_rows(chats, folder, tmp_path):
     assert plain.fingerprint != read.fingerprint
 
 
-def test_weights_are_cut_into_shards_like_tokens(tmp_path):
+def test_weights_are_sharded_like_tokens(tmp_path):
     from jaxdist.data.corpus import write_corpus
     from jaxdist.data.encoding import make_encoder
 
@@ -347,7 +349,7 @@ def test_weights_are_cut_into_shards_like_tokens(tmp_path):
     for corpus in (one, many):
         np.testing.assert_array_equal(corpus.weights(0, len(text)), weights)
         np.testing.assert_array_equal(corpus.document_ends, ends)
-    # The same bytes with the border elsewhere are other data.
+    # The same bytes with another boundary are different data.
     for prompt, completion in (("a", "bc"), ("ab", "c")):
         pair = {"prompt": prompt, "completion": completion}
         write_corpus([write_lines(tmp_path / "p.jsonl", [pair])], tmp_path / prompt, encoder)
@@ -357,7 +359,7 @@ def test_weights_are_cut_into_shards_like_tokens(tmp_path):
         Corpus(tmp_path / "many")
 
 
-def test_parquet_rows_are_records_too(chats, tmp_path):
+def test_parquet_rows_are_read_as_records(chats, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -426,7 +428,7 @@ BAD_PAIRS = {
     ("records", "case"),
     [("chat", case) for case in BAD_CHATS] + [("completion", case) for case in BAD_PAIRS],
 )
-def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
+def test_bad_record_is_reported_with_file_and_line(tmp_path, records, case):
     bad, *facts = (BAD_CHATS if records == "chat" else BAD_PAIRS)[case]
     good = {"messages": [ASK, SAY]} if records == "chat" else {"prompt": "a", "completion": "b"}
     good |= {"source": "web", "_id": 7, "Cached": False, "weight": 1, "tools": None, "system": ""}
@@ -435,7 +437,7 @@ def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
         open_datasets(DataConfig(sources=[str(path)], records=records), seq_len=4)
 
 
-def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
+def test_template_that_rejects_or_drops_an_answer_is_reported(folder, tmp_path):
     strict = "{{ raise_exception('roles must alternate') }}"
     for source, *facts in (
         (strict, "chats.jsonl:1 ", "roles must alternate"),
@@ -456,7 +458,7 @@ def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
             open_datasets(config, seq_len=8)
 
 
-def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
+def test_settings_incompatible_with_records_are_rejected(tmp_path, chats):
     problems = DataConfig(records="chat", packing="stream", chat_template="none").problems()
     for problem, fact in zip(
         problems, ('"stdlib"', "packing=stream", "chat_template='none'"), strict=True
@@ -485,7 +487,7 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
         main([str(chats), "--out", str(out) + "2", "--records", "chat", "--train-bpe=300"])
 
 
-def test_a_template_gets_no_tools_as_none(folder, tmp_path):
+def test_template_receives_missing_tools_as_none(folder, tmp_path):
     source = "{% if tools is not none or documents is not none %}[TOOLS]{% endif %}"
     source += "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = load_template_tokenizer(with_template(folder, tmp_path, source, "file"))

@@ -1,4 +1,4 @@
-"""CIFAR-10: both forms give the same images, and a pickle can make nothing run."""
+"""CIFAR-10: both formats give the same images, and a pickle cannot execute code."""
 
 import io
 import os
@@ -26,7 +26,7 @@ def real_data() -> Path:
 
 
 def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.multiarray"):
-    """Both forms of the same random images; returns (pixels [files, count, 3072], labels)."""
+    """Write random images in both formats; return (pixels [files, count, 3072], labels)."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (6, count, 3072), np.uint8)
     labels = rng.integers(0, 10, (6, count))
@@ -42,7 +42,7 @@ def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.mu
     return pixels, labels
 
 
-def test_real_images_are_the_same_in_both_forms():
+def test_real_images_are_equal_in_both_formats():
     folder = real_data()
     by_pickle = open_cifar(folder / "cifar-10-batches-py", "half")
     by_record = open_cifar(folder / "cifar-10-batches-bin", "half")
@@ -53,8 +53,8 @@ def test_real_images_are_the_same_in_both_forms():
     assert by_pickle[0].num_rows + by_pickle[1].num_rows == 4566
 
 
-def test_real_images_equal_what_pickle_itself_reads():
-    """The reference is Python's own loader, on the files of the test data that we trust."""
+def test_real_images_equal_those_read_by_pickle():
+    """The reference is Python's own loader, on the trusted files of the test data."""
     folder = real_data() / "cifar-10-batches-py"
     train, test = open_cifar(folder, "half")
     for images, names in ((train, TRAIN_FILES), (test, (TEST_FILE,))):
@@ -71,12 +71,12 @@ def test_real_images_equal_what_pickle_itself_reads():
 OLD_NAME, NEW_NAME = b"numpy.core.multiarray", b"numpy._core.multiarray"
 
 
-# Not protocol 4 with the old name: it stores the name's length, so that none can be put in place.
+# Not protocol 4 with the old name: it stores the name's length, so the name cannot be replaced.
 @pytest.mark.parametrize(
     ("protocol", "module"),
     [(2, OLD_NAME), (3, OLD_NAME), (2, NEW_NAME), (3, NEW_NAME), (4, NEW_NAME)],
 )
-def test_pickles_of_every_python_3_read_alike(tmp_path, protocol, module):
+def test_pickles_of_every_python_3_protocol_are_read(tmp_path, protocol, module):
     pixels, labels = make_batches(tmp_path, protocol=protocol, numpy_module=module)
     train, test = open_cifar(tmp_path / "py", "half")
     np.testing.assert_array_equal(train.labels, labels[:5].ravel())
@@ -99,7 +99,7 @@ class Evil:
     [os.system, eval, open, __import__, getattr, np.load, pickle.loads, io.open_code],
     ids=lambda f: f.__name__,
 )
-def test_a_malicious_pickle_runs_nothing(tmp_path, function):
+def test_malicious_pickle_executes_nothing(tmp_path, function):
     make_batches(tmp_path)
     target = tmp_path / "ran"
     text = {os.system: f"touch {target}", eval: f"open({str(target)!r}, 'w')"}
@@ -111,8 +111,8 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, function):
     assert not target.exists()
 
 
-def test_a_malicious_pickle_would_have_run_otherwise(tmp_path):
-    """The planted fault of the test above: Python's own loader does run it."""
+def test_malicious_pickle_executes_under_pickle_load(tmp_path):
+    """Python's own loader does execute the code, so the test above can fail."""
     target = tmp_path / "ran"
     pickle.loads(pickle.dumps(Evil(os.system, f"touch {target}")))
     assert target.exists()
@@ -134,14 +134,14 @@ def object_array():
     ],
     ids=["floats", "objects", "no_labels", "list", "words", "no_dict"],
 )
-def test_pickles_of_something_else_are_refused(tmp_path, batch):
+def test_other_pickles_are_rejected(tmp_path, batch):
     make_batches(tmp_path)
     (tmp_path / "py" / "data_batch_2").write_bytes(pickle.dumps(batch, protocol=2))
     with refused("data_batch_2'", "not a CIFAR-10 batch"):
         open_cifar(tmp_path / "py", "half")
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_damaged_files_are_reported_by_name(tmp_path):
     make_batches(tmp_path)
     fresh = tmp_path / "fresh"
     shutil.copytree(tmp_path / "bin", fresh)
@@ -177,7 +177,7 @@ def test_damaged_files_are_named(tmp_path):
         ("channel", lambda x: (x / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]),
     ],
 )
-def test_pixels_are_scaled_as_the_config_says(tmp_path, scaling, reference):
+def test_pixels_are_scaled_as_configured(tmp_path, scaling, reference):
     pixels, labels = make_batches(tmp_path)
     config = DataConfig(sources=[str(tmp_path / "bin")], image_scaling=scaling)
     train, test = open_datasets(config, seq_len=0)
@@ -192,7 +192,7 @@ def test_pixels_are_scaled_as_the_config_says(tmp_path, scaling, reference):
     assert train.fingerprint != test.fingerprint
 
 
-def test_images_and_text_do_not_mix(tmp_path):
+def test_mixing_images_and_text_is_rejected(tmp_path):
     make_batches(tmp_path)
     folder = str(tmp_path / "py")
     with refused(f"data.sources={[folder, 'stdlib']}", "CIFAR-10"):
@@ -200,6 +200,6 @@ def test_images_and_text_do_not_mix(tmp_path):
     with refused("data.eval_sources=['stdlib']", "CIFAR-10"):
         open_datasets(DataConfig(sources=[folder], eval_sources=["stdlib"]), seq_len=8)
     assert open_datasets(DataConfig(sources=[folder], eval_fraction=0.0), seq_len=8)[1] is None
-    # Both forms at once are two sources of the same kind.
+    # Both formats at once are two sources of the same kind.
     both, _ = open_datasets(DataConfig(sources=[folder, str(tmp_path / "bin")]), seq_len=8)
     assert both.num_rows == 60

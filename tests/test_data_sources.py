@@ -1,4 +1,4 @@
-"""Files to tokens: every form of text, the cache, token folders, tokenizers, refusals."""
+"""Files to tokens: every text format, the cache, token folders, tokenizers, error messages."""
 
 import concurrent.futures
 import errno
@@ -34,19 +34,19 @@ from jaxdist.settings import ConfigError, problems_of
 
 
 def documents_of(source: Path, field="text") -> list[str]:
-    found, held = [], ""
+    documents, held = [], ""
     for file in find_files(str(source)):
         for piece in read_pieces(file, field):
             held += piece.text
             if piece.last:
-                found.append(held)
+                documents.append(held)
                 held = ""
     assert not held
-    return found
+    return documents
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
-def test_every_form_gives_the_same_documents(tmp_path, form):
+def test_every_format_gives_the_same_documents(tmp_path, form):
     assert sorted(documents_of(write_source(tmp_path, form))) == sorted(TEXTS)
 
 
@@ -58,14 +58,14 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path, form):
     assert documents_of(path) == ["a\r\nb\rc\n"]
 
 
-def test_globs_and_orders_do_not_depend_on_the_file_system(tmp_path):
+def test_globs_and_order_are_independent_of_the_file_system(tmp_path):
     folder = write_source(tmp_path, "folder")
-    found = find_files(str(folder / "**" / "*.txt"))
-    assert found == sorted(found) == find_files(str(folder))
-    assert len(found) == len(TEXTS)
+    files = find_files(str(folder / "**" / "*.txt"))
+    assert files == sorted(files) == find_files(str(folder))
+    assert len(files) == len(TEXTS)
 
 
-def test_the_library_source_is_quick_to_find_free_of_tests_and_deterministic():
+def test_stdlib_source_is_fast_deterministic_and_without_tests():
     files = library_files()
     assert files == library_files()
     assert len(files) > 100
@@ -73,7 +73,7 @@ def test_the_library_source_is_quick_to_find_free_of_tests_and_deterministic():
     assert not any({"test", "tests", "site-packages"} & set(f.parts[3:]) for f in files)
 
 
-def test_long_texts_are_read_in_pieces_and_tokens_stay_the_same(tmp_path, monkeypatch):
+def test_reading_long_texts_in_pieces_keeps_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_room, "PIECE_BYTES", 64)
     lines = [f"line {i} with wörds and    gaps\n" + "\n" * (i % 3) for i in range(200)]
     path = write_source(tmp_path, "txt", lines)
@@ -83,13 +83,13 @@ def test_long_texts_are_read_in_pieces_and_tokens_stay_the_same(tmp_path, monkey
     assert "".join(p.text for p in pieces) == "".join(lines)
     train_bpe(lines, 400, tmp_path / "tokenizer.json")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    whole = tokenizer.encode("".join(lines))
+    expected = tokenizer.encode("".join(lines))
     np.testing.assert_array_equal(
-        np.concatenate(tokenizer.encode_batch([p.text for p in pieces])), whole
+        np.concatenate(tokenizer.encode_batch([p.text for p in pieces])), expected
     )
 
 
-def test_the_smallest_vocabulary_is_all_bytes_and_the_end(tmp_path):
+def test_smallest_vocabulary_is_all_bytes_and_the_end_token(tmp_path):
     path = tmp_path / "tokenizer.json"
     train_bpe(["aaaa"], 257, path)
     assert load_tokenizer(str(path)).vocab_size == 257
@@ -97,7 +97,7 @@ def test_the_smallest_vocabulary_is_all_bytes_and_the_end(tmp_path):
         train_bpe(["aaaa"], 256, path)
 
 
-def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch):
+def test_text_without_line_ends_is_split_between_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_room, "PIECE_BYTES", 64)
     path = tmp_path / "long.txt"
     path.write_text("€" * 1000)
@@ -114,7 +114,7 @@ def write(files, folder, **settings):
     return Corpus(folder)
 
 
-def test_tokens_are_the_same_however_they_are_cut_into_shards(tmp_path):
+def test_tokens_do_not_depend_on_the_shard_size(tmp_path):
     source = write_source(tmp_path, "jsonl")
     expected = b"".join(text.encode() + b"\0" for text in TEXTS)
     prints = set()
@@ -129,7 +129,7 @@ def test_tokens_are_the_same_however_they_are_cut_into_shards(tmp_path):
     assert len(prints) == 1
 
 
-def test_a_failed_corpus_leaves_nothing(tmp_path):
+def test_failed_corpus_leaves_no_files(tmp_path):
     good = write_source(tmp_path, "jsonl")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
@@ -139,8 +139,8 @@ def test_a_failed_corpus_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
-    """SIGKILL in the middle of writing: the folder is absent, so that the next start makes it."""
+def test_killed_corpus_is_not_treated_as_complete(tmp_path):
+    """After SIGKILL during writing the folder is absent, so the next start creates it."""
     source = write_source(tmp_path, "txt", ["some text\n"] * 1000)
     code = (
         "import os, signal, sys\n"
@@ -159,13 +159,13 @@ def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
     assert subprocess.run(command, env=environment).returncode == -9
     assert not out.exists()
     (left,) = tmp_path.glob(".out.partial-*")
-    other = tmp_path / ".out.partial-another.host-1-abc"  # what another host writes is left alone
+    other = tmp_path / ".out.partial-another.host-1-abc"  # another host's file stays unchanged
     other.mkdir()
     assert write([source], out).num_tokens == 10001
     assert not left.exists() and other.exists()
 
 
-def test_the_command_leaves_nothing_when_it_is_asked_to_end(tmp_path, monkeypatch):
+def test_interrupted_command_leaves_no_files(tmp_path, monkeypatch):
     source = write_source(tmp_path, "txt", ["some text\n"] * 100)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(
@@ -179,7 +179,7 @@ def test_the_command_leaves_nothing_when_it_is_asked_to_end(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
+def test_cached_corpus_follows_the_content_and_logs_once(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     source = write_source(tmp_path, "txt")
 
@@ -194,14 +194,14 @@ def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
     changed = source.read_bytes().replace(b"first", b"worst")
     times = source.stat().st_atime, source.stat().st_mtime
     source.write_bytes(changed)
-    os.utime(source, times)  # same size, same time: only the content tells
+    os.utime(source, times)  # same size, same time: only the content differs
     second = folder()
     assert second != first
     assert b"worst" in bytes(Corpus(second).tokens(0, 20))
 
 
-def test_processes_that_start_together_tokenise_once(tmp_path):
-    """Threads stand for processes: the lock belongs to an open file, not to a process."""
+def test_concurrent_starts_tokenize_once(tmp_path):
+    """Threads simulate processes, because the lock belongs to an open file, not to a process."""
     source = write_source(tmp_path, "txt")
     together = threading.Barrier(3)
     calls = []
@@ -221,7 +221,7 @@ def test_processes_that_start_together_tokenise_once(tmp_path):
     assert len(calls) == 1
 
 
-def test_a_cut_off_or_foreign_corpus_is_refused(tmp_path):
+def test_truncated_or_foreign_corpus_is_rejected(tmp_path):
     folder = tmp_path / "corpus"
     write([write_source(tmp_path, "txt")], folder)
     about = json.loads((folder / "corpus.json").read_text())
@@ -244,12 +244,12 @@ def test_a_cut_off_or_foreign_corpus_is_refused(tmp_path):
 # --- the command
 
 
-def test_the_command_makes_a_folder_that_trains_like_the_text(tmp_path, capsys):
+def test_corpus_folder_of_the_command_trains_like_the_text(tmp_path, capsys):
     source = write_source(tmp_path, "txt", ["some text\n"] * 100)
     out = tmp_path / "tokens"
     assert main([str(source), "--out", str(out)]) == 0
-    said = capsys.readouterr()
-    assert "1,001 tokens in 1 documents" in said.out
+    output = capsys.readouterr()
+    assert "1,001 tokens in 1 documents" in output.out
     folder, text = (
         open_datasets(DataConfig(sources=[str(name)]), seq_len=16)[0] for name in (out, source)
     )
@@ -259,7 +259,7 @@ def test_the_command_makes_a_folder_that_trains_like_the_text(tmp_path, capsys):
     )
 
 
-def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
+def test_command_trains_a_bpe_and_stores_it_with_the_tokens(tmp_path):
     source = write_source(tmp_path, "jsonl", [f"text number {i} of many" for i in range(300)])
     out = tmp_path / "tokens"
     assert main([str(source), "--out", str(out), "--train-bpe", "300"]) == 0
@@ -271,7 +271,7 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
     assert train.tokenizer.decode(train.parts[0].corpus.tokens(0, 12)).startswith("text number 0")
 
 
-def test_a_bpe_learns_on_as_many_megabytes_as_asked_evenly_spread(tmp_path, monkeypatch):
+def test_bpe_sample_has_the_requested_size_and_is_evenly_spread(tmp_path, monkeypatch):
     texts = [f"text number {i}" for i in range(300)]
     source, learned = write_source(tmp_path, "jsonl", texts), []
 
@@ -297,7 +297,7 @@ def test_a_bpe_learns_on_as_many_megabytes_as_asked_evenly_spread(tmp_path, monk
         (["--text-field", "body"], ["source.jsonl:1 ", "field 'body'", "text, other"]),
     ],
 )
-def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, options, facts):
+def test_command_exits_with_2_on_bad_input_and_leaves_no_files(tmp_path, options, facts):
     source = write_source(tmp_path, "jsonl")
     with pytest.raises(ConfigError) as caught:
         main([str(source), "--out", str(tmp_path / "out"), *options])
@@ -314,7 +314,7 @@ def test_the_command_never_overwrites(tmp_path):
 @pytest.mark.parametrize(
     ("number", "error"), [(errno.EACCES, ConfigError), (errno.ENOSPC, OSError)]
 )
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, number, error):
+def test_unwritable_folder_is_reported_by_name(tmp_path, monkeypatch, number, error):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
@@ -391,7 +391,7 @@ BAD_SOURCES = {
 
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
-def test_a_bad_source_gives_one_clear_error(tmp_path, case):
+def test_bad_source_gives_one_clear_error(tmp_path, case):
     make, *facts = BAD_SOURCES[case]
     config = DataConfig(sources=[str(make(tmp_path))], eval_fraction=0.0)
     with refused(*facts) as caught:
@@ -399,7 +399,7 @@ def test_a_bad_source_gives_one_clear_error(tmp_path, case):
     assert "\n" not in caught.value.problems[0]
 
 
-def test_an_unreadable_file_is_named(tmp_path):
+def test_unreadable_file_is_reported_by_name(tmp_path):
     if os.geteuid() == 0:
         path = tmp_path / "loop.txt"
         path.symlink_to(path)
@@ -412,7 +412,7 @@ def test_an_unreadable_file_is_named(tmp_path):
         open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
 
 
-def test_a_held_out_part_without_a_row_is_refused_with_the_fix(tmp_path):
+def test_empty_held_out_split_is_rejected_with_the_fix(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 12)
     with refused(path, "data.eval_fraction=0.02"):
@@ -426,7 +426,7 @@ def test_a_short_text_holds_out_one_row(tmp_path):
     assert (train.num_rows, held.num_rows) == (11, 1)
 
 
-def test_the_config_reports_every_broken_rule_at_once():
+def test_config_reports_all_problems_at_once():
     problems = DataConfig(
         sources=["nowhere", "stdlib"],
         mixture_weights=[1.0],
@@ -446,7 +446,7 @@ def test_the_config_reports_every_broken_rule_at_once():
         assert len(problems_of(config, "data")) == 1
 
 
-def test_importing_the_room_loads_no_heavy_library():
+def test_importing_the_package_loads_no_heavy_library():
     code = (
         "import sys, jaxdist.data\n"
         "heavy = ('flax', 'orbax', 'grain', 'pyarrow', 'tokenizers', 'jinja2')\n"
@@ -459,7 +459,7 @@ def test_importing_the_room_loads_no_heavy_library():
     assert out.stdout.strip() == "[]"
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported_by_name(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "file"))
     with refused(f"JAXDIST_CACHE='{tmp_path / 'file'}'", os.strerror(errno.ENOTDIR)):

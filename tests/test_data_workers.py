@@ -70,7 +70,7 @@ def gone(pids) -> bool:
     return not any(map(alive, pids))
 
 
-def test_workers_make_the_same_batches_touch_no_device_and_outlive_signals(tmp_path, monkeypatch):
+def test_workers_make_equal_batches_use_no_device_and_survive_signals(tmp_path, monkeypatch):
     (tmp_path / "worker_rows.py").write_text(ROWS)
     monkeypatch.chdir(tmp_path)
     config = DataConfig(sources=["worker_rows:rows"])
@@ -97,12 +97,12 @@ def test_workers_make_the_same_batches_touch_no_device_and_outlive_signals(tmp_p
     loader.close()
     assert gone(pids)
     shared = grain.multiprocessing.SharedMemoryArray
-    # By type: asking a deprecated object of another library for its class makes it warn.
-    assert not any(issubclass(type(found), shared) for found in gc.get_objects())
+    # By type: reading the class of another library's deprecated object causes a warning.
+    assert not any(issubclass(type(instance), shared) for instance in gc.get_objects())
     sys.modules.pop("worker_rows", None)
 
 
-def test_a_corpus_is_mapped_again_by_a_worker_and_not_sent_to_it(tmp_path, monkeypatch):
+def test_worker_maps_the_corpus_instead_of_receiving_it(tmp_path, monkeypatch):
     write_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     train = open_case("mixture")
@@ -115,7 +115,7 @@ def test_a_corpus_is_mapped_again_by_a_worker_and_not_sent_to_it(tmp_path, monke
         np.testing.assert_array_equal(values, train.rows(rows)[name])
 
 
-def test_a_worker_ends_with_a_training_process_that_is_killed(tmp_path):
+def test_worker_exits_if_its_training_process_is_killed(tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     text = write_text(tmp_path)
@@ -134,6 +134,6 @@ def test_a_worker_ends_with_a_training_process_that_is_killed(tmp_path):
         process.communicate()
 
 
-def test_a_negative_number_of_workers_is_refused():
+def test_negative_number_of_workers_is_rejected():
     with pytest.raises(ConfigError, match="num_workers=-1"):
         read_run(["--data.num_workers=-1"], command="train", summary="")

@@ -1,4 +1,4 @@
-"""The doctor on one host and in a job's papers: what broken machines look like is an argument."""
+"""The doctor on one host and in a job's environment; arguments simulate broken machines."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def severities(findings: list[Finding]) -> list[str]:
 HEALTHY = "0, NVIDIA H100 80GB HBM3, GPU-aa, 580.65.06, 81559, 4, 31, 0, 16, 16\n"
 
 
-def test_a_query_of_healthy_gpus_reads_back():
+def test_query_of_healthy_gpus_is_parsed():
     rows = gpus.read_query(HEALTHY + HEALTHY.replace("0, N", "1, N", 1).replace("aa", "bb"))
     assert [row["uuid"] for row in rows] == ["GPU-aa", "GPU-bb"]
     (finding,) = gpus.check_gpus(rows)
@@ -38,13 +38,13 @@ def test_a_query_of_healthy_gpus_reads_back():
         (HEALTHY.replace(" 31,", " 85,"), "warning", "85 °C"),
     ],
 )
-def test_a_bad_gpu_is_reported(line, severity, words):
-    found = gpus.check_gpus(gpus.read_query(line))
-    assert [f.severity for f in found[1:]] == [severity]
-    assert words in found[1].text
+def test_bad_gpu_is_reported(line, severity, words):
+    findings = gpus.check_gpus(gpus.read_query(line))
+    assert [f.severity for f in findings[1:]] == [severity]
+    assert words in findings[1].text
 
 
-def test_unsupported_values_of_a_gpu_are_no_finding():
+def test_unsupported_gpu_values_give_no_finding():
     line = HEALTHY.replace(" 0, 16, 16", " [N/A], [Not Supported], [N/A]")
     assert severities(gpus.check_gpus(gpus.read_query(line))) == ["ok"]
 
@@ -53,7 +53,7 @@ LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and th
 
 
 def matrix(link, num_gpus: int, nics: tuple[str, ...] = ()) -> str:
-    """Text as `nvidia-smi topo -m` prints it: tabs, underlined header, legend below."""
+    """Return text as `nvidia-smi topo -m` prints it: tabs, underlined header, legend below."""
     names = [f"GPU{i}" for i in range(num_gpus)] + [f"NIC{i}" for i in range(len(nics))]
     head = "\t\x1b[4m" + "\t".join([*names, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
     rows = []
@@ -66,7 +66,7 @@ def matrix(link, num_gpus: int, nics: tuple[str, ...] = ()) -> str:
     return head + "\x1b[0m\n" + "\n".join(rows) + "\n" + LEGEND
 
 
-def test_a_full_nvlink_host_is_read_and_fine():
+def test_full_nvlink_host_is_parsed_without_findings():
     topology = gpus.read_topology(matrix(lambda i, j: "NV18", 8, ("PXB", "SYS")))
     assert topology.gpus == tuple(f"GPU{i}" for i in range(8))
     assert set(topology.links.values()) == {"NV18"} and len(topology.links) == 28
@@ -103,19 +103,19 @@ def test_no_topology_gives_no_finding():
 # -- host ------------------------------------------------------------------------------------------
 
 
-def test_the_disk_test_reads_what_it_wrote_and_leaves_nothing(tmp_path):
-    found = host.examine_disk(tmp_path, 3 << 20)
-    assert found[-1].check == "disk speed" and found[-1].severity in ("ok", "warning")
-    assert found[-1].numbers["write_bytes_per_s"] > 0
+def test_disk_check_verifies_its_data_and_leaves_no_file(tmp_path):
+    findings = host.examine_disk(tmp_path, 3 << 20)
+    assert findings[-1].check == "disk speed" and findings[-1].severity in ("ok", "warning")
+    assert findings[-1].numbers["write_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_returns_other_bytes_is_an_error(tmp_path, monkeypatch):
+def test_disk_that_returns_wrong_bytes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: os.pwrite(fd, b"other", 1 << 19))
     assert host.examine_disk(tmp_path, 1 << 20)[-1].severity == "error"
 
 
-def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+def test_unwritable_directory_is_an_error(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -143,7 +143,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
         (host.check_cores(1, num_gpus=0), "ok"),
     ],
 )
-def test_resources_of_a_host_are_rated_by_the_needs_of_a_run(finding, severity):
+def test_host_resources_are_rated_by_the_needs_of_a_run(finding, severity):
     assert finding.severity == severity
 
 
@@ -165,15 +165,15 @@ Slurmctld(primary) at ctl is UP
 """
 
 
-def test_the_settings_of_the_cluster_are_reported():
-    found = host.check_slurm(SCONTROL)
-    assert severities(found) == ["note", "note"]
-    assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
+def test_cluster_settings_are_reported():
+    findings = host.check_slurm(SCONTROL)
+    assert severities(findings) == ["note", "note"]
+    assert findings[0].numbers["kill_wait_s"] == 30 and "300 s" in findings[1].text
 
 
-def test_a_cluster_that_does_not_requeue_is_a_warning():
-    found = host.check_slurm(SCONTROL.replace("= 1\n", "= 0\n", 1))
-    assert severities(found)[0] == "warning" and "--requeue" in found[0].fix
+def test_cluster_without_requeue_is_a_warning():
+    findings = host.check_slurm(SCONTROL.replace("= 1\n", "= 0\n", 1))
+    assert severities(findings)[0] == "warning" and "--requeue" in findings[0].fix
     assert severities(host.check_slurm("KillWait = UNLIMITED\nSlurmdTimeout = 60 sec\n")) == ["ok"]
 
 

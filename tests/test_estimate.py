@@ -72,7 +72,7 @@ SECTIONS = {
 
 
 def state_bytes_of(config: RunConfig, devices) -> int:
-    """What the state's shardings put on one device, from the shapes that training would make."""
+    """Return the bytes of the state on one device, from training's shapes and shardings."""
     state = assemble(config, devices).abstract_state()
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -93,7 +93,7 @@ def state_bytes_of(config: RunConfig, devices) -> int:
         ("pp=2,dp=2,tp=2", 1, "muon", ["layers/mlp"], 0.0),
     ],
 )
-def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen, ema_decay):
+def test_state_bytes_match_the_shardings(mesh, zero, optimizer, frozen, ema_decay):
     config = RunConfig(
         model=CONFIGS["rotary"],
         mesh=MeshConfig(shape=mesh, zero=zero),
@@ -105,12 +105,12 @@ def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen, ema_deca
     spec = MeshSpec.parse(mesh)
     one = Job.of(config, spec, Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8))
     memory = estimate_memory(one)
-    found = sum(memory.state.values()) - memory.state["batch"]
-    # Counts and the zeros that stand for absent moments: a few bytes for each leaf.
-    assert abs(found - state_bytes_of(config, jax.devices())) <= 16 * len(one.weights)
+    estimated = sum(memory.state.values()) - memory.state["batch"]
+    # Counts, and the zeros that replace absent moments: a few bytes per leaf.
+    assert abs(estimated - state_bytes_of(config, jax.devices())) <= 16 * len(one.weights)
 
 
-def test_moments_kept_on_the_host_leave_the_state_and_come_back_for_the_update():
+def test_offloaded_moments_are_on_the_device_only_during_the_update():
     here, away = job("fsdp=8"), job("fsdp=8", train={"offload_optimizer": True})
     a, b = estimate_memory(here), estimate_memory(away)
     assert b.state_bytes < a.state_bytes
@@ -122,7 +122,7 @@ def test_moments_kept_on_the_host_leave_the_state_and_come_back_for_the_update()
 
 @pytest.fixture
 def custom(monkeypatch) -> RunConfig:
-    """The example's model: two blocks, no stacked layers, weights of Flax's own layers."""
+    """Return the example's model: two blocks, no stacked layers, weights of Flax's own layers."""
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     return RunConfig(
         model=CustomConfig(
@@ -132,7 +132,7 @@ def custom(monkeypatch) -> RunConfig:
     )
 
 
-def test_a_custom_models_parameters_and_flops_are_those_of_its_arithmetic(custom):
+def test_custom_model_parameters_and_flops_match_manual_count(custom):
     d, vocab, seq = 64, 256, 128
     # Per block: two norms; query, key, value and output with biases; up and down with biases.
     block = 2 * d + 4 * (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d)
@@ -140,37 +140,37 @@ def test_a_custom_models_parameters_and_flops_are_those_of_its_arithmetic(custom
     memory = estimate_memory(one)
     assert memory.state["parameters"] == 4 * (vocab * d + 2 * block)
     assert memory.state["optimizer moments"] == 2 * memory.state["parameters"]
-    # Forward FLOPs of a token: products, scores and mixing over all keys, and the tied head.
+    # Forward FLOPs of a token: matmuls, scores and mixing over all keys, and the tied head.
     forward = 2 * (2 * 12 * d * d + 2 * 2 * seq * d + vocab * d)
     assert model_flops_per_token(one) == 3 * forward
     assert estimate_time(one).model_flops == 3 * forward * 64 * seq
     assert memory.is_rough and memory.phases["loss"]["kept activations"] > 0
 
 
-def test_a_custom_model_is_searched_over_meshes_that_its_own_dims_allow(custom):
-    found = search(custom, parse_gpus("h100:8")[0])
-    assert found.best is not None
-    shapes = {str(choice.job.spec) for choice in found.choices}
+def test_custom_model_search_uses_meshes_allowed_by_its_dims(custom):
+    result = search(custom, parse_gpus("h100:8")[0])
+    assert result.best is not None
+    shapes = {str(choice.job.spec) for choice in result.choices}
     assert {"dp=8", "fsdp=8", "tp=4,dp=2"} & shapes
     # Four heads, no stacked layers.
     assert not any(
-        c.job.spec.sizes["tensor"] > 4 or c.job.spec.sizes["pipeline"] > 1 for c in found.choices
+        c.job.spec.sizes["tensor"] > 4 or c.job.spec.sizes["pipeline"] > 1 for c in result.choices
     )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "names:qkv"])
-def test_a_traced_decoder_counts_what_the_formulas_count(remat):
-    """The tracer against the decoder's own account, which the compiler confirmed."""
+def test_traced_decoder_matches_the_formulas(remat):
+    """The tracer against the decoder's formulas, which the compiler confirmed."""
     model = dataclasses.replace(LLAMA, num_layers=2)
     one = job(model=model, train={"remat": remat, "seq_len": 256})
     traced, d = one.trace, 1024
-    whole = 3 * (2 * traced.layer.flops + traced.rest.flops)
-    assert whole == one.model.flops_per_token["full"] * 256
-    # A token keeps the stream; and, of 16 heads of 64 with 4 for keys, the named products.
+    total_flops = 3 * (2 * traced.layer.flops + traced.rest.flops)
+    assert total_flops == one.model.flops_per_token["full"] * 256
+    # A token keeps the stream; and, of 16 heads of 64 with 4 for keys, the named matmuls.
     kept = {"full": d, "names:qkv": d + d + 512, "dots": d + d + 512 + d + d + 2 * 4096}
     if remat in kept:
         assert traced.layer.kept_bytes == 2 * 256 * kept[remat]
-        # Traced attention is no fused kernel, which keeps a float32 a head and token besides.
+        # Traced attention is not a fused kernel, which also keeps a float32 per head and token.
         fused = 4 * 16 * 256 * (remat == "dots")
         expected = one.micro_rows * (traced.layer.kept_bytes + fused)
         assert costs_of(one).kept_per_layer() == expected
@@ -179,8 +179,8 @@ def test_a_traced_decoder_counts_what_the_formulas_count(remat):
 # -- memory against the compiler ------------------------------------------------------------------
 
 
-def test_memory_is_within_ten_percent_of_the_gpu_compilers_and_mostly_five():
-    """The committed numbers of the real compiler against the arithmetic of today."""
+def test_memory_is_within_ten_percent_of_the_gpu_compiler_and_mostly_five():
+    """The committed numbers of the real compiler against the current formulas."""
     numbers = json.loads(plan_memory.NUMBERS.read_text())
     errors = {
         case.name: plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
@@ -193,8 +193,8 @@ def test_memory_is_within_ten_percent_of_the_gpu_compilers_and_mostly_five():
     assert statistics.median(map(abs, errors.values())) < 0.02
 
 
-def test_a_fault_in_the_arithmetic_would_show(monkeypatch):
-    """Forgetting what one layer keeps moves rows out of the tolerance."""
+def test_planted_fault_in_the_estimate_exceeds_the_tolerance(monkeypatch):
+    """Omitting the saved activations of one layer moves rows out of the tolerance."""
     numbers = json.loads(plan_memory.NUMBERS.read_text())
     case = next(c for c in plan_memory.cases() if c.name == "8b_fsdp8_dots")
     right = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
@@ -204,7 +204,7 @@ def test_a_fault_in_the_arithmetic_would_show(monkeypatch):
     assert abs(right) < 0.05 and wrong < -0.15
 
 
-def test_recomputing_more_keeps_less_and_computes_more():
+def test_more_recomputation_saves_less_and_computes_more():
     kept, seconds = [], []
     for remat in ("none", "dots", "names:qkv,attention", "full"):
         one = job("fsdp=8", train={"remat": remat})
@@ -214,7 +214,7 @@ def test_recomputing_more_keeps_less_and_computes_more():
     assert seconds == sorted(seconds) and seconds[0] == seconds[1]
 
 
-def test_the_stash_of_a_pipeline_follows_its_schedule():
+def test_pipeline_stash_follows_the_schedule():
     stash = {}
     for name in ("gpipe", "1f1b_lockstep", "1f1b"):
         one = job("pp=4", train={"num_microbatches": 16}, pipeline={"schedule": name})
@@ -224,7 +224,7 @@ def test_the_stash_of_a_pipeline_follows_its_schedule():
     assert stash == {"gpipe": 19 * each, "1f1b_lockstep": 10 * each, "1f1b": 7 * each}
 
 
-def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
+def test_memory_fraction_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert usable_bytes(job()) == 0.92 * GPUS["h100"].memory_bytes
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
@@ -234,26 +234,26 @@ def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
 # -- time -----------------------------------------------------------------------------------------
 
 
-def test_products_are_six_flops_for_each_weight_and_token():
+def test_matmuls_are_six_flops_per_weight_and_token():
     one = job(train={"remat": "none"})
     layers = (costs_of(one).forward() + layer_backward(one)) * one.model.num_layers
     step = layers + costs_of(one).head()
     expected = one.model.flops_per_token
     matrices = expected["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention
     assert step.products == pytest.approx(matrices * one.tokens, rel=1e-12)
-    # Forward and 2.5 times that backward, where the MFU counts 2.
+    # Forward and 2.5 times that backward, whereas the MFU counts 2.
     assert step.attention == pytest.approx(3.5 / 3 * (expected["causal"] - matrices) * one.tokens)
 
 
-def test_tensor_parallelism_divides_the_products():
-    """Narrower products fill tiles and waves less well, never better."""
+def test_tensor_parallelism_divides_the_matmuls():
+    """Narrower matmuls fill tiles and waves less well, never better."""
     one, four = job(train={"remat": "none"}), job("tp=4", train={"remat": "none"})
     shorter = estimate_time(one).parts["products"] / estimate_time(four).parts["products"]
     assert 3 < shorter < 4
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_the_bubble_is_that_of_the_schedule(stages):
+def test_pipeline_bubble_matches_the_schedule(stages):
     """1F1B: p-1 of m+p-1 rounds wait (Narayanan et al. 2021)."""
     microbatches = 16
     one = job(f"pp={stages}", train={"num_microbatches": microbatches})
@@ -263,27 +263,27 @@ def test_the_bubble_is_that_of_the_schedule(stages):
         layers.products * microbatches + costs_of(one).head().products * microbatches
     )
     rounds = layers.products * reach * (stages - 1)
-    # The waiting covers attention and memory-bound work too, so it is more than its products.
+    # The bubble covers attention and memory-bound work too, so it is more than its matmuls.
     assert rounds < time.parts["pipeline bubble"]
-    whole = time.parts["pipeline bubble"] / (stages - 1)
+    full_time = time.parts["pipeline bubble"] / (stages - 1)
     twice = estimate_time(job(f"pp={stages}", train={"num_microbatches": 2 * microbatches}))
-    assert twice.parts["pipeline bubble"] / (stages - 1) == pytest.approx(whole / 2, rel=0.02)
+    assert twice.parts["pipeline bubble"] / (stages - 1) == pytest.approx(full_time / 2, rel=0.02)
 
 
-def test_collectives_between_nodes_take_longer_than_inside_one():
+def test_collectives_between_nodes_take_longer_than_within_a_node():
     inside = job("dp=8", gpus="h100:1x8")
     between = job("dp=8", gpus="h100:8x1")
     seconds = [sum(flow.seconds for flow in flows_of(one)) for one in (inside, between)]
     gpu = GPUS["h100"]
-    # But for what starting them takes.
+    # Except for the start latency.
     assert seconds[1] / seconds[0] == pytest.approx(
         gpu.link_bandwidth / gpu.network_bandwidth, rel=0.05
     )
 
 
 @pytest.mark.parametrize(("nodes", "micros"), [(1, 32.2), (64, 8.4 + 448 * 3.4 + 63 * 9.6)])
-def test_a_ring_passes_every_gpu_before_it_is_done(nodes, micros):
-    """NCCL's own figures for a ring of long messages; what is left is the bytes at their rate."""
+def test_ring_latency_counts_every_gpu(nodes, micros):
+    """NCCL's own figures for a ring of long messages; the rest is the bytes at their rate."""
     one = job(f"fsdp={8 * nodes}", gpus=f"h100:{nodes}x8", train={"global_batch_size": 8 * nodes})
     flow = next(f for f in flows_of(one) if (f.kind, f.purpose) == ("all-gather", "weights"))
     gpu, rest = one.cluster.gpu, flow.seconds - flow.times * micros * 1e-6
@@ -292,8 +292,8 @@ def test_a_ring_passes_every_gpu_before_it_is_done(nodes, micros):
     assert rest == pytest.approx(missing * flow.bytes / rate, rel=0.12 if nodes > 1 else 1e-6)
 
 
-def test_gradients_over_many_replicas_are_summed_in_a_tree():
-    """A ring would take 2 × 8 times as long to start on 8 times as many nodes."""
+def test_gradient_sums_over_many_replicas_use_a_tree():
+    """On 8 times as many nodes a ring would take 2 × 8 times as long to start."""
     starts = []
     for nodes in (2, 16):
         one = job(f"dp={8 * nodes}", gpus=f"h100:{nodes}x8", train={"global_batch_size": 8 * nodes})
@@ -304,7 +304,7 @@ def test_gradients_over_many_replicas_are_summed_in_a_tree():
     assert 0 < starts[0] < starts[1] < 3 * starts[0]
 
 
-def test_groups_know_which_of_their_members_share_a_node():
+def test_groups_count_members_that_share_a_node():
     one = job("pp=2,dp=4,fsdp=4,tp=4", gpus="h100:16x8")
     assert members_per_fabric(one, ("tensor",)) == 4
     assert members_per_fabric(one, ("fsdp",)) == 2
@@ -314,20 +314,20 @@ def test_groups_know_which_of_their_members_share_a_node():
 
 
 def published_errors(title: str) -> list[float]:
-    """Estimated over published tokens per second, minus 1, in a section of `plan_anchors`."""
+    """Return estimated / published tokens per second, minus 1, of a section of `plan_anchors`."""
     return [error for *_, error in plan_anchors.results()[title]]
 
 
 @pytest.mark.parametrize("title", ["Half that was not looked at", "Rows held out"])
-def test_published_runs_are_met(title):
-    """At least three quarters of the rows on which nothing was fitted are within 15 %."""
+def test_estimates_match_published_runs(title):
+    """At least three quarters of the rows that were not fitted are within 15 %."""
     errors = published_errors(title)
     assert len(errors) >= 20
     assert sum(abs(error) <= 0.15 for error in errors) >= 0.75 * len(errors)
 
 
 def test_four_of_five_published_runs_are_in_the_likely_range():
-    """Rows of many trainers; the two large tables, of one each, are closer together."""
+    """Rows of many trainers; the two large tables, each of one trainer, are closer together."""
     rows = "Rows held out", "Rows fitted on", "Small models on A100, found later", "Other trainers"
     shares = 1 + np.concatenate([published_errors(each) for each in rows])
     low, high = LIKELY
@@ -336,10 +336,10 @@ def test_four_of_five_published_runs_are_in_the_likely_range():
     assert one.likely_seconds == (low * one.seconds, high * one.seconds)
 
 
-def test_the_committed_table_is_what_the_script_writes():
+def test_committed_table_matches_the_script():
     rows = lambda text: [re.findall(r"([+-][\d.]+) ?% \|", line) for line in text.splitlines()]
     committed, now = rows(plan_anchors.OUT.read_text()), rows(plan_anchors.table())
-    # To a point: a change elsewhere in the package may move a row a little, not leave it stale.
+    # To a percentage point: other changes may move a row a little, but not leave it stale.
     assert len(committed) == len(now)
     for old, new in zip(committed, now, strict=True):
         assert [float(x) for x in old] == pytest.approx([float(x) for x in new], abs=1.0)
@@ -351,58 +351,58 @@ def test_the_committed_table_is_what_the_script_writes():
 SMALL = dataclasses.replace(LLAMA, num_layers=8, d_model=512, num_heads=8, mlp_dim=2048)
 
 
-def test_the_search_finds_the_fastest_mesh_that_fits():
+def test_search_returns_the_fastest_mesh_that_fits():
     base = job(model=SMALL).config
     cluster = parse_gpus("h100:8")[0]
-    found = search(base, cluster)
-    assert found.best is not None and found.best.fits
-    # Every mesh with the settings as they are is in the search: none of them may be much faster.
-    for choice in found.choices:
+    result = search(base, cluster)
+    assert result.best is not None and result.best.fits
+    # The search contains every mesh with unchanged settings: none of them may be much faster.
+    for choice in result.choices:
         plain = Candidate.of(Job.of(base, choice.job.spec, cluster))
         if plain.fits:
-            assert found.best.time.seconds <= plain.time.seconds * 1.3  # six complications
+            assert result.best.time.seconds <= plain.time.seconds * 1.3  # six extra features
 
 
-def test_every_other_mesh_has_a_reason():
-    found = search(job(model=SMALL).config, parse_gpus("h100:8")[0])
-    best = found.choices[0]
+def test_every_rejected_mesh_has_a_reason():
+    result = search(job(model=SMALL).config, parse_gpus("h100:8")[0])
+    best = result.choices[0]
     assert why_not(best, best) == ""
-    assert all(why_not(choice, best) for choice in found.choices[1:])
-    assert set(map(str, found.refused)).isdisjoint(str(c.job.spec) for c in found.choices)
+    assert all(why_not(choice, best) for choice in result.choices[1:])
+    assert set(map(str, result.refused)).isdisjoint(str(c.job.spec) for c in result.choices)
 
 
-def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():
+def test_small_models_are_replicated_and_large_ones_sharded():
     small = search(plan_memory.cases()[0].run, parse_gpus("h100:8")[0])
     assert small.best is not None and small.best.job.spec == MeshSpec(data=8)
     large = DecoderConfig(
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336
     )
-    found = search(job(model=large, train={"seq_len": 8192}).config, parse_gpus("h100:8")[0])
-    assert found.best is not None and found.best.job.spec["fsdp"] > 1
+    result = search(job(model=large, train={"seq_len": 8192}).config, parse_gpus("h100:8")[0])
+    assert result.best is not None and result.best.job.spec["fsdp"] > 1
 
 
-def test_what_fits_nowhere_is_said_to():
+def test_search_reports_if_no_mesh_fits():
     huge = DecoderConfig(
         vocab_size=128256, d_model=16384, num_layers=126, num_heads=128, mlp_dim=53248
     )
-    found = search(job(model=huge).config, parse_gpus("l4:8")[0])
-    assert found.best is None and found.choices
-    assert not found.choices[1].fits
+    result = search(job(model=huge).config, parse_gpus("l4:8")[0])
+    assert result.best is None and result.choices
+    assert not result.choices[1].fits
 
 
 DEEP = dataclasses.replace(LLAMA, d_model=2048, mlp_dim=8192, num_layers=152)
 
 
-def test_a_batch_without_accumulated_gradients_is_found_where_the_whole_fits_nowhere():
+def test_smaller_batch_without_accumulation_is_suggested_if_no_mesh_fits():
     run, cluster = job(model=DEEP, train={"global_batch_size": 16}).config, parse_gpus("l4:8")[0]
     assert search(run, cluster, stages=False).best is None
-    found = smaller_batch(run, cluster, run.build_model())
-    assert found is not None and found.fits and found.job.num_microbatches == 1
-    assert found.flags(run)["train.global_batch_size"] == "8"
+    choice = smaller_batch(run, cluster, run.build_model())
+    assert choice is not None and choice.fits and choice.job.num_microbatches == 1
+    assert choice.flags(run)["train.global_batch_size"] == "8"
 
 
-def test_microbatches_that_need_more_memory_are_not_the_choice():
-    """From two on their gradients are accumulated, and a row has fewer activations than that."""
+def test_microbatches_that_need_more_memory_are_not_chosen():
+    """With two or more, gradients are accumulated, and a row has fewer activations than that."""
     run = job(model=DEEP, train={"global_batch_size": 2}).config
     (choice,) = search(run, parse_gpus("l4:1")[0]).choices
     sizes = {n: estimate_memory(choice.job.changed("train", num_microbatches=n)) for n in (1, 2)}
@@ -410,33 +410,33 @@ def test_microbatches_that_need_more_memory_are_not_the_choice():
     assert choice.job.num_microbatches == 1
 
 
-def test_settings_of_a_choice_are_flags_that_differ():
+def test_flags_of_a_choice_are_the_changed_settings():
     base = job(model=SMALL).config
-    found = search(base, parse_gpus("h100:8")[0])
-    flags = found.best.flags(base)
-    assert flags["mesh"] == str(found.best.job.spec)
+    result = search(base, parse_gpus("h100:8")[0])
+    flags = result.best.flags(base)
+    assert flags["mesh"] == str(result.best.job.spec)
     same = Candidate.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
     assert same.flags(base) == {"mesh": "dp=8"}
 
 
-# -- all of it ------------------------------------------------------------------------------------
+# -- end to end ------------------------------------------------------------------------------------
 
 
-def test_a_decoder_attends_as_it_says():
-    """`Model.attention_call` against the calls of its block."""
+def test_attention_call_matches_the_blocks():
+    """`Model.attention_call` equals the calls of the blocks."""
     config = DecoderConfig(
         sliding_window=5, full_attention_every=2, attention="xla", attention_dropout=0.25,
         attention_softcap=50.0,
     )  # fmt: skip
-    for given in (config, DecoderConfig()):
-        model = build(given, seq_len=16)
+    for model_config in (config, DecoderConfig()):
+        model = build(model_config, seq_len=16)
         decoder = decoder_of(model, 16)
         assert decoder is not None and model.attention_call == decoder.call
     assert set(vars(build(config, seq_len=16).attention_call).values()) == {5, 2, "xla", 0.25, 50.0}
 
 
-def test_arithmetic_starts_no_device():
-    """Planning must run where there is no GPU, and must not start one where there is."""
+def test_estimating_starts_no_device():
+    """Planning must work without a GPU, and must not start one that exists."""
     import subprocess
 
     code = (
@@ -467,23 +467,23 @@ def test_every_model_has_a_time(model):
     ],
     ids=str,
 )
-def test_rows_with_document_boundaries_are_planned_with_the_kernel_that_honours_them(data, kernel):
+def test_packed_rows_are_planned_with_a_kernel_that_supports_them(data, kernel):
     base = job()
     config = dataclasses.replace(base.config, data=DataConfig(**data))
     packs = config.data.packs_documents
-    found = dataclasses.replace(base, config=config)
-    assert found.attention == kernel
-    scratch = attention.workspace(found) / attention.workspace(base)
+    replaced = dataclasses.replace(base, config=config)
+    assert replaced.attention == kernel
+    scratch = attention.workspace(replaced) / attention.workspace(base)
     assert scratch == pytest.approx(DOCUMENTS if packs else 1, rel=1e-3)
     older = Cluster.of(GPUS["a100-80"], 8)
     expected = "blockwise" if packs else "cudnn"
-    assert dataclasses.replace(found, cluster=older).attention == expected
+    assert dataclasses.replace(replaced, cluster=older).attention == expected
 
 
-def test_a_number_of_gpus_takes_as_few_nodes_as_hold_it_equally():
+def test_gpu_count_uses_the_fewest_equal_nodes():
     shapes = {number: Cluster.of(GPUS["h100"], number) for number in (4, 8, 12, 20, 64)}
-    found = {number: (c.num_nodes, c.gpus_per_node) for number, c in shapes.items()}
-    assert found == {4: (1, 4), 8: (1, 8), 12: (2, 6), 20: (4, 5), 64: (8, 8)}
-    asked = Cluster(gpu=GPUS["h100"], num_nodes=4, gpus_per_node=4)
-    assert [asked.resized(n).gpus_per_node for n in (8, 16, 32)] == [4, 4, 4]
+    nodes_and_gpus = {number: (c.num_nodes, c.gpus_per_node) for number, c in shapes.items()}
+    assert nodes_and_gpus == {4: (1, 4), 8: (1, 8), 12: (2, 6), 20: (4, 5), 64: (8, 8)}
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=4, gpus_per_node=4)
+    assert [cluster.resized(n).gpus_per_node for n in (8, 16, 32)] == [4, 4, 4]
     assert shapes[4].resized(8).num_nodes == 1

@@ -1,4 +1,4 @@
-"""A user's own decoder is planned like the built-in one: same sizes, other arrays and names."""
+"""A custom decoder is planned like the built-in one: same sizes, other arrays and names."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ LAYER = {
 
 
 def build(*, seq_len: int, config: DecoderConfig = LLAMA) -> Model:
-    """Build a Llama without the package's layers; every projection is an array of its own."""
+    """Build a Llama without the package's layers; every projection is a separate array."""
     dims = {
         "width": config.d_model,
         "heads": config.num_heads,
@@ -130,7 +130,7 @@ def both(mesh: str, seq_len: int = 1024, zero: int = 0, **train) -> list[Job]:
         ("pp=2,fsdp=4,tp=2", 1024, 0),
     ],
 )
-def test_a_custom_decoder_is_estimated_like_the_built_in_one(mesh, seq_len, zero, remat):
+def test_custom_decoder_is_estimated_like_the_built_in_one(mesh, seq_len, zero, remat):
     built_in, custom = both(mesh, seq_len, zero, remat=remat)
     assert custom.decoder is not None and custom.attention == built_in.attention == "cudnn"
     memory, expected = estimate_memory(custom), estimate_memory(built_in)
@@ -141,7 +141,7 @@ def test_a_custom_decoder_is_estimated_like_the_built_in_one(mesh, seq_len, zero
     assert time.mfu == pytest.approx(expected.mfu, rel=0.02)
 
 
-def test_policies_by_name_need_values_of_that_name():
-    """The custom block marks nothing; `Context.attend` marks attention's output itself."""
+def test_named_remat_policies_require_named_values():
+    """The custom block names nothing; `Context.attend` names the output of attention itself."""
     built_in, custom = both("fsdp=8", remat="names:qkv,attention")
     assert custom.keeps("attention") and not custom.keeps("qkv") and built_in.keeps("qkv")

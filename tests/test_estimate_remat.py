@@ -1,4 +1,4 @@
-"""Remat policies by the estimate: they rank as compiled programs do, and auto takes the best."""
+"""Estimates rank remat policies like compiled programs, and auto chooses the best."""
 
 import contextlib
 import dataclasses
@@ -41,8 +41,8 @@ run in a loop, in which what is kept is copied into stacks and back."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "cluster", "train", "compiled"), ROWS)
-def test_remat_policies_rank_as_the_compiled_programs_do(model, mesh, cluster, train, compiled):
-    """Keeping everything is the fastest where it needs no stacks, and only there."""
+def test_remat_policies_rank_like_compiled_programs(model, mesh, cluster, train, compiled):
+    """Saving everything is the fastest only if it needs no stacks."""
     seconds = [
         estimate_time(
             job(mesh, gpus=cluster, model=model, train={**train, "remat": policy})
@@ -60,8 +60,8 @@ def test_remat_policies_rank_as_the_compiled_programs_do(model, mesh, cluster, t
         (8, "full"),
     ],
 )
-def test_auto_takes_the_fastest_policy_that_fits(limit_gib, policy):
-    """8B on 8 GPUs; less memory keeps less, and where nothing fits, what needs least."""
+def test_auto_chooses_the_fastest_policy_that_fits(limit_gib, policy):
+    """8B on 8 GPUs; less memory saves less; if nothing fits, the smallest policy is chosen."""
     config = run(remat="auto", num_microbatches=8)
     budget = Budget.of(config, MeshSpec(fsdp=8), gpus(8, limit_gib), None)
     choice = budget.remat
@@ -71,7 +71,7 @@ def test_auto_takes_the_fastest_policy_that_fits(limit_gib, policy):
     assert choice.fits(policy) == (limit_gib > 8)
 
 
-def test_hosts_with_almost_equal_memory_choose_alike():
+def test_hosts_with_almost_equal_memory_choose_the_same_policy():
     config = run(remat="auto", num_microbatches=8)
     needed = Budget.of(config, MeshSpec(fsdp=8), gpus(8, 140), None).remat.bytes["dots"] / 2**30
     bound = np.ceil(needed * 1.05)
@@ -82,8 +82,8 @@ def test_hosts_with_almost_equal_memory_choose_alike():
     assert chosen[0] != "dots" and chosen[1:] == ["dots", "dots", "dots"]
 
 
-def test_unrolled_layers_copy_nothing_into_stacks():
-    """One GPU runs up to 32 layers as a straight line; a loop of 33 keeps more, and copies it."""
+def test_unrolled_layers_copy_no_activations_into_stacks():
+    """One GPU unrolls up to 32 layers; a loop of 33 saves more, and copies it."""
     flat, loop = (
         job("dp=1", model=dataclasses.replace(SMALL, num_layers=n), train={"remat": "none"})
         for n in (32, 33)
@@ -95,33 +95,33 @@ def test_unrolled_layers_copy_nothing_into_stacks():
     assert per_layer[1] - per_layer[0] == pytest.approx(3 * costs_of(loop).kept_per_layer())
 
 
-def test_zero_2_runs_its_layers_in_a_loop():
-    """Unrolled, it would take more memory than ZeRO-1."""
+def test_zero_2_keeps_layers_in_a_loop():
+    """Unrolled, it would need more memory than ZeRO-1."""
     unrolls = [job("dp=2", zero=zero, model=SMALL).unrolls for zero in (0, 1, 2)]
     assert unrolls == [True, True, False]
 
 
-def test_a_model_without_the_names_is_not_offered_them():
+def test_policies_are_limited_to_names_of_the_model():
     model = CnnConfig()
     assert policies_of(job(model=model)) == ["none", "dots", "full"]
     assert policies_of(job()) == list(POLICIES)
 
 
 @pytest.mark.parametrize("name", ["attention", "attention_out"])
-def test_what_is_kept_of_a_split_layer_is_a_devices_share(name):
-    """With sequence parallelism also the sum of a product's parts: it is named behind it."""
+def test_saved_activations_of_a_split_layer_are_a_device_share(name):
+    """With sequence parallelism the summed output is saved too: it is named after the sum."""
     one, four = (job(mesh, train={"remat": f"names:{name}"}) for mesh in ("dp=1", "tp=4"))
     assert costs_of(four).kept_per_layer() == costs_of(one).kept_per_layer() / 4
 
 
-def test_a_policy_that_the_settings_name_stays():
+def test_policy_in_the_settings_is_kept():
     budget = Budget.of(run(remat="none"), MeshSpec(fsdp=8), gpus(8, 140), None)
     assert budget.remat is None and budget.job.remat == "none"
     assert choose_remat(job(train={"remat": "names:qkv"}), 0) is None
 
 
 def fitted(budget, needs, agree=lambda _, own: [own]):
-    """Policies whose steps are compiled, of which each needs so many bytes."""
+    """Choose from policies whose steps are compiled, each of which needs so many bytes."""
     tried = []
 
     def compile_with(budget):
@@ -135,23 +135,23 @@ def fitted(budget, needs, agree=lambda _, own: [own]):
     return tried
 
 
-def test_a_compiled_step_that_does_not_fit_saves_less_for_backward():
+def test_step_that_does_not_fit_is_recompiled_with_fewer_saved_activations():
     budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 72), None)
     choice, estimate = budget.remat, lambda budget: budget.memory.total_bytes
     first = choice.job.remat
     assert fitted(budget, estimate) == [first, "fits"]
-    # The estimate is too low by a fixed share: what fits by the corrected estimate is next.
+    # The estimate is too low by a fixed share: the next policy is the one that fits when corrected.
     scale = budget.limit_bytes / estimate(budget) * 1.01
     _, second, end = fitted(budget, lambda budget: scale * estimate(budget))
     assert end == "fits" and choice.bytes[second] < choice.bytes[first]
     rest = [p for p in choice.bytes if choice.bytes[p] * scale <= budget.limit_bytes]
     assert second == min(rest, key=choice.seconds.get)
-    # Far off: the smallest is next, and then nothing is left.
+    # Far off: the smallest policy is next, and then none is left.
     smallest = min(choice.bytes, key=choice.bytes.get)
     assert fitted(budget, lambda _: 1000 * budget.limit_bytes) == [first, smallest]
 
 
-def test_no_more_than_three_steps_are_compiled():
+def test_at_most_three_steps_are_compiled():
     budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 140), None)
     names = iter(sorted(budget.remat.bytes, key=budget.remat.bytes.get, reverse=True)[1:])
     chosen = lambda self, *_: dataclasses.replace(
@@ -163,7 +163,7 @@ def test_no_more_than_three_steps_are_compiled():
 
 
 def test_processes_agree_on_the_policy():
-    """The step fits here, and not in another process."""
+    """The step fits on this process, but not on another."""
     budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 72), None)
     estimate = lambda budget: budget.memory.total_bytes
     agree = lambda topic, own: [own, [own[0], own[1] / 2]]
@@ -171,7 +171,7 @@ def test_processes_agree_on_the_policy():
     assert fitted(budget, estimate, agree) == expected != fitted(budget, estimate)
 
 
-def test_a_policy_of_the_settings_is_kept():
+def test_compiled_policy_in_the_settings_is_kept():
     budget = Budget.of(run(remat="dots"), MeshSpec(fsdp=8), gpus(8, 72), None)
     with refused("compiled step", "--override=memory"):
         budget.fit(lambda _: stats(80 * 2**30))

@@ -1,4 +1,4 @@
-"""Evaluation numbers: means over all rows of the dataset, each counted once by its weight."""
+"""Evaluation metrics: means over all rows of the dataset, each counted once by its weight."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from jaxdist.settings import ConfigError
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """Rows with unequal weights, whose last batch of 8 is ragged."""
+    """Return rows with unequal weights, whose last batch of 8 is ragged."""
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     text = write_text(tmp_path)
     dataset = open_text(text, text, packing="best_fit", eval_fraction=0.3)[1]
@@ -29,7 +29,7 @@ def held(tmp_path, monkeypatch):
 
 
 def sums_of(_, batch):
-    """What a compiled evaluation returns, of a model whose loss is the target over 50."""
+    """Return the sums of a compiled evaluation, for a model whose loss is the target over 50."""
     targets, weights = np.asarray(batch["targets"], np.float64), np.asarray(batch["weights"])
     return {
         "loss": (weights * targets / 50).sum(),
@@ -46,7 +46,7 @@ def evaluated(held, unit="tokens", **options):
 class Stored:
     """A reader of checkpoints 100 and 200."""
 
-    def __init__(self, *given, **options):
+    def __init__(self, *args, **options):
         pass
 
     choose = lambda self: 200
@@ -55,8 +55,8 @@ class Stored:
     restore_params = lambda self, target, step, weights: f"weights of {step}"
 
 
-def test_the_path_of_a_checkpoint_names_its_step(tmp_path, monkeypatch):
-    run = tmp_path / "7"  # a run may have a number for its name
+def test_checkpoint_path_selects_its_step(tmp_path, monkeypatch):
+    run = tmp_path / "7"  # a run may have a numeric name
     for step in ("100", "200"):
         (run / "checkpoints" / step).mkdir(parents=True)
         (run / "checkpoints" / step / "manifest.json").write_text("{}")
@@ -84,18 +84,18 @@ class Opened:
     path = "runs/x"
 
     def __init__(self):
-        self.asked = {}
+        self.calls = {}
 
     def open(self, path, **options):
-        self.asked |= {"run": path, **options}
+        self.calls |= {"run": path, **options}
         return self
 
     def open_held_out(self, sources):
-        self.asked["sources"] = sources
+        self.calls["sources"] = sources
         return ROWS
 
     def weights(self, step, kind):
-        self.asked["weights"] = step, kind
+        self.calls["weights"] = step, kind
         return SimpleNamespace(params="params", step=7, kind="raw")
 
     def parts_for(self, fields):
@@ -103,7 +103,7 @@ class Opened:
         return SimpleNamespace(spec="dp=2", plan=SimpleNamespace(digest="f00d"))
 
     def evaluate(self, params, dataset, max_batches):
-        self.asked["evaluate"] = params, dataset, max_batches
+        self.calls["evaluate"] = params, dataset, max_batches
         return {"loss": 2.0, "tokens": 1e6}
 
 
@@ -124,14 +124,12 @@ ALL = [
         ),
     ],
 )
-def test_the_command_asks_for_what_its_flags_say(
-    monkeypatch, capsys, flags, opened, weights, sources, batches
-):
+def test_command_passes_its_flags_on(monkeypatch, capsys, flags, opened, weights, sources, batches):
     run = Opened()
     monkeypatch.setattr("jaxdist.run.trained_run.open_run", run.open)
     assert command.main(["a/run", "--json", *flags]) == 0
     evaluation = {"evaluate": ("params", ROWS, batches), "weights": weights, "sources": sources}
-    assert run.asked == {"run": "a/run", **opened, **evaluation}
+    assert run.calls == {"run": "a/run", **opened, **evaluation}
     facts = {"run": "runs/x", "step": 7, "weights": "raw", "mesh": "dp=2", "step_plan": "f00d"}
     assert json.loads(capsys.readouterr().out) == {**facts, "loss": 2.0, "tokens": 1e6}
     assert command.main(["a/run", *flags]) == 0
@@ -139,48 +137,48 @@ def test_the_command_asks_for_what_its_flags_say(
     assert (printed["step"], printed["loss"], printed["tokens"]) == ("7", "2", "1e+06")
 
 
-def test_rows_of_which_nothing_counts_are_refused(held, monkeypatch):
+def test_rows_without_weight_are_rejected(held, monkeypatch):
     nothing = lambda params, batch: {"loss": 0.0, "weight": 0.0}
     monkeypatch.setitem(globals(), "sums_of", nothing)
     with refused("data.eval_sources"):
         evaluated(held)
 
 
-def test_the_mean_is_over_all_weights_and_not_over_batches(held):
+def test_mean_is_over_all_weights_and_not_over_batches(held):
     batches = []
-    found = evaluated(held, on_batch=lambda: batches.append(1))
-    whole = sums_of({}, held.rows(np.arange(held.num_rows)))
-    assert found["loss"] == pytest.approx(whole["loss"] / whole["weight"], rel=1e-12)
-    assert found["accuracy"] == pytest.approx(whole["correct"] / whole["weight"], rel=1e-12)
-    assert found["tokens"] == whole["weight"]
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-12)
-    assert set(found) == {"loss", "accuracy", "perplexity", "tokens"}
+    result = evaluated(held, on_batch=lambda: batches.append(1))
+    sums = sums_of({}, held.rows(np.arange(held.num_rows)))
+    assert result["loss"] == pytest.approx(sums["loss"] / sums["weight"], rel=1e-12)
+    assert result["accuracy"] == pytest.approx(sums["correct"] / sums["weight"], rel=1e-12)
+    assert result["tokens"] == sums["weight"]
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-12)
+    assert set(result) == {"loss", "accuracy", "perplexity", "tokens"}
     assert len(batches) == -(-held.num_rows // 8)
 
 
-def test_a_bounded_evaluation_counts_its_own_rows_alone(held):
-    found = evaluated(held, unit="images", max_batches=2)
-    whole = sums_of({}, held.rows(np.arange(16) * held.num_rows // 16))
-    assert found["images"] == whole["weight"]
-    assert found["loss"] == pytest.approx(whole["loss"] / whole["weight"], rel=1e-12)
-    assert "perplexity" not in found
+def test_limited_evaluation_counts_only_its_rows(held):
+    result = evaluated(held, unit="images", max_batches=2)
+    sums = sums_of({}, held.rows(np.arange(16) * held.num_rows // 16))
+    assert result["images"] == sums["weight"]
+    assert result["loss"] == pytest.approx(sums["loss"] / sums["weight"], rel=1e-12)
+    assert "perplexity" not in result
 
 
-def test_a_program_reads_all_its_arguments(monkeypatch):
+def test_compiled_program_uses_all_its_arguments(monkeypatch):
     monkeypatch.setattr("sys.argv", ["evaluate", "none", "--nothing=1"])
     with refused("nothing"):
         command.main()
 
 
-def test_progress_is_told_of_the_batches_that_there_are(held, monkeypatch):
-    told, count = [], -(-held.num_rows // 8)
+def test_progress_receives_the_number_of_batches(held, monkeypatch):
+    totals, count = [], -(-held.num_rows // 8)
 
-    class Told(evaluation_loop.Progress):
+    class RecordedProgress(evaluation_loop.Progress):
         def __init__(self, what, total, unit):
-            told.append(total)
+            totals.append(total)
             super().__init__(what, total, unit)
 
-    monkeypatch.setattr(evaluation_loop, "Progress", Told)
+    monkeypatch.setattr(evaluation_loop, "Progress", RecordedProgress)
     for max_batches in (0, 2, count + 1):
         evaluated(held, max_batches=max_batches)
-    assert told == [count, 2, count]
+    assert totals == [count, 2, count]

@@ -6,7 +6,7 @@ from jaxdist.runtime.formatting import numbers, tables
 
 
 @pytest.mark.parametrize(
-    ("show", "value", "shown"),
+    ("show", "value", "expected"),
     [
         (numbers.in_bytes, 80 * 2**30, "80.0 GiB"),
         (numbers.in_bytes, 2**30 - 1, "1,024.0 MiB"),
@@ -39,18 +39,18 @@ from jaxdist.runtime.formatting import numbers, tables
         (lambda ratio: numbers.relative_speed(1.0, ratio), 10.6, "10.6 times as fast"),
     ],
 )
-def test_numbers_have_one_form(show, value, shown):
-    assert show(value) == shown
+def test_numbers_are_formatted(show, value, expected):
+    assert show(value) == expected
 
 
-def test_columns_align_labels_left_and_numbers_right():
+def test_labels_align_left_and_numbers_right():
     assert tables.columns([("a", "1", "22"), ("bbb", "333", "4")]) == [
         "a      1  22",
         "bbb  333   4",
     ]
 
 
-def test_wrapped_lines_hang_below_their_head():
+def test_wrapped_lines_are_indented_below_their_label():
     lines = tables.wrap("one two --a.long-flag", 12, head="- ")
     assert lines == ["- one two", "  --a.long-flag"]
     assert tables.wrap("") == [""]

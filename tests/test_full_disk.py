@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, on a disk that is full or away: no run ends for it."""
+"""Files of a run next to its checkpoints, on a full or unavailable disk: the run never ends."""
 
 import errno
 import logging
@@ -31,7 +31,7 @@ def train_record(step: int) -> dict:
 
 @pytest.fixture
 def full(tmp_path):
-    """A records file every write to which fails for want of room, until `free` is called."""
+    """Return a records file whose writes fail for lack of space, until `free` is called."""
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
 
@@ -42,7 +42,7 @@ def full(tmp_path):
     return path, free
 
 
-def test_records_are_kept_while_the_disk_is_full_and_none_is_missing(full, caplog):
+def test_records_are_buffered_while_the_disk_is_full_and_none_is_lost(full, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     path, free = full
     writer = RecordWriter(path)
@@ -58,7 +58,7 @@ def test_records_are_kept_while_the_disk_is_full_and_none_is_missing(full, caplo
     assert missing(resumed, path, "written again") == []
 
 
-def test_half_a_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
+def test_partial_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
     path, real, calls = tmp_path / "metrics.jsonl", os.write, []
 
     def short(descriptor, data):
@@ -78,7 +78,7 @@ def test_half_a_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
     assert read_records(path) == [train_record(1), train_record(2)]
 
 
-def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
+def test_missing_file_is_not_recreated(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     writer = RecordWriter(path)
     real = os.write
@@ -96,7 +96,7 @@ def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]
 
 
-def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(full, monkeypatch, caplog):
+def test_buffer_is_bounded_and_lost_records_are_counted(full, monkeypatch, caplog):
     path, _ = full
     monkeypatch.setattr(metrics_log, "_MAX_PENDING_BYTES", 200)
     writer = RecordWriter(path)
@@ -108,9 +108,7 @@ def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(full, monkeypatch,
     assert missing(caplog.messages[-1], "are lost", os.strerror(errno.ENOENT)) == []
 
 
-def test_what_is_kept_to_the_end_is_set_aside_where_there_is_room(
-    tmp_path, full, monkeypatch, caplog
-):
+def test_remaining_records_are_saved_elsewhere_at_the_end(tmp_path, full, monkeypatch, caplog):
     path, _ = full
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     writer = RecordWriter(path)
@@ -122,7 +120,7 @@ def test_what_is_kept_to_the_end_is_set_aside_where_there_is_room(
     assert read_records(kept) == [train_record(1), train_record(2)]
 
 
-def test_tensorboard_says_once_that_points_are_missing(tmp_path, monkeypatch, caplog):
+def test_tensorboard_reports_missing_points_once(tmp_path, monkeypatch, caplog):
     board = TensorBoard(tmp_path / "tensorboard")
 
     def fail():
@@ -137,7 +135,7 @@ def test_tensorboard_says_once_that_points_are_missing(tmp_path, monkeypatch, ca
     assert missing(line, tmp_path, os.strerror(errno.ENOSPC), "metrics.jsonl") == []
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_changes_no_exit_code():
+def test_unwritable_log_is_reported_once_and_keeps_the_exit_code():
     code = """
     from jaxdist import runtime
     def main():
@@ -160,12 +158,12 @@ def test_a_log_that_cannot_be_written_is_said_once_and_changes_no_exit_code():
     assert "Logging error" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_launched_process_does_not_make_its_run_directory_anew(tmp_path, monkeypatch):
+def test_launched_process_does_not_recreate_its_run_directory(tmp_path, monkeypatch):
     path = tmp_path / "run"
     monkeypatch.setenv("JAXDIST_LOG_DIR", str(path / "logs"))
     with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
         RunDirectory.open(path)
     assert not path.exists()
-    RunDirectory.open(tmp_path / "another")  # not the launcher's: made as ever
+    RunDirectory.open(tmp_path / "another")  # not the launcher's: created as usual
     (path / "logs").mkdir(parents=True)
     assert RunDirectory.open(path).checkpoints.is_directory()

@@ -1,4 +1,4 @@
-"""Generation: where a text ends, how a conversation is asked, what goes to a file."""
+"""Generation: end of a text, prompts of a conversation, output to a file."""
 
 import dataclasses
 import io
@@ -43,17 +43,17 @@ def ids(folder, *names: str) -> list[int]:
 
 
 def copy_with(model_folder, tmp_path, **files: dict):
-    """The tokenizer alone, with these JSON files next to it."""
+    """Copy only the tokenizer, with these JSON files next to it."""
     (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     return load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def test_a_text_ends_where_the_models_own_files_say(model_folder, tmp_path):
+def test_text_ends_as_the_model_files_define(model_folder, tmp_path):
     end, asks, done = ids(model_folder, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     cases = [
-        ({}, end, {end}),  # the usual name, where no file says more
+        ({}, end, {end}),  # the usual name, if no file defines more
         ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, done, {done}),
         ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, done, {done}),
         ({"generation_config": {"eos_token_id": [done, asks]}}, done, {done, asks}),
@@ -76,16 +76,16 @@ def test_a_text_ends_where_the_models_own_files_say(model_folder, tmp_path):
     assert tokenizer.bos_id == asks
 
 
-def test_a_chat_stops_where_its_template_ends_an_answer(model_folder, tmp_path):
+def test_chat_stops_at_the_answer_end_of_its_template(model_folder, tmp_path):
     end, done = ids(model_folder, "<|endoftext|>", "<|im_end|>")
     (tmp_path / "chat_template.jinja").write_text(CHATML)
-    tokenizer = copy_with(model_folder, tmp_path)  # reads what lies beside it
+    tokenizer = copy_with(model_folder, tmp_path)  # reads the files next to it
     assert tokenizer.stop_ids == {end}
     assert load_template("auto", tokenizer).stop_ids == {end, done}
     assert load_template("plain", tokenizer).stop_ids == {end}
 
 
-def test_a_prompt_is_the_conversation_as_it_was_trained_up_to_the_answer(model_folder):
+def test_prompt_is_the_trained_conversation_up_to_the_answer(model_folder):
     talk = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -98,59 +98,61 @@ def test_a_prompt_is_the_conversation_as_it_was_trained_up_to_the_answer(model_f
         load_tokenizer("bytes"),
     ):
         template = load_template("auto", tokenizer)
-        prompt, whole = template.prompt(talk), template.encode([*talk, answer])
-        np.testing.assert_array_equal(whole.tokens[: len(prompt)], prompt)
-        assert whole.weights[: len(prompt)].sum() == len(tokenizer.encode("I am")) + 1
-        assert whole.weights[len(prompt)] == 1
+        prompt, complete = template.prompt(talk), template.encode([*talk, answer])
+        np.testing.assert_array_equal(complete.tokens[: len(prompt)], prompt)
+        assert complete.weights[: len(prompt)].sum() == len(tokenizer.encode("I am")) + 1
+        assert complete.weights[len(prompt)] == 1
 
 
 def scripted(monkeypatch, answers: list[str], tokenizer) -> list[str]:
-    """Let the model say `answers`, one call each, every one ended; returns what it was asked."""
-    asked, said = [], iter(answers)
+    """Let the model generate `answers`, one per call, each terminated; return its prompts."""
+    prompts_received, remaining = [], iter(answers)
 
     def tokens(self, prompts, *, max_new_tokens, stop, seed):
-        asked.extend(tokenizer.decode(prompt, show_special=True) for prompt in prompts)
-        made = [*tokenizer.encode(next(said)), tokenizer.end_id]
+        prompts_received.extend(tokenizer.decode(prompt, show_special=True) for prompt in prompts)
+        made = [*tokenizer.encode(next(remaining)), tokenizer.end_id]
         assert tokenizer.end_id in stop
         for token in made:
             yield [int(token)] * len(prompts)
 
     monkeypatch.setattr(Decoder, "tokens", tokens)
-    return asked
+    return prompts_received
 
 
-def test_a_talk_keeps_its_turns_until_a_new_one(run_dir, monkeypatch, capsys):
+def test_chat_keeps_its_turns_until_reset(run_dir, monkeypatch, capsys):
     tokenizer = load_tokenizer(str(run_dir / "tokenizer" / "tokenizer.json"))
-    asked = scripted(monkeypatch, ["I am", "a model", "Hello"], tokenizer)
+    prompts_received = scripted(monkeypatch, ["I am", "a model", "Hello"], tokenizer)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nwho?\n/new\nyou\n"))
     assert generate.main([str(run_dir), "--chat", "--system", "Be brief."]) == 0
     assert capsys.readouterr().out == "I am\na model\nHello\n"
     turn = lambda role, text: f"<|im_start|>{role}\n{text}<|im_end|>\n"
     start, opened = turn("system", "Be brief."), "<|im_start|>assistant\n"
-    assert asked == [
+    assert prompts_received == [
         start + turn("user", "Hello") + opened,
         start + turn("user", "Hello") + turn("assistant", "I am") + turn("user", "who?") + opened,
         start + turn("user", "you") + opened,
     ]
 
 
-def test_answers_to_a_file_can_be_trained_on(run_dir, tmp_path, capsys):
+def test_answers_in_a_file_are_training_data(run_dir, tmp_path, capsys):
     asks, out = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
-    said = [{"role": "user", "content": "Hello"}]
-    asks.write_text(json.dumps({"prompt": "who?"}) + "\n" + json.dumps({"messages": said}) + "\n")
+    messages = [{"role": "user", "content": "Hello"}]
+    asks.write_text(
+        json.dumps({"prompt": "who?"}) + "\n" + json.dumps({"messages": messages}) + "\n"
+    )
     flags = [str(run_dir), "--chat", "--prompt_file", str(asks), "--max_new_tokens=3"]
     assert generate.main([*flags, "--out", str(out), "--batch_size=1"]) == 0
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [[m["role"] for m in answer["messages"]] for answer in answers] == [
         ["user", "assistant"]
     ] * 2
-    assert answers[1]["messages"][0] == said[0]
+    assert answers[1]["messages"][0] == messages[0]
     assert {answer["finish_reason"] for answer in answers} <= {"stop", "length"}
     with pytest.raises(ConfigError, match="is not overwritten"):
         generate.main([*flags, "--out", str(out)])
 
 
-def test_special_tokens_are_shown_on_request(run_dir, monkeypatch, capsys):
+def test_special_tokens_are_printed_on_request(run_dir, monkeypatch, capsys):
     tokenizer = load_tokenizer(str(run_dir / "tokenizer" / "tokenizer.json"))
     scripted(monkeypatch, ["I am", "I am"], tokenizer)
     generate.main([str(run_dir), "--prompt", "Hello"])
@@ -167,13 +169,13 @@ def test_special_tokens_are_shown_on_request(run_dir, monkeypatch, capsys):
         ("{", [], "asks.jsonl:1"),
     ],
 )
-def test_bad_prompts_are_named_before_weights_are_read(run_dir, tmp_path, lines, flags, error):
+def test_bad_prompts_are_reported_before_weights_are_read(run_dir, tmp_path, lines, flags, error):
     (tmp_path / "asks.jsonl").write_text(lines + "\n")
     with pytest.raises(ConfigError, match=error):
         generate.main([str(run_dir), "--prompt_file", str(tmp_path / "asks.jsonl"), *flags])
 
 
-def test_an_exported_model_says_where_its_texts_begin_and_end(run_dir, model_folder, tmp_path):
+def test_exported_model_has_begin_and_end_tokens(run_dir, model_folder, tmp_path):
     assert convert(["to-hf", str(run_dir), str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     begin, end = ids(model_folder, "<|endoftext|>", "<|im_end|>")
@@ -182,7 +184,7 @@ def test_an_exported_model_says_where_its_texts_begin_and_end(run_dir, model_fol
     assert generation == {"bos_token_id": begin, "eos_token_id": end}
 
 
-def test_a_run_without_a_checkpoint_says_so(run_dir, tmp_path):
+def test_run_without_a_checkpoint_is_rejected(run_dir, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.toml").write_text((run_dir / "config.toml").read_text())
     with refused(tmp_path, "no checkpoint", "--resume") as caught:

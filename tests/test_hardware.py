@@ -1,4 +1,4 @@
-"""GPUs: their names, `--gpus`, one's own in a file, and errors that say what to write instead."""
+"""GPUs: names, `--gpus`, custom ones in a file, and errors with the fix."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from jaxdist.settings import ConfigError
         ("l4:3", ["l4:1x3"]),
     ],
 )
-def test_gpus_are_read(text, expected):
+def test_gpu_arguments_are_parsed(text, expected):
     assert [str(cluster) for cluster in parse_gpus(text)] == expected
 
 
@@ -37,18 +37,18 @@ def test_gpus_are_read(text, expected):
         ("", ["''", "not known"]),
     ],
 )
-def test_bad_gpus_are_refused_with_a_fix(text, facts):
+def test_bad_gpu_arguments_are_rejected_with_a_fix(text, facts):
     with refused(*facts):
         parse_gpus(text)
 
 
-def test_every_problem_of_a_list_is_said_at_once():
+def test_all_problems_of_a_list_are_reported():
     with pytest.raises(ConfigError) as error:
         parse_gpus("h101:8,h100:12")
     assert len(error.value.problems) == 2
 
 
-def test_fast_links_of_a_rack_reach_over_nodes():
+def test_rack_scale_links_connect_nodes():
     (cluster,) = parse_gpus("gb200:72")
     assert (cluster.gpus_per_node, cluster.gpus_per_fabric) == (4, 72)
     (cluster,) = parse_gpus("h100:64")
@@ -56,11 +56,11 @@ def test_fast_links_of_a_rack_reach_over_nodes():
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_figures_are_of_a_sane_size(gpu):
-    """A slip of a power of ten or a bit for a byte would show."""
+def test_gpu_figures_are_plausible(gpu):
+    """A wrong power of ten or a bit instead of a byte would fail."""
     assert 14e9 < gpu.memory_bytes < 200e9
     assert 8e12 <= gpu.peak_flops["float32"] < 2e15
-    # Operations that one byte from memory must feed: tens to hundreds on every tensor-core GPU.
+    # Operations that one byte from memory must supply: tens to hundreds on every tensor-core GPU.
     best = max(gpu.peak_flops.get(d, 0.0) for d in ("bfloat16", "float16"))
     assert 75 < best / gpu.memory_bandwidth < 500
     assert 0.4e-12 < gpu.power_w / best < 5e-12
@@ -68,7 +68,7 @@ def test_figures_are_of_a_sane_size(gpu):
     assert 0 < gpu.spot_price_per_hour < gpu.price_per_hour < 15
 
 
-def test_a_device_names_its_gpu():
+def test_gpu_is_identified_by_device_name():
     assert gpu_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
     assert gpu_of("Tesla T4") is GPUS["t4"]
     assert gpu_of("NVIDIA H200 NVL") is GPUS["h200-nvl"]
@@ -95,17 +95,17 @@ spot_price_per_hour = 0.5
 """
 
 
-def test_own_hardware_starts_from_a_known_gpu_or_says_all(tmp_path):
+def test_custom_hardware_extends_a_listed_gpu_or_defines_all_fields(tmp_path):
     file = tmp_path / "hardware.toml"
     file.write_text(OWN)
-    known = read_hardware(file)
-    ours, prototype = find_gpu("our-h100", known), find_gpu("prototype", known)
+    catalogue = read_hardware(file)
+    ours, prototype = find_gpu("our-h100", catalogue), find_gpu("prototype", catalogue)
     assert (ours.network_bandwidth, ours.price_per_hour) == (12.5e9, 1.9)
     assert ours.memory_bytes == GPUS["h100"].memory_bytes
     assert ours.power_w == GPUS["h100"].power_w and prototype.power_w == 0
     assert prototype.memory_bytes == 64 * 2**30
     assert prototype.peak_flops == {"bfloat16": 500e12, "float32": 250e12}
-    assert [str(c) for c in parse_gpus("our-h100:16,prototype:8", known)] == [
+    assert [str(c) for c in parse_gpus("our-h100:16,prototype:8", catalogue)] == [
         "our-h100:2x8",
         "prototype:2x4",
     ]
@@ -125,13 +125,13 @@ def test_own_hardware_starts_from_a_known_gpu_or_says_all(tmp_path):
         ("[x", ["hardware.toml", "end of document"]),
     ],
 )
-def test_bad_hardware_files_are_refused_with_a_fix(tmp_path, text, facts):
+def test_bad_hardware_files_are_rejected_with_a_fix(tmp_path, text, facts):
     file = tmp_path / "hardware.toml"
     file.write_text(text)
     with refused(*facts):
         read_hardware(file)
 
 
-def test_a_missing_hardware_file_is_said():
+def test_missing_hardware_file_is_reported():
     with refused("nowhere.toml", os.strerror(errno.ENOENT)):
         read_hardware("nowhere.toml")

@@ -1,4 +1,4 @@
-"""Blocks of Hugging Face tensors: what is read, how much of it, and where it goes on a mesh."""
+"""Blocks of Hugging Face tensors: which are read, how many bytes, and their location on a mesh."""
 
 import dataclasses
 import hashlib
@@ -36,7 +36,7 @@ SEQ = 16
 
 @pytest.fixture
 def read_bytes(monkeypatch):
-    """Bytes that were read from tensors, one number per block."""
+    """Record the bytes read from tensors, one number per block."""
     counted = []
     read = safetensors.StoredTensor.read
 
@@ -51,10 +51,10 @@ def read_bytes(monkeypatch):
 
 def random_block(rng, shape) -> tuple[slice, ...]:
     ends = [sorted(rng.integers(0, size + 1, 2)) for size in shape]
-    whole = rng.random(len(shape)) < 0.4
+    is_full = rng.random(len(shape)) < 0.4
     return tuple(
         slice(0, size) if all_of_it else slice(int(a), int(b))
-        for (a, b), size, all_of_it in zip(ends, shape, whole, strict=True)
+        for (a, b), size, all_of_it in zip(ends, shape, is_full, strict=True)
     )
 
 
@@ -63,7 +63,7 @@ SHAPES = [(), (7,), (3000,), (40, 60), (5, 3, 700), (2, 3, 4, 5), (3, 2000, 2), 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, shape, dtype):
+def test_block_of_a_tensor_equals_the_slice_of_its_values(tmp_path, shape, dtype):
     rng = np.random.default_rng(0)
     before = rng.standard_normal(5).astype(np.float32)
     values = rng.standard_normal(shape).astype(dtype)
@@ -78,31 +78,31 @@ def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, shape, dtype):
         index = random_block(rng, shape)
         got = stored.read(index)
         assert got.shape == values[index].shape and got.tobytes() == values[index].tobytes()
-        assert not isinstance(got.base, np.memmap)  # its own memory, not the file's pages
+        assert not isinstance(got.base, np.memmap)  # separate memory, not the file's pages
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_any_block_of_a_part_is_read_from_what_it_is_made_of(name):
-    """Against joining everything, itself proven by transformers' logits (test_convert_hf)."""
+def test_block_of_a_joined_tensor_is_read_from_its_sources(name):
+    """The reference joins everything; transformers' logits verify that (test_convert_hf)."""
     config = FAMILIES[name]
     rng = np.random.default_rng(0)
     for piece in pieces(config, family_of(config)):
         if piece.layer not in (None, 1):
             continue
-        theirs = {s.name: rng.standard_normal(s.shape) for s in piece.sources}
-        whole = piece.join(list(theirs.values()))
-        assert whole.shape == piece.shape
+        tensors = {s.name: rng.standard_normal(s.shape) for s in piece.sources}
+        joined_array = piece.join(list(tensors.values()))
+        assert joined_array.shape == piece.shape
         for _ in range(10):
             index = random_block(rng, piece.shape)
-            asked = []
+            reads = []
 
-            def fetch(source, place, asked=asked, theirs=theirs):
-                asked.append(theirs[source.name].reshape(source.view)[place])
-                return asked[-1]
+            def fetch(source, index_of_block, reads=reads, tensors=tensors):
+                reads.append(tensors[source.name].reshape(source.view)[index_of_block])
+                return reads[-1]
 
             got = piece.read(index, fetch, np.dtype(np.float64))
-            np.testing.assert_array_equal(got, whole[index])
-            assert sum(x.size for x in asked) <= got.size  # less where there is padding
+            np.testing.assert_array_equal(got, joined_array[index])
+            assert sum(x.size for x in reads) <= got.size  # less if there is padding
 
 
 # --- onto a mesh
@@ -120,7 +120,7 @@ def target_of(config, mesh: str):
 
 
 def joined(path) -> dict[str, np.ndarray]:
-    """Every array of ours from whole tensors, on the host."""
+    """Return every array of ours from complete tensors, on the host."""
     weights = open_weights(path)
     read = lambda piece: piece.join([weights.tensors[n].read() for n in piece.tensor_names])
     return {
@@ -140,22 +140,22 @@ def joined(path) -> dict[str, np.ndarray]:
         ("gpt2", "fsdp=8", 300),
     ],
 )
-def test_weights_on_a_mesh_have_every_bit(tmp_path, monkeypatch, name, mesh, block_bytes):
+def test_weights_on_a_mesh_are_bit_identical(tmp_path, monkeypatch, name, mesh, block_bytes):
     monkeypatch.setattr(loading, "BLOCK_BYTES", block_bytes)
     config = FAMILIES[name]
     write_model(tmp_path / "in", config)
     params = load_params(tmp_path / "in", target_of(config, mesh))
     expected = joined(tmp_path / "in")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        whole = expected.pop("params/" + "/".join(key.key for key in path))
-        np.testing.assert_array_equal(leaf, whole)
+        expected_leaf = expected.pop("params/" + "/".join(key.key for key in path))
+        np.testing.assert_array_equal(leaf, expected_leaf)
         for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, whole[shard.index])
+            np.testing.assert_array_equal(shard.data, expected_leaf[shard.index])
     assert not expected
 
 
 @pytest.mark.parametrize("mesh", ["dp=8", "fsdp=8", "dp=2,fsdp=2,tp=2"])
-def test_each_byte_is_read_about_once_and_few_at_a_time(tmp_path, monkeypatch, read_bytes, mesh):
+def test_each_byte_is_read_about_once_in_small_blocks(tmp_path, monkeypatch, read_bytes, mesh):
     monkeypatch.setattr(loading, "BLOCK_BYTES", 1 << 16)
     sizes = dict(d_model=512, num_layers=1, num_heads=8, mlp_dim=1024, vocab_size=512)
     config = DecoderConfig(**sizes)
@@ -164,9 +164,9 @@ def test_each_byte_is_read_about_once_and_few_at_a_time(tmp_path, monkeypatch, r
     real = loading._blocks
 
     def watched(*arguments):
-        for place, values in real(*arguments):
+        for index, values in real(*arguments):
             largest.append(values.nbytes)
-            yield place, values
+            yield index, values
 
     monkeypatch.setattr(loading, "_blocks", watched)
     load_params(tmp_path / "in", target_of(config, mesh))
@@ -175,7 +175,7 @@ def test_each_byte_is_read_about_once_and_few_at_a_time(tmp_path, monkeypatch, r
     assert max(largest) <= 1 << 16
 
 
-def test_what_is_no_model_of_theirs_or_another_one_is_refused(tmp_path):
+def test_missing_or_mismatched_model_is_rejected(tmp_path):
     config = FAMILIES["llama2"]
     source = tmp_path / "in"
     write_model(source, config)
@@ -186,13 +186,13 @@ def test_what_is_no_model_of_theirs_or_another_one_is_refused(tmp_path):
     other = dataclasses.replace(config, qk_norm="head")
     with refused("no params/layers/attention/key_norm/scale", num_problems=2):
         load_params(source, target_of(other, "dp=1"))
-    theirs = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**theirs, "intermediate_size": 64}))
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "intermediate_size": 64}))
     with refused("config.json", "[48, 32]", "[64, 32]", num_problems=6):
         directory.open_weights(source)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+def test_file_truncated_during_reading_is_detected(tmp_path):
     write_model(tmp_path, FAMILIES["llama2"])
     weights = open_weights(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -207,32 +207,32 @@ def write_tensor(file, name: str, value: float) -> None:
     safetensors.write(file, {name: safetensors.Tensor([4], values.dtype, [values])}, {})
 
 
-def test_the_index_says_what_is_read_and_a_stray_file_never_wins(tmp_path, caplog):
+def test_index_selects_files_and_stray_files_are_ignored(tmp_path, caplog):
     write_tensor(tmp_path / "model-1.safetensors", "a", 1.0)
     write_tensor(tmp_path / "model-2.safetensors", "b", 2.0)
     write_tensor(tmp_path / "stray.safetensors", "a", 9.0)
     with refused("model-1.safetensors", "stray.safetensors", safetensors.INDEX):
         safetensors.open_all(tmp_path)
     index = tmp_path / safetensors.INDEX
-    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-    index.write_text(json.dumps({"weight_map": places}))
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
     with caplog.at_level("INFO", "jaxdist"):
-        found = safetensors.open_all(tmp_path)
-    assert {name: tensor.read()[0] for name, tensor in found.items()} == {"a": 1.0, "b": 2.0}
+        tensors = safetensors.open_all(tmp_path)
+    assert {name: tensor.read()[0] for name, tensor in tensors.items()} == {"a": 1.0, "b": 2.0}
     assert "stray.safetensors" in caplog.text
-    index.write_text(json.dumps({"weight_map": {**places, "c": "model-2.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "c": "model-2.safetensors"}}))
     with refused("lacks 1 tensors", "e.g. c"):
         safetensors.open_all(tmp_path)
 
 
-def test_a_consolidated_copy_beside_a_model_is_left_unread(tmp_path):
+def test_consolidated_copy_next_to_a_model_is_not_read(tmp_path):
     write_model(tmp_path, FAMILIES["llama2"])
     before = open_weights(tmp_path).tensors
     write_tensor(tmp_path / "consolidated.safetensors", "tok_embeddings.weight", 9.0)
     assert open_weights(tmp_path).tensors == before
 
 
-def test_dropout_that_is_left_out_is_said():
+def test_omitted_dropout_is_reported():
     config = write_config(FAMILIES["gpt2"], "float32")
     assert left_out(config) == []
     (line,) = left_out({**config, "embd_pdrop": 0.1, "attn_pdrop": 0.2})
@@ -302,9 +302,9 @@ def two_processes(folders, config, mesh: str) -> list[dict]:
                 words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
             )
         )
-    said = [process.communicate(timeout=300) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    outputs = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 @pytest.mark.slow
@@ -313,23 +313,23 @@ def test_each_process_reads_the_slices_of_its_own_devices(tmp_path, mesh, share)
     config = dataclasses.replace(FAMILIES["qwen3"], d_model=256, mlp_dim=256, vocab_size=512)
     write_model(tmp_path, config)
     stored = (tmp_path / "model.safetensors").stat().st_size
-    found = two_processes([tmp_path, tmp_path], config, mesh)
+    results = two_processes([tmp_path, tmp_path], config, mesh)
     expected = {
         name: hashlib.sha256(array.tobytes()).hexdigest()
         for name, array in joined(tmp_path).items()
     }
-    for process in found:
+    for process in results:
         assert process["leaves"] == expected
-        assert process["read"] <= (share + 0.02) * stored  # norms are whole on every device
+        assert process["read"] <= (share + 0.02) * stored  # norms are replicated on every device
 
 
 @pytest.mark.slow
-def test_processes_that_see_other_files_are_refused(tmp_path):
+def test_processes_that_see_different_files_are_rejected(tmp_path):
     config = FAMILIES["qwen3"]
     for name, theta in (("a", 1e6), ("b", 1e5)):
         write_model(tmp_path / name, dataclasses.replace(config, rope_theta=theta))
-    found = two_processes([tmp_path / "a", tmp_path / "b"], config, "fsdp=4")
-    for process in found:
+    results = two_processes([tmp_path / "a", tmp_path / "b"], config, "fsdp=4")
+    for process in results:
         assert missing(process["refused"], "processes [1]", "other files") == []
 
 
@@ -341,7 +341,7 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
 
 
 @pytest.mark.parametrize(
-    ("theirs", "changes", "key"),
+    ("settings", "changes", "key"),
     {
         "unscaled attention": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false"),
         "scaled by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
@@ -387,13 +387,13 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "no family": ({"model_type": ["llama"]}, {}, "model_type=['llama']"),
     }.values(),
 )  # fmt: skip
-def test_a_config_that_asks_for_what_is_not_computed_is_refused(theirs, changes, key):
+def test_config_with_unsupported_computation_is_rejected(settings, changes, key):
     with pytest.raises(ConfigError) as refused:
-        read_config(theirs if changes is None else {**theirs, **changes})
+        read_config(settings if changes is None else {**settings, **changes})
     assert key in str(refused.value)
 
 
-def test_every_wrong_key_is_named_at_once():
+def test_all_wrong_keys_are_reported_at_once():
     with pytest.raises(ConfigError) as refused:
         read_config({**GPT2, "scale_attn_weights": False, "alibi": True, "n_head": 0})
     assert len(refused.value.problems) == 3
@@ -402,7 +402,7 @@ def test_every_wrong_key_is_named_at_once():
 @pytest.mark.parametrize(
     "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Olmo2", "Phi3", "Gemma2", "Gemma3Text"]
 )
-def test_what_transformers_writes_by_itself_is_read(kind):
+def test_default_configs_of_transformers_are_read(kind):
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     config = getattr(transformers, f"{kind}Config")()
     written = json.loads(config.to_json_string(use_diff=False))
@@ -428,14 +428,14 @@ PHI3 = {
 """Keys of the published Phi-3-mini-4k-instruct."""
 
 
-def test_phi3_is_read_as_it_was_published():
+def test_published_phi3_config_is_read():
     config = read_config(PHI3)
     assert (config.d_model, config.sliding_window, config.head_width) == (3072, 2047, 96)
 
 
 @pytest.mark.parametrize("name", ["olmo2", "gpt2"])
-def test_a_head_width_that_is_named_is_no_other_family(name):
-    """d_model / num_heads is what 0 stands for."""
+def test_explicit_head_dim_keeps_the_family(name):
+    """A value of 0 means d_model / num_heads."""
     config = {**FAMILIES, **VARIANTS}[name]
     named = dataclasses.replace(config, head_dim=config.head_width)
     assert write_config(named, "float32") == write_config(config, "float32")
@@ -444,7 +444,7 @@ def test_a_head_width_that_is_named_is_no_other_family(name):
         write_config(other, "float32")
 
 
-def test_keys_without_effect_change_nothing():
+def test_keys_without_effect_are_ignored():
     more = {
         "torch_dtype": "bfloat16", "use_cache": False, "bos_token_id": 1, "max_window_layers": 3,
         "temperature": 0.7, "pretraining_tp": 2, "rope_parameters": None, "head_dim": 8,

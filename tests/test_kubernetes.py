@@ -1,6 +1,6 @@
-"""Manifests for Kubernetes: what they ask for, and what they refuse.
+"""Kubernetes manifests: their contents, and rejected settings.
 
-No cluster is here. Kubeflow's models of the API check the golden manifest. `kubernetes_cases` has
+No cluster is needed. Kubeflow's models of the API check the golden manifest. `kubernetes_cases` has
 the reactions of Kubernetes and JobSet to exit codes, from their documentation.
 """
 
@@ -33,16 +33,16 @@ from jaxdist.tools.launch.__main__ import main as launch
 from jaxdist.tools.launch.kubernetes import KubernetesConfig, manifest_text
 from jaxdist.tools.launch.membership import LegalSizes
 
-# --- what Kubernetes makes of it ------------------------------------------------------------------
+# --- behavior in Kubernetes -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_every_pod_resolves_its_process_id(nodes):
-    found = job_set(config(name="llama", nodes=nodes))
-    assert job(found)["completionMode"] == "Indexed"
-    assert job(found)["completions"] == job(found)["parallelism"] == nodes
+    manifest = job_set(config(name="llama", nodes=nodes))
+    assert job(manifest)["completionMode"] == "Indexed"
+    assert job(manifest)["completions"] == job(manifest)["parallelism"] == nodes
     environs = [
-        environ_of(found, labels_of(index, 3, "uid-of-attempt-3"), f"node-{index}")
+        environ_of(manifest, labels_of(index, 3, "uid-of-attempt-3"), f"node-{index}")
         for index in range(nodes)
     ]
     plans = [runtime.resolve(environ) for environ in environs]
@@ -54,8 +54,8 @@ def test_every_pod_resolves_its_process_id(nodes):
     if nodes == 1:
         return
     # JobSet's names: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN
-    (replicated,) = found["spec"]["replicatedJobs"]
-    host = f"llama-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    host = f"llama-{replicated['name']}-0-0.{manifest['spec']['network']['subdomain']}"
     assert {plan.coordinator_address for plan in plans} == {f"{host}:29400"}
     assert {plan.num_hosts for plan in plans} == {nodes}
     assert {plan.token for plan in plans} == {"uid-of-attempt-3"}
@@ -78,37 +78,37 @@ def test_kubernetes_reacts_to_exit_codes_as_documented(code, expected):
     assert outcome(job_set(config(max_restarts=7)), code) == expected
 
 
-def test_the_manifest_of_all_flags_is_the_golden_one():
+def test_manifest_with_all_flags_matches_the_golden_file():
     golden = ROOT / "tests" / "kubernetes_golden.yaml"
     assert manifest_text(EVERYTHING) == golden.read_text(), f"check the change, then write {golden}"
 
 
-@pytest.mark.parametrize("given", [config(), EVERYTHING], ids=["least", "everything"])
-def test_the_models_of_the_api_accept_every_field(given):
-    """Kubeflow's, made from the schemas that JobSet and Kubernetes publish."""
+@pytest.mark.parametrize("job_config", [config(), EVERYTHING], ids=["least", "everything"])
+def test_api_models_accept_every_field(job_config):
+    """Kubeflow's models, generated from the schemas that JobSet and Kubernetes publish."""
     api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra")
-    found = job_set(given)
-    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() == found  # unknown ones are dropped
-    pod(found)["terminationGracePeriod"] = 30
-    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() != found
-    container(found)["args"] = [1]
+    manifest = job_set(job_config)
+    assert api.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest  # drops unknown
+    pod(manifest)["terminationGracePeriod"] = 30
+    assert api.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() != manifest
+    container(manifest)["args"] = [1]
     with pytest.raises(ValueError, match="args"):
-        api.JobsetV1alpha2JobSet.from_dict(found)
+        api.JobsetV1alpha2JobSet.from_dict(manifest)
 
 
 def test_a_run_in_a_bucket_needs_no_volume():
-    found = job_set(config(volume=(), run_dir="s3://bucket/runs/a", secret_env=("KEY=aws:key",)))
+    manifest = job_set(config(volume=(), run_dir="s3://bucket/runs/a", secret_env=("KEY=aws:key",)))
     assert problems_of(config(volume=(), run_dir="gs://bucket/runs/a")) == []
-    (memory,) = pod(found)["volumes"]
+    (memory,) = pod(manifest)["volumes"]
     assert "emptyDir" in memory
-    assert container(found)["args"][0] == "--run-dir=s3://bucket/runs/a"
-    names = [entry["name"] for entry in container(found)["env"]]
+    assert container(manifest)["args"][0] == "--run-dir=s3://bucket/runs/a"
+    names = [entry["name"] for entry in container(manifest)["env"]]
     assert "JAXDIST_CACHE" not in names and "KEY" in names
     both = job_set(config(run_dir="s3://bucket/runs/a"))
     assert "JAXDIST_CACHE" in [entry["name"] for entry in container(both)["env"]]
 
 
-def test_pods_have_the_time_of_the_last_save():
+def test_pods_have_time_for_the_final_save():
     assert pod(job_set(config(stop_timeout_s=900)))["terminationGracePeriodSeconds"] == 900
 
 
@@ -136,22 +136,22 @@ AWKWARD = ["1e-4", "0o17", "y", "on", "null", "1_0", "1:30", "a: b", "# c", "it'
            "two\nlines", " edge ", "-", "ü", "podFailurePolicy: x"]  # fmt: skip
 
 
-def test_arguments_reach_the_program_as_they_are():
+def test_arguments_reach_the_program_unchanged():
     text = manifest_text(config(arguments=AWKWARD))
-    (found,) = yaml.safe_load_all(text)
-    assert container(found)["args"][1:-1] == AWKWARD
-    # Readers of YAML 1.1 and 1.2 disagree about these: only quoted they are texts to all.
+    (manifest,) = yaml.safe_load_all(text)
+    assert container(manifest)["args"][1:-1] == AWKWARD
+    # Readers of YAML 1.1 and 1.2 disagree about these values: only quoted they are strings for all.
     for word in ("1e-4", "0o17", "y"):
         assert f'- "{word}"\n' in text
 
 
-def test_kubernetes_replaces_nothing_in_arguments_and_variables():
-    found = job_set(config(arguments=["$(HOME)"], env=("A=$(B)",)))
-    assert container(found)["args"][1] == "$$(HOME)"  # an escaped $(HOME)
-    assert {"name": "A", "value": "$$(B)"} in container(found)["env"]
+def test_dollar_references_in_arguments_and_variables_are_escaped():
+    manifest = job_set(config(arguments=["$(HOME)"], env=("A=$(B)",)))
+    assert container(manifest)["args"][1] == "$$(HOME)"  # an escaped $(HOME)
+    assert {"name": "A", "value": "$$(B)"} in container(manifest)["env"]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected settings ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ FLAGS = ["--image=host/jaxdist:1", "--volume=runs:/runs"]
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """What kubectl was started with; `code` is what it ends with, None = there is no kubectl."""
+    """Record kubectl calls; `code` is the exit status, None = kubectl is not installed."""
     seen = types.SimpleNamespace(calls=[], code=0)
 
     def run(words, *, input, text):
@@ -228,8 +228,8 @@ def cluster(monkeypatch):
 
 def test_dry_run_sends_nothing(cluster, capsys):
     assert kubernetes.main([*FLAGS, "--dry-run", "--", "--steps", "5"]) == 0
-    (found,) = yaml.safe_load_all(capsys.readouterr().out)
-    assert "--steps" in container(found)["args"] and cluster.calls == []
+    (manifest,) = yaml.safe_load_all(capsys.readouterr().out)
+    assert "--steps" in container(manifest)["args"] and cluster.calls == []
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (None, 2)])
@@ -262,7 +262,7 @@ def test_the_removed_command_names_its_replacement():
         launch(["skypilot", "--gpus=H100:8"])
 
 
-def test_the_task_file_on_the_page_starts_one_launcher_on_each_node():
+def test_documented_task_file_starts_one_launcher_per_node():
     task = yaml.safe_load(re.search(r"```yaml sky\n(.*?)```", PAGE, flags=re.S)[1])
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [runtime.EXIT_PREEMPTED]
     environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
@@ -273,13 +273,13 @@ def test_the_task_file_on_the_page_starts_one_launcher_on_each_node():
     words = done.stdout.split()
     flags, rest = words[2 : words.index("--")], words[words.index("--") + 1 :]
     assert words[:2] == ["-m", "jaxdist.launch"] and rest[0] == "--config"
-    given = dict(flag.removeprefix("--").split("=") for flag in flags)
-    assert given["nnodes"] == str(task["num_nodes"]) and given["node-rank"] == "1"
-    assert given["coordinator-address"] == "10.0.0.1:29400"
-    assert given["run-dir"].startswith(*task["volumes"])
+    values = dict(flag.removeprefix("--").split("=") for flag in flags)
+    assert values["nnodes"] == str(task["num_nodes"]) and values["node-rank"] == "1"
+    assert values["coordinator-address"] == "10.0.0.1:29400"
+    assert values["run-dir"].startswith(*task["volumes"])
 
 
-# --- what docs/kubernetes.md and the Containerfile say --------------------------------------------
+# --- docs/kubernetes.md and the Containerfile ----------------------------------------------------
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 LINES = [
@@ -289,22 +289,22 @@ LINES = [
 ]
 
 
-def test_commands_on_the_page_belong_to_the_same_job(cluster, capsys):
-    """Those of python are run by test_readme; the others name what these make."""
+def test_documented_commands_refer_to_the_same_job(cluster, capsys):
+    """`test_readme` runs those of python; the others name objects that these create."""
     (words,) = (line for line in LINES if line[2:4] == ["jaxdist.launch", "kubernetes"])
     assert kubernetes.main(words[4:]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    name, image = found["metadata"]["name"], container(found)["image"]
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    name, image = manifest["metadata"]["name"], container(manifest)["image"]
     claims = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, flags=re.S)[1])
     assert (
-        pod(found)["volumes"][0]["persistentVolumeClaim"]["claimName"]
+        pod(manifest)["volumes"][0]["persistentVolumeClaim"]["claimName"]
         == (claims["metadata"]["name"])
     )
     secret = re.search(r"--secret-env \w+=([\w-]+):([\w-]+)`", PAGE)
     pods = f"jobset.sigs.k8s.io/jobset-name={name}"
     index = ",batch.kubernetes.io/job-completion-index="
     assert kubernetes.log_selector(name) == f"{pods}{index}0"
-    known = [
+    expected = [
         "apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/"
         "v0.12.0/manifests.yaml",
         "apply -f runs.yaml",
@@ -315,24 +315,26 @@ def test_commands_on_the_page_belong_to_the_same_job(cluster, capsys):
         f"delete jobset {name}",
         f"create secret generic {secret[1]} --from-literal={secret[2]}=KEY",
     ]
-    assert [shlex.join(line[1:]) for line in LINES if line[0] == "kubectl"] == known
+    assert [shlex.join(line[1:]) for line in LINES if line[0] == "kubectl"] == expected
     docker = [line[1:] for line in LINES if line[0] == "docker"]
     assert docker == [["build", "-t", image, "-f", "Containerfile", "."], ["push", image]]
     assert {line[0] for line in LINES} == {"kubectl", "docker", "python"}
     assert (ROOT / "Containerfile").read_text().splitlines()[0].endswith(shlex.join(docker[0][1:]))
 
 
-def test_the_page_names_the_exit_codes_of_the_manifest():
-    found = job_set(config())
+def test_page_documents_the_exit_codes_of_the_manifest():
+    manifest = job_set(config())
     rows = {row[0]: row[1] for row in re.findall(r"^\| (\d[^|]*)\| ([^|]*)\|$", PAGE, flags=re.M)}
-    said = {int(code): text for cell, text in rows.items() for code in re.findall(r"\b\d+", cell)}
-    assert set(said) == {0, 2, 75, 85, 87, 130}
-    for code, text in said.items():
+    documented = {
+        int(code): text for cell, text in rows.items() for code in re.findall(r"\b\d+", cell)
+    }
+    assert set(documented) == {0, 2, 75, 85, 87, 130}
+    for code, text in documented.items():
         if code:
-            assert ("job ends" in text) == (outcome(found, code) == "FailJobSet"), code
+            assert ("job ends" in text) == (outcome(manifest, code) == "FailJobSet"), code
 
 
-def test_the_image_is_built_from_pinned_versions_and_is_not_root():
+def test_image_uses_pinned_versions_and_is_not_root():
     steps = (ROOT / "Containerfile").read_text()
     user = KubernetesConfig().user_id
     assert f"\nUSER {user}:{user}\n" in steps and f"--uid {user}" in steps
