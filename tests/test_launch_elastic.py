@@ -1,4 +1,4 @@
-"""Elastic launches without training: which hosts are chosen, what the command refuses."""
+"""Elastic launches without training: the chosen hosts and the rejected commands."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from jaxdist.tools.launch.membership import (
 )
 from jaxdist.tools.launch.rendezvous import Host
 
-# --- the choice -----------------------------------------------------------------------------------
+# --- choice of hosts ------------------------------------------------------------------------------
 
 
 def a_host(rank: int, devices: int, nproc_per_node: int | None = None, gpus: bool = True) -> Host:
@@ -51,21 +51,21 @@ def a_plan(nproc_per_node: str = "1:8", nnodes: str = "1:4", **fields) -> Elasti
     [
         ([8, 8], "1:8", "1:2", [4, 8, 16], ([0, 1], 8, 1)),
         ([8, 7], "1:8", "1:2", [4, 8, 16], ([0], 8, 1)),  # 14 is not legal; one host beats two
-        ([4, 4], "1:8", "1:2", [4], ([0], 4, 1)),  # among equals the fewest hosts
+        ([4, 4], "1:8", "1:2", [4], ([0], 4, 1)),  # among equal choices the fewest hosts
         ([4, 4, 4], "1:4", "2:3", [4, 8], ([0, 1], 4, 1)),
-        ([4, 8, 8], "1:8", "1:3", [4, 8, 16], ([1, 2], 8, 1)),  # the small one is left out
+        ([4, 8, 8], "1:8", "1:3", [4, 8, 16], ([1, 2], 8, 1)),  # the small one is excluded
         ([7], "1:8", "1:1", [2, 4, 8], ([0], 4, 1)),
-        ([8, 8], "1:1", "1:2", [4, 8, 16], ([0, 1], 1, 8)),  # one process takes a host's GPUs
-        ([6, 6], "1:1", "1:2", [4, 8, 16], ([0, 1], 1, 4)),  # and may be shown fewer
+        ([8, 8], "1:1", "1:2", [4, 8, 16], ([0, 1], 1, 8)),  # one process uses all GPUs of a host
+        ([6, 6], "1:1", "1:2", [4, 8, 16], ([0, 1], 1, 4)),  # and may see fewer
         ([7], "1:4", "1:1", [4, 6, 8], ([0], 3, 2)),  # 6 GPUs for 3 processes, not 4 for 4
-        ([7], "1:4", "1:1", None, ([0], 4, 1)),  # of another program, the most processes
+        ([7], "1:4", "1:1", None, ([0], 4, 1)),  # of a custom program, the most processes
         ([7], "1:8", "1:1", None, ([0], 7, 1)),
         ([3], "4:8", "1:1", None, None),
         ([8], "1:8", "2:4", None, None),
         ([3], "1:8", "1:2", [4, 8], None),
     ],
 )
-def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, expected):
+def test_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, expected):
     hosts = [
         a_host(rank, count, min(count, int(nproc_per_node[-1]))) for rank, count in enumerate(gpus)
     ]
@@ -76,21 +76,21 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
         assert ([h.rank for h in choice.members], choice.nproc_per_node, choice.devices) == expected
 
 
-def test_a_host_that_lost_all_gpus_is_left_out():
+def test_host_without_gpus_is_excluded():
     hosts = [a_host(0, 8, gpus=False), a_host(1, 2)]
     choice = choose_members(hosts, a_plan(), LegalSizes())
     assert [h.rank for h in choice.members] == [1]
 
 
-def test_simulated_devices_are_not_divided():
-    hosts = [a_host(0, 8, nproc_per_node=2, gpus=False)]  # two processes that simulate four each
+def test_simulated_devices_are_not_divided_among_processes():
+    hosts = [a_host(0, 8, nproc_per_node=2, gpus=False)]  # 2 processes simulate 4 each
     assert choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[6], simulate=4)) is None
     choice = choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[4, 6], simulate=4))
     assert (choice.nproc_per_node, choice.devices) == (1, 4)
-    # One process may leave devices idle: training takes the first ones.
+    # One process may leave devices idle: training uses the first ones.
     choice = choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[3, 6], simulate=4))
     assert (choice.nproc_per_node, choice.devices) == (1, 4)
-    # It may not have more than the mesh names: training refuses that.
+    # It may not have more than the mesh names: training rejects that.
     assert choose_members(hosts, a_plan("1:1"), LegalSizes(legal=[1, 2], simulate=4)) is None
 
 
@@ -135,13 +135,13 @@ def test_ranges_without_a_legal_job_are_rejected():
         ),
     ],
 )
-def test_errors_of_bad_ranges_name_the_allowed_values(flags, facts):
+def test_bad_range_errors_list_allowed_values(flags, facts):
     with pytest.raises(ConfigError) as caught:
         read_config(flags)
     assert missing(str(caught.value), *facts) == []
 
 
-def test_training_gets_the_elastic_flag():
+def test_training_receives_the_elastic_flag():
     plan = read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"])
     assert plan.command[-1] == "--mesh.elastic=true"
     plan = read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
@@ -175,13 +175,13 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
         (["--no-such=1"], "--no-such is not a setting"),
     ],
 )
-def test_impossible_training_is_rejected_before_anything_starts(tmp_path, flags, text):
+def test_impossible_training_is_rejected_before_start(tmp_path, flags, text):
     done = launch("--nproc-per-node=1:2", f"--run-dir={tmp_path / 'run'}", "--", *flags)
     assert done.returncode == 2 and text in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_legal_sizes_are_those_of_an_elastic_mesh():
+def test_legal_sizes_match_an_elastic_mesh():
     train = ["--simulate=2", "--mesh=dp=4,tp=2"]
     assert read_sizes([*train, "--mesh.elastic=true"]) == LegalSizes(legal=[2, 4, 8], simulate=2)
     assert read_sizes(train) == LegalSizes(legal=None, simulate=2)
@@ -191,7 +191,7 @@ def gpu_list(count: int) -> str:
     return "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\n" for i in range(count))
 
 
-def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
+def test_job_shrinks_to_seven_gpus_and_grows_back_to_eight(tmp_path, monkeypatch):
     gpus = tmp_path / "bin" / "nvidia-smi"
     gpus.parent.mkdir()
     gpus.write_text("#!/bin/sh\ncat $GPU_LIST\n")
@@ -235,7 +235,7 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
         for i in range(count)
     )
     assert missing(err, "7 devices", "8 before", "8 devices") == []
-    assert err.count("restart 1 of 3") == 1  # growing is no failure
+    assert err.count("restart 1 of 3") == 1  # growing is not a failure
     assert len(re.findall(r"launch: round \d:", err)) == 3
 
 
@@ -253,7 +253,7 @@ return int((RUN / "finish").read_text())
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts launchers of one job of 1 to 2 hosts, and ends them with the test."""
+    """Start launchers of one job of 1 to 2 hosts, and end them with the test."""
     started: list[Launched] = []
 
     def start(rank: int, *flags: str) -> Launched:
@@ -274,7 +274,7 @@ def test_launchers_of_any_program_shrink_and_grow(start):
     hosts[0].process.kill()  # the leader
     hosts[1].wait_for("ran-1-1-0")
     hosts[0] = start(0)
-    hosts[1].wait_for("ran-2-2-0", "ran-2-2-1")  # all are asked: such a program tells nobody
+    hosts[1].wait_for("ran-2-2-0", "ran-2-2-1")  # all are signaled: it forwards no stop
     (hosts[1].run_dir / "finish").write_text("0")
     (_, _, _), (_, _, err) = ends = [host.end() for host in hosts]
     assert [code for code, *_ in ends] == [0, 0], ends
@@ -283,7 +283,7 @@ def test_launchers_of_any_program_shrink_and_grow(start):
 
 
 @pytest.mark.slow
-def test_a_second_launcher_with_the_same_rank_is_rejected(start):
+def test_second_launcher_with_the_same_rank_is_rejected(start):
     hosts = [start(0), start(1)]
     hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
     code, _, err = start(1).end()
@@ -293,7 +293,7 @@ def test_a_second_launcher_with_the_same_rank_is_rejected(start):
 
 
 @pytest.mark.slow
-def test_a_spent_budget_ends_every_host_with_its_code(start):
+def test_exhausted_restart_budget_ends_every_host_with_its_code(start):
     hosts = [start(rank, "--max-restarts=1") for rank in (0, 1)]
     hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
     (hosts[0].run_dir / "finish").write_text("3")
@@ -303,7 +303,7 @@ def test_a_spent_budget_ends_every_host_with_its_code(start):
 
 
 @pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--steps=1", 1)])
-def test_output_other_than_sizes_is_an_error_except_for_help(monkeypatch, flag, code):
+def test_unexpected_output_is_an_error_except_for_help(monkeypatch, flag, code):
     done = types.SimpleNamespace(returncode=0, stdout="something else")
     monkeypatch.setattr(subprocess, "run", lambda *args, **settings: done)
     assert read_sizes([flag]) == code

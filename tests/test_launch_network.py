@@ -1,7 +1,7 @@
-"""Two hosts whose cable is pulled while they train: both say so and end, and resume afterwards.
+"""Two hosts whose link is cut during training: both report it, end, and resume afterwards.
 
-Network namespaces play the hosts. The shared run directory stays reachable, as a storage network
-of its own would; the processes reach each other over the cable only.
+Network namespaces simulate the hosts. The shared run directory stays reachable, like a separate
+storage network; the processes reach each other only over the link.
 """
 
 import os
@@ -23,8 +23,8 @@ NAMES = ("h0", "h1")
 STEPS = 150
 PORT = 29400
 HEARTBEAT_S, WATCHDOG_S = 8, 6
-JOIN_S = 20  # two starts side by side on a loaded machine are up to 8 s apart
-# The line must be there after the silence that is waited for, and what a loaded machine adds.
+JOIN_S = 20  # two concurrent starts on a loaded machine are up to 8 s apart
+# The line must be there after the timeout and the delay that a loaded machine adds.
 NAMED_WITHIN_S = 60.0
 
 pytestmark = [
@@ -101,7 +101,7 @@ def hosts(tmp_path):
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory):
-    """The bits of a run between whose hosts nothing happens."""
+    """Return the step results of a run without faults."""
     folder = tmp_path_factory.mktemp("uncut")
     with Hosts(folder / "hosts", NAMES) as running:
         run = Run(running, folder / "job")
@@ -112,7 +112,7 @@ def uncut(tmp_path_factory):
 FIRST = {
     "heartbeat": (
         [f"--runtime.heartbeat_timeout_s={HEARTBEAT_S}", "--resilience.step_timeout_s=600"],
-        # Or the other host was the first to notice, and told why it ends.
+        # Or the other host detected it first and reported why it ends.
         r"lost (process 1 on h1|touch with process 1)|process 1 on h1 is lost",
         r"lost (process 0 on h0|touch with process 0)|process 0 on h0 is lost",
     ),
@@ -125,10 +125,10 @@ FIRST = {
 
 
 def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
-    """Cut the link while both train; both must name it and end, and resume when it is back."""
+    """Cut the link during training; both hosts must report it, end, and resume when it is back."""
     flags, first, second = FIRST[case]
     generator = random.Random(len(flags[0]))
-    # Within a save the watchdog is patient, and the heartbeat is what finds a cut link: not here.
+    # During a save the watchdog waits and the heartbeat detects a cut link; avoid that here.
     run = Run(hosts, tmp_path / "job", *flags, "--checkpoint.save_interval_steps=25")
     (run.folder / "pace").write_text("0.03")
     run.wait_for_line(0, "checkpoint 25 saved", 180)
@@ -138,7 +138,7 @@ def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
     named.append(named[0] + run.wait_for_line(1, second, NAMED_WITHIN_S))
     for host in (0, 1):
         run.wait_for_line(host, "restart 1 of 30", NAMED_WITHIN_S)
-    time.sleep(generator.uniform(0.0, 10.0))  # attempts that cannot come together
+    time.sleep(generator.uniform(0.0, 10.0))  # attempts that cannot connect
     (run.folder / "pace").unlink()
     size = (run.run_dir / "metrics.jsonl").stat().st_size
     hosts.mend(1)
@@ -150,5 +150,5 @@ def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
     print(f"named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after")
 
 
-def test_a_cut_link_ends_both_hosts_and_they_resume(hosts, tmp_path, uncut):
+def test_cut_link_ends_both_hosts_and_they_resume(hosts, tmp_path, uncut):
     cut_and_mend(hosts, tmp_path, uncut, "heartbeat")

@@ -1,4 +1,4 @@
-"""Which hosts keep copies of local saves, and which losses of hosts that survives."""
+"""Hosts that keep copies of local saves, and the losses of hosts that they survive."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from jaxdist.plan.planner import survivable_losses
 
 
 def jobs(num_hosts: int):
-    """Jobs on so many hosts: domain and shards of each process, and the number of neighbours."""
+    """Return jobs on so many hosts: domain and shards of each process, and neighbor count."""
     flat = [FailureDomain("", f"h{i:02}") for i in range(num_hosts)]
     racks = [FailureDomain(f"r{i * 3 // num_hosts}", domain.host) for i, domain in enumerate(flat)]
     uneven = [FailureDomain("a" if i else "b", domain.host) for i, domain in enumerate(flat)]
@@ -36,7 +36,7 @@ def jobs(num_hosts: int):
 
 
 def files_of(domains, shards, neighbours) -> dict[FailureDomain, set[str]]:
-    """Host -> what lies on its disk after a save, played process by process."""
+    """Return host -> files on its disk after a save, simulated process by process."""
     disks = {domain: set() for domain in domains}
     for process in writers(domains, shards):
         disks[domains[process]].add(shards[process])
@@ -47,8 +47,8 @@ def files_of(domains, shards, neighbours) -> dict[FailureDomain, set[str]]:
 
 
 @pytest.mark.parametrize("num_hosts", range(1, 17))
-def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
-    """Against disks played one by one, for every subset of up to 16 hosts."""
+def test_predicted_survival_matches_simulated_loss_of_every_host_subset(num_hosts):
+    """The reference simulates disks one by one, for every subset of up to 16 hosts."""
     lost = np.arange(2**num_hosts)
     counts = sum((lost >> host) & 1 for host in range(num_hosts))
     for domains, shards, neighbours in jobs(num_hosts):
@@ -56,11 +56,11 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
         disks = files_of(domains, shards, neighbours)
         restored = np.ones(len(lost), bool)
         for name in set(shards):
-            found = np.zeros(len(lost), bool)
+            has_shard = np.zeros(len(lost), bool)
             for number, host in enumerate(hosts):
                 if name in disks[host]:
-                    found |= (lost >> number) & 1 == 0
-            restored &= found
+                    has_shard |= (lost >> number) & 1 == 0
+            restored &= has_shard
         claim = survivable(holders(domains, shards, neighbours), domains)
         claimed = np.ones(len(lost), bool)
         for together in claim.fatal:
@@ -70,32 +70,32 @@ def test_what_is_claimed_of_each_subset_of_hosts_is_what_happens(num_hosts):
         assert restored[counts <= claim.any_hosts].all()
         assert not restored[counts == claim.any_hosts + 1].all()
         distinct = min(neighbours, num_hosts - 1)
-        assert claim.any_hosts >= distinct  # what the setting promises
+        assert claim.any_hosts >= distinct  # the promise of the setting
         racks = {domain.rack for domain in domains}
         masks = [sum(1 << i for i, at in enumerate(hosts) if at.rack == rack) for rack in racks]
         assert claim.any_rack == (all(restored[masks]) if len(racks) > 1 else None)
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5])
-def test_the_inventory_finds_a_save_where_its_loss_is_claimed_to_be_survived(num_hosts):
+def test_inventory_locates_every_save_predicted_to_survive(num_hosts):
     for domains, shards, neighbours in jobs(num_hosts):
         hosts, disks = sorted(set(domains)), files_of(domains, shards, neighbours)
         held = holders(domains, shards, neighbours)
         for number in range(2**num_hosts):
             lost = {host for i, host in enumerate(hosts) if number >> i & 1}
-            said = [
+            replies = [
                 [name, [] if at in lost else [Save(3, 70, has) for has in disks[at]]]
                 for at, name in zip(domains, shards, strict=True)
             ]
-            found = newest(said, 0)
-            assert bool(found.sources) == survives(lost, held)
-            for process, source in enumerate(found.sources):
-                assert Save(3, 70, shards[process]) in said[source][1]
+            located = newest(replies, 0)
+            assert bool(located.sources) == survives(lost, held)
+            for process, source in enumerate(located.sources):
+                assert Save(3, 70, shards[process]) in replies[source][1]
                 own = shards[process] in disks[domains[process]] and domains[process] not in lost
                 assert not own or source == process
 
 
-def test_copies_leave_the_rack_and_load_all_hosts_alike():
+def test_copies_go_to_other_racks_and_load_all_hosts_equally():
     domains = [FailureDomain(f"r{i // 4}", f"h{i:02}") for i in range(12)]
     taken = receivers(domains, list(map(str, range(12))), 2)
     received = [taker for takers in taken.values() for taker in takers]
@@ -105,7 +105,7 @@ def test_copies_leave_the_rack_and_load_all_hosts_alike():
     assert (claim.any_hosts, claim.any_rack, claim.num_hosts) == (2, True, 12)
 
 
-def test_replicas_on_other_hosts_are_copies_already():
+def test_replicas_on_other_hosts_count_as_copies():
     domains = [FailureDomain("", host) for host in "abcd"]
     assert receivers(domains, ["x"] * 4, 3) == {}
     assert receivers(domains, ["x", "y", "x", "y"], 1) == {}
@@ -132,7 +132,7 @@ def test_replicas_on_other_hosts_are_copies_already():
         ({"SLURM_TOPOLOGY_ADDR": "n7", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, "", "n7"),
     ],
 )
-def test_a_process_is_lost_with_its_host_and_its_rack(environ, rack, host):
+def test_failure_domain_is_host_and_rack(environ, rack, host):
     assert failure_domain_of(environ, "n7") == FailureDomain(rack, host)
 
 
@@ -142,13 +142,17 @@ def test_a_process_is_lost_with_its_host_and_its_rack(environ, rack, host):
 @pytest.mark.parametrize(
     ("mesh", "zero", "any_hosts", "fatal"),
     [
-        ("fsdp=32", 0, 1, 4),  # a ring of four nodes: each with the next
-        ("dp=4,fsdp=8", 0, 3, 1),  # every node holds all
-        ("dp=4,fsdp=8", 1, 1, 4),  # but not of the moments
-        ("dp=2,fsdp=16", 0, 1, 2),  # two nodes hold a half, two the other
+        ("fsdp=32", 0, 1, 4),  # a ring of four nodes: each is copied to the next
+        ("dp=4,fsdp=8", 0, 3, 1),  # every node holds everything
+        ("dp=4,fsdp=8", 1, 1, 4),  # but not the moments
+        ("dp=2,fsdp=16", 0, 1, 2),  # two nodes hold one half, two the other
         ("pp=4,tp=8", 0, 1, 4),
     ],
 )
-def test_the_plan_knows_which_nodes_hold_the_same_shards(mesh, zero, any_hosts, fatal):
-    found = survivable_losses(MeshSpec.parse(mesh), 4, 1, zero=zero)
-    assert (found.num_hosts, found.any_hosts, len(found.fatal)) == (4, any_hosts, fatal)
+def test_plan_predicts_survivable_node_losses(mesh, zero, any_hosts, fatal):
+    survivable = survivable_losses(MeshSpec.parse(mesh), 4, 1, zero=zero)
+    assert (survivable.num_hosts, survivable.any_hosts, len(survivable.fatal)) == (
+        4,
+        any_hosts,
+        fatal,
+    )

@@ -18,11 +18,11 @@ BATCH, SEQ, WIDTH, VOCAB, PADDED = 2, 15, 12, 29, 32
 
 
 def case(dtype=np.float32, seed=0):
-    """x, kernel with huge padding columns, targets, weights of which some are 0."""
+    """Return x, kernel with huge padding columns, targets, and weights of which some are 0."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
     kernel = rng.normal(size=(WIDTH, PADDED)).astype(np.float32)
-    kernel[:, VOCAB:] = 50.0  # padding that got probability would win
+    kernel[:, VOCAB:] = 50.0  # padding with a probability would win
     targets = rng.integers(0, VOCAB, (BATCH, SEQ), np.int32)
     targets[:, ::3] = np.argmax(x @ kernel[:, :VOCAB], -1)[:, ::3]  # some are hit
     weights = rng.choice([0.0, 0.5, 1.0], (BATCH, SEQ)).astype(np.float32)
@@ -30,7 +30,7 @@ def case(dtype=np.float32, seed=0):
 
 
 def plain_loss(x, kernel, targets, weights, cap=0.0):
-    """The definition, every logit at once, in float32."""
+    """Compute the loss by its definition, with all logits at once, in float32."""
     logits = x.astype(jnp.float32) @ kernel.astype(jnp.float32)[:, :VOCAB]
     logits = cap * jnp.tanh(logits / cap) if cap else logits
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
@@ -46,7 +46,7 @@ def plain(x, kernel, targets, weights):
 
 
 def fused(x, kernel, targets, weights, *, chunk=0, axis=None):
-    """Loss, hits, gradients, and the loss without differentiation."""
+    """Return loss, hits and gradients, and the loss without differentiation."""
     vocabulary = Vocabulary(VOCAB, axis, chunk)
 
     def loss(x, kernel):
@@ -58,14 +58,14 @@ def fused(x, kernel, targets, weights, *, chunk=0, axis=None):
     return sums, grads, loss(x, kernel)[1]
 
 
-def test_capped_logits_have_the_loss_and_gradients_of_the_definition():
+def test_capped_logits_match_the_definition():
     x, kernel, targets, weights = case()
     capped = lambda *arrays: plain_loss(*arrays, targets, weights, cap=2.0)[0]
     expected = jax.value_and_grad(capped, argnums=(0, 1))(x, kernel)
     vocabulary = Vocabulary(VOCAB, None, 7, softcap=2.0)
     ours = lambda *arrays: token_cross_entropy(*arrays, targets, weights, vocabulary)["loss"]
-    found = jax.value_and_grad(ours, argnums=(0, 1))(x, kernel)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    actual = jax.value_and_grad(ours, argnums=(0, 1))(x, kernel)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 
 def sharded(num_devices, chunk):
@@ -82,12 +82,12 @@ def sharded(num_devices, chunk):
 def check(result, expected):
     sums, grads, undifferentiated = result
     loss, correct, expected_grads = expected
-    # float32 sums of the same numbers in another order.
+    # float32 sums of the same numbers in a different order.
     np.testing.assert_allclose(sums["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(undifferentiated["loss"], loss, rtol=1e-6)
     assert sums["correct"] == undifferentiated["correct"] == correct > 0
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max(), rtol=0)
+    for ours, reference in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-6 * np.abs(reference).max(), rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 10, 30, 64])
@@ -101,7 +101,7 @@ def test_chunked_loss_and_gradients_equal_the_definition(chunk):
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
-def test_a_split_vocabulary_changes_nothing(num_devices, chunk):
+def test_sharded_vocabulary_matches_the_definition(num_devices, chunk):
     arguments = case()
     check(jax.jit(sharded(num_devices, chunk))(*arguments), plain(*arguments))
 
@@ -115,7 +115,7 @@ def test_padding_columns_get_no_gradient():
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
-def test_tokens_of_weight_zero_leave_no_trace(chunk):
+def test_tokens_of_weight_zero_have_no_effect(chunk):
     x, kernel, targets, weights = case()
     sums, (dx, dkernel), _ = jax.jit(partial(fused, chunk=chunk))(
         x.at[weights == 0].set(1e4), kernel, np.where(weights == 0, 0, targets), weights
@@ -129,7 +129,7 @@ def test_tokens_of_weight_zero_leave_no_trace(chunk):
     assert all(np.all(grad == 0) for grad in grads)
 
 
-def test_a_large_logit_does_not_overflow():
+def test_large_logit_does_not_overflow():
     x, kernel, targets, weights = case()
     arguments = (x * 1e3, kernel, targets, weights)
     check(jax.jit(fused)(*arguments), plain(*arguments))
@@ -138,7 +138,7 @@ def test_a_large_logit_does_not_overflow():
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_keeps_a_float32_softmax(dtype, num_devices):
-    """Products take rounded inputs but accumulate in float32, as does everything after them."""
+    """Matmuls take rounded inputs but accumulate in float32, like everything after them."""
     arguments = case(dtype)
     function = partial(fused, chunk=7) if num_devices == 1 else sharded(num_devices, 7)
     sums, grads, _ = jax.jit(function)(*arguments)
@@ -146,18 +146,18 @@ def test_low_precision_keeps_a_float32_softmax(dtype, num_devices):
     assert sums["loss"].dtype == sums["correct"].dtype == jnp.float32
     np.testing.assert_allclose(sums["loss"], loss, rtol=1e-5)
     assert sums["correct"] == correct
-    for ours, theirs in zip(grads, expected, strict=True):
+    for ours, reference in zip(grads, expected, strict=True):
         assert ours.dtype == dtype
         # Two roundings (of the logits' gradient, of the result), each half a unit in the last place
         # relative to terms that partly cancel.
-        tolerance = 4 * float(jnp.finfo(dtype).eps) * np.abs(theirs.astype(np.float32)).max()
+        tolerance = 4 * float(jnp.finfo(dtype).eps) * np.abs(reference.astype(np.float32)).max()
         np.testing.assert_allclose(
-            ours.astype(np.float32), theirs.astype(np.float32), atol=tolerance, rtol=0
+            ours.astype(np.float32), reference.astype(np.float32), atol=tolerance, rtol=0
         )
 
 
 def test_float16_gradients_below_its_range_survive_a_loss_scale():
-    """Unscaled they are some 1e-8, where float16 ends at 6e-8."""
+    """Without a scale they are some 1e-8, below float16's minimum of 6e-8."""
     x, kernel, targets, weights = case(jnp.float16)
     tiny, scale = weights * np.float32(1e-7), 2.0**16
 
@@ -171,7 +171,7 @@ def test_float16_gradients_below_its_range_survive_a_loss_scale():
     np.testing.assert_allclose(scaled, expected, atol=4e-3 * np.abs(expected).max(), rtol=0)
 
 
-def test_logits_never_exist_whole_when_chunked():
+def test_chunked_loss_never_materializes_all_logits():
     tokens, width, vocab, chunk = 512, 16, 8192, 32
     shapes = [
         jax.ShapeDtypeStruct((1, tokens, width), jnp.float32),
@@ -187,12 +187,12 @@ def test_logits_never_exist_whole_when_chunked():
 
         return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
 
-    whole_bytes = 4 * tokens * vocab
-    whole, chunked = compiled(0), compiled(chunk)
-    assert whole.memory_analysis().temp_size_in_bytes > whole_bytes
-    assert f"f32[{tokens},{vocab}]" in whole.as_text()
+    logits_bytes = 4 * tokens * vocab
+    unchunked, chunked = compiled(0), compiled(chunk)
+    assert unchunked.memory_analysis().temp_size_in_bytes > logits_bytes
+    assert f"f32[{tokens},{vocab}]" in unchunked.as_text()
     # Some buffers of one chunk's logits, and the kernel's gradient.
-    assert chunked.memory_analysis().temp_size_in_bytes < whole_bytes / 3
+    assert chunked.memory_analysis().temp_size_in_bytes < logits_bytes / 3
     assert f"[{tokens},{vocab}]" not in chunked.as_text()
     assert f"[{tokens // chunk},{chunk},{vocab}]" not in chunked.as_text()
 
@@ -216,13 +216,13 @@ def test_label_loss_and_gradient_equal_torch():
     labels, weights = rng.integers(0, 10, 8, np.int32), np.ones(8, np.float32)
     ours = lambda logits: label_cross_entropy(logits, labels, weights)["loss"]
     loss, grad = jax.jit(jax.value_and_grad(ours))(logits)
-    theirs = torch.from_numpy(logits).requires_grad_()
+    reference = torch.from_numpy(logits).requires_grad_()
     expected = torch.nn.functional.cross_entropy(
-        theirs, torch.from_numpy(labels).long(), reduction="sum"
+        reference, torch.from_numpy(labels).long(), reduction="sum"
     )
     expected.backward()
     np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
-    np.testing.assert_allclose(grad, theirs.grad.numpy(), atol=1e-6)
+    np.testing.assert_allclose(grad, reference.grad.numpy(), atol=1e-6)
 
 
 def test_label_loss_of_low_precision_logits_is_float32():

@@ -1,7 +1,7 @@
-"""Any checkpoint on any mesh: training runs saved on one and continued on another, pair by pair.
+"""Resume on another mesh: runs saved on one mesh continue on another, for every pair.
 
 For each pair every leaf has the same bits after gathering, the next 20 batches are the same, and
-the next 20 losses are those of the run that never stopped on one device, within the contract.
+the next 20 losses match those of an uninterrupted run on one device, within the contract.
 """
 
 import itertools
@@ -43,7 +43,7 @@ TOLERANCE = 2e-5  # the numerics contract for 20 steps on another mesh
 
 
 def work(path: Path, jobs: list[dict], *, devices: int, processes: int = 1) -> list[dict]:
-    """Do jobs in one group of processes; the record of each."""
+    """Run jobs in one group of processes and return the record of each."""
     out = path / f"records-{len(list(path.glob('records-*')))}.jsonl"
     settings = {"devices": devices, "processes": processes, "jobs": jobs, "out": str(out)}
     settings["data"] = str(path / "texts.jsonl")
@@ -58,8 +58,8 @@ def work(path: Path, jobs: list[dict], *, devices: int, processes: int = 1) -> l
         )
         for n in range(processes)
     ]
-    said = [process.communicate(timeout=1800)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes, said
+    outputs = [process.communicate(timeout=1800)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, outputs
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -80,7 +80,7 @@ def write_texts(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory) -> tuple[Path, dict, dict]:
-    """(checkpoints, the run that never stopped, name of a job -> its record), of one process."""
+    """Return (checkpoints, the uninterrupted run, job name -> its record), of one process."""
     path = tmp_path_factory.mktemp("matrix")
     write_texts(path)
     jobs = [job("whole", "one", steps=(1 + len(STARTS)) * SAVED_AFTER + NEXT)]
@@ -89,41 +89,41 @@ def matrix(tmp_path_factory) -> tuple[Path, dict, dict]:
         job(f"{source}->{target}", target, steps=NEXT, source=str(path / source))
         for source, target in PAIRS
     ]
-    found = {record["job"]: record for record in work(path, jobs, devices=64)}
-    return path, found.pop("whole"), found
+    records = {record["job"]: record for record in work(path, jobs, devices=64)}
+    return path, records.pop("whole"), records
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
-def test_a_run_goes_on_on_another_mesh(matrix, source, target):
-    _, whole, found = matrix
-    before, after = found[source], found[f"{source}->{target}"]
-    check_continues(whole, before, after)
-    assert before["restored"] == whole["restored"]  # initial parameters, bit for bit
+def test_run_continues_on_another_mesh(matrix, source, target):
+    _, uninterrupted, records = matrix
+    before, after = records[source], records[f"{source}->{target}"]
+    check_continues(uninterrupted, before, after)
+    assert before["restored"] == uninterrupted["restored"]  # initial parameters, bit for bit
 
 
-def check_continues(whole: dict, before: dict, after: dict) -> None:
+def check_continues(uninterrupted: dict, before: dict, after: dict) -> None:
     start = after["start"]
     assert start == before["start"] + SAVED_AFTER
     assert after["restored"] == before["saved"]
     assert len(after["restored"]) > 20
-    assert after["batches"][:NEXT] == whole["batches"][start : start + NEXT]
+    assert after["batches"][:NEXT] == uninterrupted["batches"][start : start + NEXT]
     assert len(set(after["batches"])) == NEXT
-    expected = whole["losses"][start : start + NEXT]
+    expected = uninterrupted["losses"][start : start + NEXT]
     np.testing.assert_allclose(after["losses"][:NEXT], expected, rtol=TOLERANCE)
 
 
-def test_a_run_goes_on_with_1_2_and_4_processes(matrix, tmp_path):
-    """Real processes over gloo; each start continues from what the one before saved.
+def test_run_continues_with_1_2_and_4_processes(matrix, tmp_path):
+    """Real processes over gloo; each start continues from the save of the previous one.
 
-    From four back to one is shown with checkpoints alone (`test_checkpoint_crash`).
+    `test_checkpoint_crash` covers the change from four processes to one, with checkpoints alone.
     """
-    path, whole, found = matrix
-    previous, source = found["one"], str(path / "one")
+    path, uninterrupted, records = matrix
+    previous, source = records["one"], str(path / "one")
     write_texts(tmp_path)
     for number, (processes, devices, mesh, held) in enumerate(STARTS):
         target = str(tmp_path / str(number))
         one = job(str(number), "one", source=source, target=target, steps=NEXT) | {"mesh": mesh}
         (record,) = work(tmp_path, [one], devices=devices, processes=processes)
-        check_continues(whole, previous, record)
+        check_continues(uninterrupted, previous, record)
         assert record["held"] == held
         previous, source = record, target

@@ -1,4 +1,4 @@
-"""Sinks and run directory: exact records, whole lines after a kill, one writer, resume."""
+"""Sinks and run directory: exact records, complete lines after a kill, one writer, resume."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("propagating")
 # -- metrics.jsonl ---------------------------------------------------------------------------------
 
 
-def test_every_finite_float_reads_back_to_the_same_bits():
+def test_finite_floats_round_trip_bit_identically():
     draw = random.Random(0)
     patterns = [draw.getrandbits(64) for _ in range(2000)] + [1, 1 << 63, 0x7FEFFFFFFFFFFFFF]
     values = [struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in patterns]
@@ -54,12 +54,12 @@ def test_every_finite_float_reads_back_to_the_same_bits():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_device_scalars_keep_their_value(dtype):
+def test_device_scalars_keep_their_values(dtype):
     value = jnp.asarray(1 / 3, dtype)
     assert decode(encode({"x": value}))["x"] == float(np.asarray(value, np.float64))
 
 
-def test_nan_and_infinities_are_legal_json_and_come_back_as_floats():
+def test_nan_and_infinities_are_valid_json_and_round_trip():
     line = encode({"nan": math.nan, "up": math.inf, "down": -math.inf, "list": [math.nan]})
 
     def refuse(name):
@@ -71,12 +71,12 @@ def test_nan_and_infinities_are_legal_json_and_come_back_as_floats():
     assert math.isnan(back["nan"]) and back["up"] == math.inf and back["down"] == -math.inf
 
 
-def test_what_is_no_scalar_is_refused():
+def test_non_scalars_are_rejected():
     with pytest.raises(TypeError, match="scalars"):
         encode({"x": np.zeros(3)})
 
 
-def test_train_record_holds_the_contract_fields_exactly(tmp_path):
+def test_train_record_has_exactly_the_contract_fields(tmp_path):
     monitor = start(tmp_path)
     loss = jnp.float32(0.1)
     monitor.train(
@@ -102,7 +102,7 @@ def test_train_record_holds_the_contract_fields_exactly(tmp_path):
     }  # no mfu and no memory: a CPU has neither a known peak nor memory statistics
 
 
-def test_tokens_are_counted_over_the_run(tmp_path):
+def test_tokens_are_counted_over_the_complete_run(tmp_path):
     monitor = start(tmp_path)
     for step in (1, 2, 3):
         train(monitor, step)
@@ -110,7 +110,7 @@ def test_tokens_are_counted_over_the_run(tmp_path):
     assert tokens == [100, 200, 300]
 
 
-def test_images_are_called_images(tmp_path):
+def test_image_counts_are_named_images(tmp_path):
     monitor = start(tmp_path, unit="images")
     train(monitor, 1)
     (record,) = of_kind(read_records(monitor.run.metrics), "train")
@@ -118,25 +118,25 @@ def test_images_are_called_images(tmp_path):
     assert not [key for key in record if "token" in key]
 
 
-def test_a_torn_last_line_is_cut_when_the_run_goes_on(tmp_path):
+def test_torn_last_line_is_removed_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    whole = b'{"kind": "train", "step": 1}\n'
-    path.write_bytes(whole + b'{"kind": "tra')
+    complete_line = b'{"kind": "train", "step": 1}\n'
+    path.write_bytes(complete_line + b'{"kind": "tra')
     assert [r["step"] for r in read_records(path)] == [1]
     writer = RecordWriter(path)
     assert writer.torn == 13
     writer.write({"kind": "train", "step": 2})
-    assert path.read_bytes() == whole + b'{"kind": "train", "step": 2}\n'
+    assert path.read_bytes() == complete_line + b'{"kind": "train", "step": 2}\n'
 
 
-def test_a_torn_line_longer_than_a_block_is_cut(tmp_path):
+def test_torn_line_longer_than_a_block_is_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train"}\n' + b"x" * 200_000)
     assert RecordWriter(path).torn == 200_000
     assert path.read_bytes() == b'{"kind": "train"}\n'
 
 
-def test_a_broken_line_inside_is_named(tmp_path):
+def test_broken_line_inside_a_file_is_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "event"}\n{"kind" \n{"kind": "event"}\n')
     with refused(path, "line 2 is not JSON"):
@@ -162,7 +162,7 @@ for step in itertools.count(1):
 """
 
 
-def test_kill_9_leaves_whole_lines_and_readable_curves(tmp_path):
+def test_sigkill_leaves_complete_lines_and_readable_curves(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -185,7 +185,7 @@ def test_kill_9_leaves_whole_lines_and_readable_curves(tmp_path):
 # -- resume ----------------------------------------------------------------------------------------
 
 
-def test_resume_appends_and_purges_what_was_lost(tmp_path):
+def test_resume_appends_and_purges_lost_steps(tmp_path):
     config = MonitoringConfig(log_interval_steps=1)
     with start(tmp_path, config) as first:
         for step in range(1, 8):
@@ -207,9 +207,9 @@ def test_resume_appends_and_purges_what_was_lost(tmp_path):
     assert [v for s, v in drawn if s > 5] == [106.0, 107.0, 108.0, 109.0, 110.0]
 
 
-def test_every_process_counts_on_from_what_the_first_one_read(tmp_path, monkeypatch):
-    told = iter([500, 300])  # of process 0: at the start, and after a rollback
-    gather = lambda topic, value: [next(told), value] if topic == "units" else [value]
+def test_all_processes_continue_the_count_of_process_0(tmp_path, monkeypatch):
+    broadcast_totals = iter([500, 300])  # of process 0: at the start, and after a rollback
+    gather = lambda topic, value: [next(broadcast_totals), value] if topic == "units" else [value]
     monkeypatch.setattr("jaxdist.runtime.coordination.gather", gather)
     records = []
     second = start(tmp_path, process_id=1, start_step=5, on_record=records.append)
@@ -219,24 +219,24 @@ def test_every_process_counts_on_from_what_the_first_one_read(tmp_path, monkeypa
     assert [record["tokens"] for record in records] == [600, 400]
 
 
-def test_resuming_into_the_same_directory_is_a_choice(tmp_path):
+def test_resume_in_the_same_directory_is_optional(tmp_path):
     train(start(tmp_path), 1)
     assert RunDirectory.open(tmp_path / "run").resumed
     with refused(tmp_path / "run", "--resume auto"):
         RunDirectory.open(tmp_path / "run", resume=False)
 
 
-def test_a_fresh_directory_is_not_resumed(tmp_path):
+def test_new_directory_is_not_resumed(tmp_path):
     assert not RunDirectory.open(tmp_path / "run", resume=False).resumed
 
 
-def test_an_unusable_run_directory_is_refused(tmp_path):
+def test_unusable_run_directory_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with refused(tmp_path / "file", "--run-dir"):
         RunDirectory.open(tmp_path / "file")
 
 
-def test_a_missing_run_names_those_nearby(tmp_path):
+def test_missing_run_error_lists_runs_nearby(tmp_path):
     train(start(tmp_path), 1)
     with refused(tmp_path / "runn", "not a directory", f"there: {tmp_path / 'run'}."):
         RunDirectory.existing(tmp_path / "runn")
@@ -244,7 +244,7 @@ def test_a_missing_run_names_those_nearby(tmp_path):
         RunDirectory.existing(tmp_path)
 
 
-def test_a_changed_config_is_told_and_written(tmp_path):
+def test_changed_config_is_logged_and_written(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     assert run.write_config("[model]\nd_model = 8\nheads = 2\n") == []
     changes = run.write_config("[model]\nd_model = 16\n[optim]\npeak_lr = 0.1\n")
@@ -256,7 +256,7 @@ def test_a_changed_config_is_told_and_written(tmp_path):
     assert "d_model = 16" in run.config.text()
 
 
-def test_environment_keeps_every_start(tmp_path):
+def test_environment_records_every_start(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     for command in ("one", "two", "three"):
         run.write_environment({"command": command})
@@ -265,7 +265,7 @@ def test_environment_keeps_every_start(tmp_path):
     assert [earlier["command"] for earlier in record["earlier"]] == ["one", "two"]
 
 
-def test_environment_says_what_is_needed_to_run_again(monkeypatch):
+def test_environment_has_everything_needed_to_rerun(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "2 3"])
     record = environment()
     assert record["command"] == f"{shlex.quote(sys.executable)} train.py --steps '2 3'"
@@ -298,7 +298,7 @@ def test_environment_records_commit_and_uncommitted_changes(tmp_path, monkeypatc
     assert [r["dirty"] for r in mine()] == [True]
 
 
-# -- who writes ------------------------------------------------------------------------------------
+# -- one writer -----------------------------------------------------------------------------------
 
 
 def test_only_process_0_writes(tmp_path, caplog):
@@ -346,8 +346,8 @@ def test_processes_agree_on_the_run_directory():
         )
         for rank in (0, 1)
     ]
-    said = [child.communicate(timeout=120)[0] for child in children]
-    lines = [[line for line in out.splitlines() if line.startswith("path")] for out in said]
+    outputs = [child.communicate(timeout=120)[0] for child in children]
+    lines = [[line for line in out.splitlines() if line.startswith("path")] for out in outputs]
     assert lines[0] == lines[1] and len(lines[0]) == 1
     assert lines[0][0].endswith(" 2")
 
@@ -355,7 +355,7 @@ def test_processes_agree_on_the_run_directory():
 # -- config ----------------------------------------------------------------------------------------
 
 
-def test_config_names_every_problem():
+def test_config_reports_all_problems():
     bad = MonitoringConfig(
         log_interval_steps=0,
         peak_tflops=-1.0,
@@ -368,7 +368,7 @@ def test_config_names_every_problem():
     assert problems_of(MonitoringConfig(), "monitoring") == []
 
 
-def test_importing_monitoring_is_light():
+def test_importing_monitoring_loads_no_heavy_library():
     code = (
         "import sys, jaxdist.run.monitoring\n"
         "print([m for m in ('flax', 'orbax', 'tensorboardX', 'grain') if m in sys.modules])\n"
@@ -388,7 +388,7 @@ def test_times_are_seconds_since_1970(tmp_path):
 
 
 @pytest.mark.parametrize("resumed_at", [0, 3, 6, 8, 9])
-def test_an_outline_continues_a_run_like_the_whole_file(tmp_path, resumed_at):
+def test_outline_continues_a_run_like_the_complete_file(tmp_path, resumed_at):
     path, time = tmp_path / "metrics.jsonl", iter(range(100))
     line = lambda kind, step, **fields: (
         encode({"kind": kind, "time": next(time), "step": step, **fields}) + "\n"
@@ -398,18 +398,18 @@ def test_an_outline_continues_a_run_like_the_whole_file(tmp_path, resumed_at):
     text = event("start", 0) + train(range(1, 8)) + event("skipped_step", 7)
     text += line("eval", 7, loss=0.5) + train([8]) + event("start", 3) + train(range(4, 10))
     path.write_text(text + '{"kind": "train", "st')
-    whole, outline = read_records(path), read_outline(path, resumed_at)
-    assert len(outline) < len(whole)
-    assert [r for r, is_current in stream_records(path) if is_current] == current(whole)
+    complete, outline = read_records(path), read_outline(path, resumed_at)
+    assert len(outline) < len(complete)
+    assert [r for r, is_current in stream_records(path) if is_current] == current(complete)
     first, second = (
-        vars(RunSummary(r, start_step=resumed_at, unit="tokens")) for r in (whole, outline)
+        vars(RunSummary(r, start_step=resumed_at, unit="tokens")) for r in (complete, outline)
     )
     assert first == second
 
 
 @pytest.mark.parametrize("resumed_at", [9, 22, 31, 45, 58])
 @pytest.mark.parametrize("cut", ["", "head", "tail"])
-def test_a_start_goes_on_from_the_newest_totals_that_hold(tmp_path, monkeypatch, resumed_at, cut):
+def test_start_continues_from_the_newest_valid_totals(tmp_path, monkeypatch, resumed_at, cut):
     monkeypatch.setattr(monitor_module, "TOTALS_INTERVAL_STEPS", 20)
     clock = Clock()
     for begin, end in ((0, 40), (21, 60)):
@@ -431,11 +431,11 @@ def test_a_start_goes_on_from_the_newest_totals_that_hold(tmp_path, monkeypatch,
     path.write("".join(lines))
     outline = read_outline(path, resumed_at)
     path.write("".join(line for line in lines if '"totals"' not in line))
-    whole = read_records(path)
+    complete = read_records(path)
     if cut != "head" or not totals:
-        a, b = (RunSummary(r, start_step=resumed_at, unit="tokens") for r in (whole, outline))
+        a, b = (RunSummary(r, start_step=resumed_at, unit="tokens") for r in (complete, outline))
         assert a.totals(0.0, 8) == b.totals(0.0, 8)
     if resumed_at >= 45:
-        assert len(outline) < 25 and len(whole) > 80
+        assert len(outline) < 25 and len(complete) > 80
     if cut == "head" and totals:
         assert RunSummary(outline, start_step=resumed_at, unit="tokens").units == 100 * resumed_at

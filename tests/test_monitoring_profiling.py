@@ -1,4 +1,4 @@
-"""Traces hold the steps that were asked for, are read back, and never end a run."""
+"""Traces contain the requested steps, can be read, and never end a run."""
 
 import gzip
 import json
@@ -21,14 +21,14 @@ from jaxdist.runtime.storage import Location
 
 
 def steps_in(trace: dict) -> list[int]:
-    """Step numbers that jax wrote into a trace, read from the file that Perfetto opens."""
+    """Return the step numbers that jax wrote into a trace, read from the Perfetto file."""
     events = json.loads(gzip.decompress(Path(trace["file"]).read_bytes()))["traceEvents"]
     numbers = [e["args"]["step_num"] for e in events if e.get("name") == "train"]
     return sorted(int(number) for number in numbers)
 
 
 def walk(profiler: Profiler, steps) -> None:
-    """What the training loop does."""
+    """Drive the profiler as the training loop does."""
     f = jax.jit(lambda x: x * 2)
     for step in steps:
         if profiler.reaches(step):
@@ -38,17 +38,17 @@ def walk(profiler: Profiler, steps) -> None:
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), (" 7 ", (7, 7)), ("1:1", (1, 1))])
-def test_steps_are_first_and_last(text, steps):
+def test_step_range_is_parsed(text, steps):
     assert parse_profile_steps(text) == steps
 
 
 @pytest.mark.parametrize("text", ["13:10", "0:3", "a:b", "10:", "1:2:3", "-1"])
-def test_other_texts_are_refused_with_an_example(text):
+def test_other_step_ranges_are_rejected_with_an_example(text):
     (problem,) = MonitoringConfig(profile=text).problems()
     assert text in problem and "10:13" in problem
 
 
-def test_planned_steps_are_in_the_trace_and_no_others(tmp_path):
+def test_trace_contains_exactly_the_planned_steps(tmp_path):
     profiler = Profiler((3, 5), tmp_path)
     walk(profiler, range(1, 9))
     (trace,) = profiler.traces
@@ -58,29 +58,31 @@ def test_planned_steps_are_in_the_trace_and_no_others(tmp_path):
     assert list(Path(trace["path"]).rglob("*.xplane.pb"))
 
 
-def test_asked_steps_are_the_next_ones_and_can_be_asked_again(tmp_path):
-    asked = iter([False, False, True, False, True])
-    profiler = Profiler(None, tmp_path, process=4, trace_requested=lambda: next(asked), num_steps=2)
+def test_requested_trace_covers_the_next_steps_and_can_be_repeated(tmp_path):
+    requests = iter([False, False, True, False, True])
+    profiler = Profiler(
+        None, tmp_path, process=4, trace_requested=lambda: next(requests), num_steps=2
+    )
     walk(profiler, range(1, 9))
     assert [steps_in(trace) for trace in profiler.traces] == [[3, 4], [7, 8]]
     assert Path(profiler.traces[1]["path"]).name == "step-7-process-4"
 
 
-def test_a_run_that_resumes_inside_the_plan_traces_the_rest(tmp_path):
+def test_run_resumed_inside_the_range_traces_the_rest(tmp_path):
     profiler = Profiler((3, 5), tmp_path)
     walk(profiler, range(5, 8))
     assert [steps_in(trace) for trace in profiler.traces] == [[5]]
 
 
-def test_a_run_that_goes_back_ends_its_trace_and_takes_it_once(tmp_path):
+def test_rollback_ends_the_trace_and_takes_it_once(tmp_path):
     profiler = Profiler((3, 5), tmp_path)
     walk(profiler, [1, 2, 3, 4, 1, 2, 3, 4, 5, 6])
     assert [steps_in(trace) for trace in profiler.traces] == [[3, 4]]
 
 
 @pytest.mark.parametrize(("steps", "last"), [([3, 4, 5, 6], 5), ([3, 4, 5, 1], 4)])
-def test_a_trace_names_the_last_step_that_was_done(monkeypatch, tmp_path, steps, last):
-    """Left before step 6, or gone back while step 5 was on its way."""
+def test_trace_is_named_after_the_last_completed_step(monkeypatch, tmp_path, steps, last):
+    """The run ended before step 6, or rolled back while step 5 was running."""
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, lambda *path: None)
     (tmp_path / "step-3-process-0").mkdir()
@@ -92,13 +94,13 @@ def test_a_trace_names_the_last_step_that_was_done(monkeypatch, tmp_path, steps,
     assert [(trace["first"], trace["last"]) for trace in profiler.traces] == [(3, last)]
 
 
-def test_the_end_of_the_run_ends_the_trace(tmp_path):
+def test_end_of_run_ends_the_trace(tmp_path):
     profiler = Profiler((3, 50), tmp_path)
     walk(profiler, range(1, 5))
     assert [(t["first"], t["last"]) for t in profiler.traces] == [(3, 4)]
 
 
-def test_a_profiler_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path):
+def test_busy_profiler_is_a_warning_and_the_run_continues(tmp_path):
     jax.profiler.start_trace(tmp_path / "other")
     try:
         profiler = Profiler((2, 3), tmp_path)
@@ -109,9 +111,7 @@ def test_a_profiler_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["start_trace", "files"])
-def test_a_trace_for_a_store_that_is_away_ends_no_run_and_leaves_nothing(
-    tmp_path, monkeypatch, fails
-):
+def test_unavailable_store_for_a_trace_does_not_end_the_run(tmp_path, monkeypatch, fails):
     class Away(Location):
         is_local = False
 
@@ -129,7 +129,7 @@ def test_a_trace_for_a_store_that_is_away_ends_no_run_and_leaves_nothing(
     assert profiler.traces == [] and list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_is_remembered_once():
+def test_signal_requests_one_trace():
     before = signal.getsignal(signal.SIGUSR2)
     try:
         requests = TraceRequests()
@@ -142,7 +142,7 @@ def test_a_signal_is_remembered_once():
 
 
 @pytest.mark.slow
-def test_a_planned_trace_of_a_training_run_is_in_its_directory_and_summary(tmp_path):
+def test_planned_trace_is_in_run_directory_and_summary(tmp_path):
     flags = tiny("--simulate=2", "--mesh=dp=2", "--steps=6", "--profile", "3:4")
     done = run("train", *flags, "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -153,7 +153,7 @@ def test_a_planned_trace_of_a_training_run_is_in_its_directory_and_summary(tmp_p
 
 
 @pytest.mark.slow
-def test_sigusr2_traces_a_live_run_which_goes_on_to_its_end(tmp_path):
+def test_sigusr2_traces_a_live_run_that_completes(tmp_path):
     flags = tiny("--steps=400", "--simulate=2")
     process = subprocess.Popen(
         command("train", *flags, "--run-dir", tmp_path / "run"),

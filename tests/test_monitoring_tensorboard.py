@@ -1,4 +1,4 @@
-"""Event files, read without TensorFlow and with a CRC of our own."""
+"""Event files, read without TensorFlow and with an independent CRC."""
 
 import math
 
@@ -12,11 +12,11 @@ from jaxdist.config.monitoring import MonitoringConfig
 pytestmark = pytest.mark.usefixtures("propagating")
 
 
-def test_the_crc_of_these_tests_is_castagnoli():
+def test_reference_crc_is_castagnoli():
     assert crc32c(b"123456789") == 0xE3069283
 
 
-def test_tensorboard_holds_curves_and_config(tmp_path):
+def test_tensorboard_has_curves_and_config(tmp_path):
     config = MonitoringConfig(log_interval_steps=2)
     monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
     for step in range(1, 7):
@@ -37,7 +37,7 @@ def test_tensorboard_holds_curves_and_config(tmp_path):
     assert len(texts) == 1 and "d_model = 8" in texts[0]
 
 
-def test_diverged_losses_reach_tensorboard_without_noise(tmp_path, caplog):
+def test_diverged_losses_reach_tensorboard_without_warnings(tmp_path, caplog):
     monitor = start(tmp_path, MonitoringConfig(log_interval_steps=1))
     train(monitor, 1, loss=math.nan)
     monitor.close()

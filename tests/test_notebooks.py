@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run as they are, and are kept without what they print."""
+"""The notebooks of examples/ run unchanged and are stored without outputs."""
 
 import json
 
@@ -13,7 +13,7 @@ def code_of(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_outputs(path):
+def test_notebook_is_stored_without_outputs(path):
     cells = code_of(json.loads(path.read_text()))
     assert len(cells) >= 3
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
@@ -21,7 +21,7 @@ def test_a_notebook_is_kept_without_outputs(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, tmp_path, monkeypatch):
+def test_notebook_runs(path, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs the dev extra (nbclient)")
     pytest.importorskip("ipykernel", reason="needs the dev extra (ipykernel)")
     import nbformat
@@ -42,5 +42,5 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
         for output in cell["outputs"]
         for text in (output.get("text", ""), *output.get("data", {}).values())
     )
-    wanted = {"train": ["training loss", "<svg"], "finetune": ["Good day.", "Farewell."]}
-    assert all(word in printed for word in wanted[path.stem]), printed[-2000:]
+    expected = {"train": ["training loss", "<svg"], "finetune": ["Good day.", "Farewell."]}
+    assert all(word in printed for word in expected[path.stem]), printed[-2000:]

@@ -1,4 +1,4 @@
-"""Files on an S3 server: text that becomes tokens, files that grow, and what starts read."""
+"""Files on an S3 server: text that becomes tokens, files that grow, and reads at the start."""
 
 import dataclasses
 import gzip
@@ -34,10 +34,10 @@ from jaxdist.settings import ConfigError
 
 
 @pytest.mark.parametrize(("form", "ending"), [("py", ""), ("bin", ".bin")])
-def test_images_in_a_bucket_are_those_of_the_folder(server, tmp_path, form, ending):
+def test_images_in_a_bucket_equal_those_of_the_folder(server, tmp_path, form, ending):
     make_batches(tmp_path)
     stored = upload(tmp_path / form, f"s3://bucket/cifar-{form}")
-    fingerprints = lambda place: [part.fingerprint for part in open_cifar(place, "half")]
+    fingerprints = lambda url: [part.fingerprint for part in open_cifar(url, "half")]
     assert fingerprints(stored) == fingerprints(tmp_path / form)
     config = read_run(["--model", "cnn", "--data.sources", str(stored)], command="train")
     assert config.data.sources == [str(stored)]
@@ -56,7 +56,7 @@ def test_images_in_a_bucket_are_those_of_the_folder(server, tmp_path, form, endi
 
 @pytest.fixture(scope="module")
 def text(server, tmp_path_factory):
-    """The same files in a folder and below a URL."""
+    """Return the location of the same files in a folder and below a URL."""
     folder = tmp_path_factory.mktemp("text")
     lines = [json.dumps({"text": f"the {i}th " * (i % 5 + 1)}) + "\n" for i in range(2000)]
     (folder / "a").mkdir()
@@ -70,37 +70,37 @@ def text(server, tmp_path_factory):
 
 @pytest.fixture
 def content_read(monkeypatch):
-    """Bytes of each range that was read."""
-    found, part = [], objects.ObjectLocation.part
+    """Record the size in bytes of each range that is read."""
+    lengths, part = [], objects.ObjectLocation.part
 
     def noting(location, start, length):
-        found.append(length)
+        lengths.append(length)
         return part(location, start, length)
 
     monkeypatch.setattr(objects.ObjectLocation, "part", noting)
-    return found
+    return lengths
 
 
 @pytest.mark.parametrize(
     "source", ["a", "a/lines.jsonl", "**/*.jsonl*", "[!a]otes.t?t", "rows.parquet"]
 )
-def test_text_in_a_bucket_becomes_the_tokens_of_the_same_files(text, tmp_path, source, request):
-    found = []
-    for place in text:
-        out = f"{place}-tokens/{request.node.callspec.id}"
-        assert run_here("data.__main__", f"{place}/{source}", "--out", out) == 0
-        found.append(Corpus(out))
-    assert found[0].fingerprint == found[1].fingerprint and found[0].num_tokens > 1000
-    assert found[1].folder.uri().startswith("s3://")
+def test_text_in_a_bucket_has_the_tokens_of_local_files(text, tmp_path, source, request):
+    corpora = []
+    for url in text:
+        out = f"{url}-tokens/{request.node.callspec.id}"
+        assert run_here("data.__main__", f"{url}/{source}", "--out", out) == 0
+        corpora.append(Corpus(out))
+    assert corpora[0].fingerprint == corpora[1].fingerprint and corpora[0].num_tokens > 1000
+    assert corpora[1].folder.uri().startswith("s3://")
 
 
-def test_of_parquet_the_columns_that_are_needed_are_read(text, tmp_path, content_read):
+def test_only_required_parquet_columns_are_read(text, tmp_path, content_read):
     (file,) = find_files(f"{text[1]}/rows.parquet")
     assert run_here("data.__main__", str(file), "--out", tmp_path / "tokens") == 0
     assert 0 < sum(content_read) < file.num_bytes / 10
 
 
-def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
+def test_unreadable_and_unwritable_urls_are_rejected(text, tmp_path, monkeypatch):
     out = ["--out", tmp_path / "tokens"]
     for source, fact in {
         f"{text[1]}/none": "matches no file",
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
     with object_servers.refusing(400, "ExpiredToken") as address, monkeypatch.context() as expired:
         expired.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=0)
-        expired.setattr(objects, "_store", lambda *place: store)
+        expired.setattr(objects, "_store", lambda *args: store)
         with refused(text[1], "expired"):
             run_here("data.__main__", f"{text[1]}/notes.txt", *out)
     assert not (tmp_path / "tokens").exists()
@@ -125,57 +125,57 @@ def test_what_cannot_be_read_or_written_is_refused(text, tmp_path, monkeypatch):
 
 
 def rows_of(*sources: str, **settings):
-    """The rows to train on."""
+    """Return the training rows."""
     config = DataConfig(sources=list(sources), **settings)
     return open_datasets(config, seq_len=16)[0]
 
 
 @pytest.mark.parametrize("source", ["notes.txt", "a", "**/*.jsonl*", "rows.parquet"])
-def test_a_run_on_text_in_a_bucket_has_the_rows_of_the_same_files(text, source):
-    local, stored = (rows_of(f"{place}/{source}", packing="documents") for place in text)
+def test_run_on_text_in_a_bucket_has_the_rows_of_local_files(text, source):
+    local, stored = (rows_of(f"{url}/{source}", packing="documents") for url in text)
     assert stored.num_rows > 100
     assert (stored.fingerprint, stored.num_rows) == (local.fingerprint, local.num_rows)
     config = read_run([f"--data.sources={text[1]}/{source}"], command="train")
     assert config.data.sources == [f"{text[1]}/{source}"]
 
 
-def test_text_in_a_bucket_is_read_when_it_is_new_and_not_again(server, content_read):
-    place = locate("s3://bucket/changing")
-    (place / "a.txt").write("one text\n" * 100)
-    (place / "b.txt").write("two text\n" * 100)
-    first = rows_of(str(place)).fingerprint
+def test_text_in_a_bucket_is_read_only_if_changed(server, content_read):
+    bucket = locate("s3://bucket/changing")
+    (bucket / "a.txt").write("one text\n" * 100)
+    (bucket / "b.txt").write("two text\n" * 100)
+    first = rows_of(str(bucket)).fingerprint
     assert sum(content_read) == 2 * 900
     content_read.clear()
-    assert rows_of(str(place)).fingerprint == rows_of(f"{place}/*.txt").fingerprint == first
+    assert rows_of(str(bucket)).fingerprint == rows_of(f"{bucket}/*.txt").fingerprint == first
     assert not content_read
-    (place / "b.txt").write("six text\n" * 100)  # of the same size
-    assert rows_of(str(place)).fingerprint != first
+    (bucket / "b.txt").write("six text\n" * 100)  # of the same size
+    assert rows_of(str(bucket)).fingerprint != first
     assert sum(content_read) == 2 * 900
 
 
-def test_objects_that_a_store_gives_no_tag_are_told_by_their_bytes(text):
-    (stored,), (local,) = (find_files(f"{place}/notes.txt") for place in reversed(text))
+def test_objects_without_etag_are_identified_by_their_bytes(text):
+    (stored,), (local,) = (find_files(f"{url}/notes.txt") for url in reversed(text))
     untagged = dataclasses.replace(stored, tag="")
     assert stored.tag and source_digest([stored]) != source_digest([local])
     assert source_digest([untagged]) == source_digest([local])
 
 
 @pytest.mark.parametrize(("written", "is_refused"), [("a.txt", True), ("later.txt", False)])
-def test_text_that_changes_while_it_is_read_becomes_no_tokens(server, written, is_refused):
-    place = locate(f"s3://bucket/unsteady/{written}-is-written")
-    (place / "a.txt").write("one text\n" * 100)
+def test_text_changed_during_reading_is_rejected(server, written, is_refused):
+    bucket = locate(f"s3://bucket/unsteady/{written}-is-written")
+    (bucket / "a.txt").write("one text\n" * 100)
 
     class Meanwhile(ByteTokenizer):
         def encode_batch(self, texts):
-            (place / written).write("six text\n" * 100)
+            (bucket / written).write("six text\n" * 100)
             return super().encode_batch(texts)
 
-    files, encoder = find_files(str(place)), TextEncoder(Meanwhile(), "text")
-    made = lambda: cached_corpus(files, str(place), encoder).num_documents
+    files, encoder = find_files(str(bucket)), TextEncoder(Meanwhile(), "text")
+    made = lambda: cached_corpus(files, str(bucket), encoder).num_documents
     if not is_refused:
         assert made() == 1
         return
-    with refused(place / "a.txt", "changed"):
+    with refused(bucket / "a.txt", "changed"):
         made()
     assert not list(cache_folder().rglob("corpus.json"))
 
@@ -189,64 +189,64 @@ def test_text_that_changes_while_it_is_read_becomes_no_tokens(server, written, i
         ("s3://absent-bucket/*.txt", ["data.sources", "no such bucket"]),
     ],
 )
-def test_text_that_is_not_there_ends_a_run_before_it_starts(text, source, facts):
+def test_missing_text_ends_a_run_before_it_starts(text, source, facts):
     with refused(*facts):
         rows_of(source)
     with refused(*facts):
         run_here("train", *TINY, f"--data.sources={source}", "--steps=1")
 
 
-def test_text_is_read_whole_over_a_bad_connection(text, server, monkeypatch):
+def test_text_is_read_completely_over_a_bad_connection(text, server, monkeypatch):
     with object_servers.troubled(server, every=3) as (address, done):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=5)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        monkeypatch.setattr(objects, "_store", lambda *args: store)
         stored = rows_of(f"{text[1]}/**/*.jsonl*")
     assert stored.fingerprint == rows_of(f"{text[0]}/**/*.jsonl*").fingerprint
     assert "cut" in done
 
 
-def test_images_and_text_are_told_apart_by_url(text):
+def test_images_and_text_are_distinguished_by_url(text):
     with refused("data.sources", "not a CIFAR-10 folder"):
         read_run(["--model", "cnn", f"--data.sources={text[1]}/notes.txt"], command="train")
 
 
-def test_a_chat_template_in_a_bucket_is_used(server, tmp_path):
+def test_chat_template_in_a_bucket_is_used(server, tmp_path):
     """Next to the tokenizer, or by its own URL."""
     chat = {"messages": [{"role": r, "content": "of a text"} for r in ("user", "assistant")]}
     (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 50)
     write_tokenizer(tmp_path, ["of a text"], template=CHATML)
-    place = upload(tmp_path, "s3://bucket/chat")
+    bucket = upload(tmp_path, "s3://bucket/chat")
     settings = {"records": "chat", "packing": "best_fit"}
-    found = {
+    fingerprints = {
         where: rows_of(
             f"{where}/chats.jsonl", tokenizer=f"{where}/tokenizer.json", **settings
         ).fingerprint
-        for where in (tmp_path, place)
+        for where in (tmp_path, bucket)
     }
-    assert len(set(found.values())) == 1
-    (place / "chat_template.jinja").delete()
-    again = {"tokenizer": f"{place}/tokenizer.json", **settings}
-    plain = rows_of(f"{place}/chats.jsonl", **again).fingerprint
-    (place / "mine.jinja").write(CHATML)
-    named = rows_of(f"{place}/chats.jsonl", chat_template=f"{place}/mine.jinja", **again)
-    assert plain != named.fingerprint == found[place]
-    with refused("data.chat_template", f"{place}/none.jinja"):
-        rows_of(f"{place}/chats.jsonl", chat_template=f"{place}/none.jinja", **again)
+    assert len(set(fingerprints.values())) == 1
+    (bucket / "chat_template.jinja").delete()
+    again = {"tokenizer": f"{bucket}/tokenizer.json", **settings}
+    plain = rows_of(f"{bucket}/chats.jsonl", **again).fingerprint
+    (bucket / "mine.jinja").write(CHATML)
+    named = rows_of(f"{bucket}/chats.jsonl", chat_template=f"{bucket}/mine.jinja", **again)
+    assert plain != named.fingerprint == fingerprints[bucket]
+    with refused("data.chat_template", f"{bucket}/none.jinja"):
+        rows_of(f"{bucket}/chats.jsonl", chat_template=f"{bucket}/none.jinja", **again)
 
 
-def test_an_object_is_no_run_directory(text):
+def test_object_is_rejected_as_run_directory(text):
     with refused("run_dir", f"{text[1]}/notes.txt", "is a file"):
         read_run([f"--run-dir={text[1]}/notes.txt"], command="test")
 
 
-def test_prompts_and_answers_are_files_of_a_disk(server):
+def test_prompts_and_answers_must_be_local_files(server):
     flags = ["--prompt-file=s3://bucket/asks.txt", "--out=s3://bucket/answers.jsonl"]
     with refused("prompt_file", "asks.txt", "out", "answers.jsonl", num_problems=2):
         run_here("generate", "s3://bucket/trained", *flags)
 
 
-# -- the end -------------------------------------------------------------------------------------
+# -- exit ----------------------------------------------------------------------------------------
 
 ENDS = """
 import concurrent.futures, pathlib, sys
@@ -276,8 +276,8 @@ run_command(main)
 """
 
 
-def test_a_store_that_hangs_keeps_no_process_from_its_end(server, monkeypatch, tmp_path):
-    """Each wait has an end and says what for; the exit code is that of the work."""
+def test_hanging_store_does_not_prevent_process_exit(server, monkeypatch, tmp_path):
+    """Each wait ends and reports its purpose; the exit code is that of the work."""
     hangs, over = tmp_path / "hangs", threading.Event()
 
     def answer(request, ask):
@@ -310,7 +310,7 @@ def folder(server, request):
 
 
 @pytest.mark.parametrize("is_one_object", [True, False])
-def test_a_start_reads_the_end_of_the_records_alone(folder, monkeypatch, is_one_object):
+def test_start_reads_only_the_end_of_the_records(folder, monkeypatch, is_one_object):
     monkeypatch.setattr(location, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(parts, "PART_BYTES", 4096)
     totals = {"kind": "event", "event": "totals", "step": 5000, "last": {"kind": "train"}}
@@ -328,8 +328,8 @@ def test_a_start_reads_the_end_of_the_records_alone(folder, monkeypatch, is_one_
     sizes, get, part = [], objects.ObjectLocation._get, objects.ObjectLocation.part
 
     def noting_get(self, key):
-        sizes.append(len((found := get(self, key))[0]))
-        return found
+        sizes.append(len((result := get(self, key))[0]))
+        return result
 
     def noting_part(self, start, length):
         sizes.append(length)
@@ -343,7 +343,7 @@ def test_a_start_reads_the_end_of_the_records_alone(folder, monkeypatch, is_one_
 
 
 def objects_of(folder) -> dict[str, tuple[int, str]]:
-    """Key -> size and ETag of each object."""
+    """Return key -> size and ETag of each object."""
     return {meta["path"]: (meta["size"], meta["e_tag"]) for meta in folder._below()}
 
 
@@ -356,7 +356,7 @@ REJECTED = [
 ]
 
 
-def test_a_rejected_start_changes_no_object(folder):
+def test_rejected_start_changes_no_object(folder):
     flags = ["--train.steps=2", f"--run-dir={folder}"]
     assert run_here("train", *tiny(*flags)) == 0
     flush_appended()

@@ -1,4 +1,4 @@
-"""A store that hangs, is busy, or whose credentials expire in the middle of a command or a run."""
+"""A store that hangs, is busy, or whose credentials expire during a command or a run."""
 
 import errno
 import threading
@@ -24,7 +24,7 @@ EXPIRED = ["expired", "AWS_SESSION_TOKEN"]
 
 @pytest.fixture
 def limits(server, monkeypatch):
-    """Time limits of clients that are made from now on."""
+    """Set time limits of clients that are created from now on."""
 
     def set_limits(address: str, **seconds: int) -> None:
         for name, value in seconds.items():
@@ -40,10 +40,10 @@ def limits(server, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["read", "part", "files", "write", "delete"])
-def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limits, name):
-    """Here of two seconds: one silent try, and a second one before they are over."""
+def test_hanging_store_times_out_after_retries(server, limits, name):
+    """With a limit of two seconds: one silent request, and a second one within the limit."""
     over, arguments = threading.Event(), {"part": (0, 5), "write": ("text",)}
-    place = locate("s3://bucket/hangs")
+    location = locate("s3://bucket/hangs")
 
     def answer(request: Message, ask) -> Message:
         over.wait(120)
@@ -53,48 +53,48 @@ def test_a_store_that_hangs_is_given_up_after_the_tries_of_a_minute(server, limi
         limits(address, _TIMEOUT_S=1, _RETRY_S=2)
         begun = time.monotonic()
         with pytest.raises(OSError) as away:
-            getattr(place, name)(*arguments.get(name, ()))
+            getattr(location, name)(*arguments.get(name, ()))
         took_s = time.monotonic() - begun
         over.set()
     assert away.value.errno == errno.EHOSTUNREACH
-    tries = 1 if name == "delete" else 2  # the library does not repeat a silent POST
+    tries = 1 if name == "delete" else 2  # the library does not retry a silent POST
     assert 0.95 * tries < took_s < 100, took_s  # of the 120 s that it hangs
 
 
-def test_an_upload_is_given_time_for_its_size(server, limits):
-    """A server that answers when it has all of it is silent until then."""
-    content, place = bytes(4 << 20), locate("s3://bucket/uploads")  # 9 s for it, for a part 1.5 s
+def test_upload_timeout_grows_with_its_size(server, limits):
+    """A server that responds after it has received everything is silent until then."""
+    content, folder = bytes(4 << 20), locate("s3://bucket/uploads")  # limit: 9 s, per part 1.5 s
     with object_servers.slow(server, seconds=3.0) as address:
         limits(address, _TIMEOUT_S=1, _RETRY_S=1, MIN_BYTES_PER_S=1 << 20)
         with pytest.raises(OSError):
-            (place / "small").write(content[: 1 << 20])
-        (place / "large").write(content)
+            (folder / "small").write(content[: 1 << 20])
+        (folder / "large").write(content)
     limits(server, _TIMEOUT_S=30)
-    assert (place / "large").size() == len(content)
+    assert (folder / "large").size() == len(content)
 
 
-def test_large_uploads_of_like_sizes_share_a_client():
+def test_large_uploads_of_similar_size_share_a_client():
     seconds = [objects._upload_timeout_s(size) for size in (0, 1 << 20, 9 << 20, 16 << 20)]
     assert seconds == [30, 30, 158, 158]  # 16 MiB at 128 KiB/s take 128 s
 
 
 @pytest.mark.parametrize("name", ["read", "write", "delete"])
-def test_a_busy_store_is_asked_again_beyond_the_librarys_tries(server, monkeypatch, name):
-    place, asked = locate(f"s3://bucket/busy-{name}"), []
-    place.write("text")
+def test_busy_store_is_retried_beyond_the_library_retries(server, monkeypatch, name):
+    location, methods = locate(f"s3://bucket/busy-{name}"), []
+    location.write("text")
 
     def answer(request: Message, ask) -> Message:
-        asked.append(request.start[0])
-        if len(asked) < 3:
+        methods.append(request.start[0])
+        if len(methods) < 3:
             return Message((503,), {}, b"<Error><Code>SlowDown</Code></Error>")
         return ask(request)
 
     with object_servers.passing_on(server, answer) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=0)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
-        getattr(place, name)(*{"write": ("text",)}.get(name, ()))
-    assert len(asked) == 3
+        monkeypatch.setattr(objects, "_store", lambda *location: store)
+        getattr(location, name)(*{"write": ("text",)}.get(name, ()))
+    assert len(methods) == 3
 
 
 # -- credentials that expire -----------------------------------------------------------------------
@@ -121,8 +121,8 @@ def trained(server, train):
     return "s3://bucket/trained"
 
 
-def told(command) -> str:
-    """The one line that a command of which credentials expire ends with."""
+def error_of(command) -> str:
+    """Return the one-line error that ends a command whose credentials expire."""
     with pytest.raises((OSError, ConfigError)) as end:
         command()
     assert not isinstance(end.value, OSError) or end.value.filename.startswith("s3://")
@@ -132,10 +132,10 @@ def told(command) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.9])
 @pytest.mark.parametrize("name", ["reshard", "data"])
-def test_credentials_that_expire_in_a_command_end_it_and_it_can_be_started_again(
+def test_command_with_expired_credentials_ends_and_can_be_repeated(
     trained, expiring, name, share, monkeypatch
 ):
-    monkeypatch.setattr(lock, "HEARTBEAT_S", 1.0)  # both starts are this process, which lives
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 1.0)  # both starts run in this process, which lives
     folder = locate(f"s3://bucket/expired/{name}-{share}")
     (locate("s3://bucket/words") / "a.txt").write("some words\n" * 1000)
     command = {
@@ -146,9 +146,9 @@ def test_credentials_that_expire_in_a_command_end_it_and_it_can_be_started_again
     expiring[0] = many = 10_000
     assert start(folder / "whole") == 0
     expiring[0] = int(share * (many - expiring[0]))
-    said = told(lambda: start(folder / "cut"))
-    assert missing(said, *EXPIRED) == [] and SECRET not in said and "AKIATEST" not in said
-    expiring[0] = float("inf")  # new ones have come
+    message = error_of(lambda: start(folder / "cut"))
+    assert missing(message, *EXPIRED) == [] and SECRET not in message and "AKIATEST" not in message
+    expiring[0] = float("inf")  # new credentials are available
     assert (share < 0.5) or (folder / "cut").entries(), "nothing was written before"
     assert not manifest.steps_in(folder / "cut" / "checkpoints")
     assert not (folder / "cut" / "corpus.json").exists()
@@ -161,10 +161,8 @@ def test_credentials_that_expire_in_a_command_end_it_and_it_can_be_started_again
 
 
 @pytest.mark.slow
-def test_a_run_whose_credentials_expire_ends_and_goes_on_with_new_ones(
-    expiring, train, monkeypatch
-):
-    # Its lock, which it could not give up, is that of a process that lives.
+def test_run_with_expired_credentials_ends_and_resumes_with_new_ones(expiring, train, monkeypatch):
+    # The run could not release its lock, whose owner is a live process.
     monkeypatch.setattr(lock, "HEARTBEAT_S", 1.0)
 
     def expire(record):
@@ -178,8 +176,8 @@ def test_a_run_whose_credentials_expire_ends_and_goes_on_with_new_ones(
     assert "new credentials" in entry_point.advice_for(str(end.value))
     expiring[0] = float("inf")
     checkpoints = locate(url) / "checkpoints"
-    whole = manifest.steps_in(checkpoints)
-    assert whole and not any(manifest.damage(checkpoints / step) for step in whole)
+    complete = manifest.steps_in(checkpoints)
+    assert complete and not any(manifest.damage(checkpoints / step) for step in complete)
     resumed = train(url, steps=6)
     assert resumed.exit_reason == "finished" and len(resumed.losses) == 6
     assert '"event": "restore"' in (locate(url) / "metrics.jsonl").text()

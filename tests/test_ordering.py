@@ -1,7 +1,7 @@
-"""Compiled programs of simulated meshes leave no collective free to overtake a loop or a branch.
+"""In compiled programs of simulated meshes no collective can overtake a loop or a branch.
 
-Read from the compiler's own output: within each computation, whatever holds collectives and is a
-loop or a branch must reach, or be reached from, every other collective by data dependence.
+Checked in the compiler's output: within each computation, every loop or branch that contains
+collectives must reach, or be reached from, every other collective by data dependence.
 """
 
 import functools
@@ -26,7 +26,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "al
 
 
 def unordered(text: str) -> list[tuple[str, str]]:
-    """(loop or branch, other collective) of each pair that no dependence orders."""
+    """Return (loop or branch, other collective) of each pair without a dependence."""
     module, bearing = hlo.parse(text), {}
 
     def moves(name: str) -> bool:
@@ -39,12 +39,12 @@ def unordered(text: str) -> list[tuple[str, str]]:
 
     pairs = []
     for instructions in module.computations.values():
-        place = {x.name: 1 << i for i, x in enumerate(instructions)}
-        before: dict[str, int] = {}  # the places that an instruction depends on, as bits
+        bit = {x.name: 1 << i for i, x in enumerate(instructions)}
+        before: dict[str, int] = {}  # the instructions that an instruction depends on, as bits
         for x in instructions:
             read = [name for name in x.operand_names if name in before]
             before[x.name] = functools.reduce(
-                operator.or_, (before[name] | place[name] for name in read), 0
+                operator.or_, (before[name] | bit[name] for name in read), 0
             )
         control = [
             x.name
@@ -56,7 +56,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
             (a, b)
             for a in control
             for b in others
-            if a != b and not (place[a] & before[b] or place[b] & before[a])
+            if a != b and not (bit[a] & before[b] or bit[b] & before[a])
         ]
     return pairs
 
@@ -84,7 +84,7 @@ def train_and_evaluate(mesh: str, **options) -> list[str]:
         ("dp=4", {"zero": 3}),
     ],
 )
-def test_training_and_evaluation_are_in_order(mesh, options):
+def test_collectives_of_training_and_evaluation_are_ordered(mesh, options):
     assert [unordered(text) for text in train_and_evaluate(mesh, **options)] == [[], []]
 
 
@@ -100,13 +100,13 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("case", PIPELINES)
-def test_pipelines_and_automatic_axes_are_in_order(case):
+def test_collectives_of_pipelines_and_automatic_axes_are_ordered(case):
     (parsed,) = pipeline_parity.parse(case)
     function, arguments = pipeline_parity.lowered(parsed)
     assert unordered(compiled(function, *arguments)) == []
 
 
-def test_without_ties_there_are_unordered_pairs(monkeypatch):
+def test_removing_dependences_leaves_unordered_pairs(monkeypatch):
     monkeypatch.setattr(gradients, "in_order", lambda function, hidden: function)
     assert all(unordered(text) for text in train_and_evaluate("fsdp=4,tp=2"))
     (parsed,) = pipeline_parity.parse(PIPELINES[1])
@@ -120,7 +120,7 @@ def mesh():
 
 
 def loops_and_branches(x, flags, keys):
-    """Collectives inside and beside a scan, a while loop and a branch; integers, booleans, keys."""
+    """Use collectives inside and next to a scan, a while loop and a branch, on several dtypes."""
     first = collectives.all_reduce(flags.astype(jnp.int32), "fsdp")
     total, each = lax.scan(
         lambda c, y: (c + collectives.all_reduce(y, "fsdp").sum(), c), jnp.zeros(()), x
@@ -139,7 +139,7 @@ def loops_and_branches(x, flags, keys):
     return total, each, beside, rounds, chosen, jax.random.key_data(drawn), last
 
 
-def test_values_are_untouched(mesh):
+def test_ordering_keeps_values(mesh):
     arguments = (
         jax.random.normal(jax.random.key(0), (6, 5)),
         jnp.arange(3) > 1,
@@ -157,11 +157,11 @@ def test_values_are_untouched(mesh):
     assert unordered(compiled(ordered, *arguments)) == []
 
 
-def test_generation_is_in_order(monkeypatch):
-    case, asked = Case("rotary", "fsdp=2,tp=2"), []
+def test_collectives_of_generation_are_ordered(monkeypatch):
+    case, hidden_flags = Case("rotary", "fsdp=2,tp=2"), []
 
     def spy(function, *, hidden):
-        asked.append(hidden)
+        hidden_flags.append(hidden)
         return in_order(function, hidden=hidden)
 
     monkeypatch.setattr("jaxdist.run.decoding.in_order", spy)
@@ -169,4 +169,4 @@ def test_generation_is_in_order(monkeypatch):
     greedy = decoding.Sampling(temperature=0.0)
     decoder = decoding.Decoder(model, state.params, layout, plan_of(model, layout), greedy)
     assert len(list(decoder.tokens([np.arange(4), np.arange(2)], max_new_tokens=3))) == 3
-    assert asked == [True]
+    assert hidden_flags == [True]

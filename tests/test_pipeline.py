@@ -1,4 +1,4 @@
-"""The pipeline: every schedule computes what one device computes, and costs what it says."""
+"""The pipeline: every schedule matches one device, and has the cost that it reports."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
 from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
 from jaxdist.settings import problems_of
 
-# The project's contract for float32 across meshes: sums of another order, nothing else.
+# The project's contract for float32 across meshes: only the order of sums differs.
 LOSS, GRADIENT = 1e-6, 1e-5
 
 FAST = [
@@ -44,13 +44,13 @@ def test_gradients_match_one_device(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=str)
-def test_gradients_match_one_device_everywhere(case):
+def test_gradients_match_one_device_for_all_cases(case):
     check(compare(case))
 
 
 @pytest.mark.slow
 def test_gradients_match_one_device_on_64_devices():
-    """Every axis at once, and the largest mesh that the design names."""
+    """Every axis at once, on the largest mesh that the design names."""
     cases = ["pp=4,dp=2,fsdp=2,tp=4;rows=32;virtual=2;layers=8"]
     script = Path(pipeline_parity.__file__)
     run = subprocess.run(
@@ -62,9 +62,9 @@ def test_gradients_match_one_device_on_64_devices():
         env={"PYTHONPATH": str(script.parent.parent), "PATH": ""},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(found) == len(cases)
-    for difference in found:
+    differences = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(differences) == len(cases)
+    for difference in differences:
         name = difference.pop("case")
         check(pipeline_parity.Difference(**difference), name)
 
@@ -77,8 +77,8 @@ def check(difference, name=""):
 
 
 @pytest.mark.usefixtures("users_promotion")
-def test_half_precision_and_loss_scale_stay_within_rounding():
-    """bf16 keeps 8 bits, and gradients are sums of such products; a power of two costs nothing."""
+def test_bfloat16_and_loss_scale_stay_within_rounding():
+    """bf16 keeps 8 bits, and gradients are sums of such products; a power of two is exact."""
     brain = compare(Case(mesh="pp=2,tp=2", dtype="bfloat16", scale=1024.0, family="llama_tied"))
     assert brain.loss < 1e-3
     assert brain.gradient < 3e-2
@@ -89,7 +89,7 @@ def test_half_precision_and_loss_scale_stay_within_rounding():
     [Case(mesh="pp=2,dp=2", virtual=2), Case(mesh="pp=4,tp=2", family="llama_tied", rows=6)],
     ids=str,
 )
-def test_evaluation_runs_forward_through_the_stages(case):
+def test_evaluation_through_stages_matches_one_device(case):
     sums = pipeline_parity.evaluation(case)
     one = pipeline_parity.evaluation(Case(mesh="dp=1", family=case.family, rows=case.rows))
     assert sums["weight"] == one["weight"]
@@ -107,7 +107,7 @@ def test_microbatches_are_chosen_from_stages_and_rows():
     assert PipelineConfig(num_virtual_stages=2).choose_microbatches(4, rows=24) == 24
 
 
-def test_the_description_of_a_schedule_has_its_sizes_and_bubble():
+def test_schedule_description_has_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert schedule.name == "1f1b_lockstep" and schedule.num_microbatches == 16
     text = describe(schedule, 32)
@@ -115,13 +115,15 @@ def test_the_description_of_a_schedule_has_its_sizes_and_bubble():
         assert fact in text
 
 
-@pytest.mark.parametrize(("given", "count"), [(0, 8), (1, 1), (2, 2)])
-def test_given_microbatches_win_over_the_choice(given, count):
-    schedule = PipelineConfig().make_schedule(num_stages=2, rows=16, num_microbatches=given)
+@pytest.mark.parametrize(("num_microbatches", "count"), [(0, 8), (1, 1), (2, 2)])
+def test_explicit_microbatches_override_the_default(num_microbatches, count):
+    schedule = PipelineConfig().make_schedule(
+        num_stages=2, rows=16, num_microbatches=num_microbatches
+    )
     assert schedule.num_microbatches == count
 
 
-def test_settings_that_cannot_work_are_refused_with_the_fix():
+def test_invalid_settings_are_rejected_with_the_fix():
     (problem,) = problems_of(PipelineConfig(num_virtual_stages=0), "pipeline")
     assert "pipeline.num_virtual_stages=0" in problem
     (problem,) = PipelineConfig(schedule="1f1b", num_virtual_stages=2).problems()
@@ -129,7 +131,7 @@ def test_settings_that_cannot_work_are_refused_with_the_fix():
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
-def test_virtual_stages_move_in_rounds_that_take_and_give_one_each(p, v):
+def test_virtual_stage_rounds_receive_and_send_one_each(p, v):
     rounds = exchange_rounds(p, v)
     assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
     for moved in rounds:
