@@ -1,4 +1,4 @@
-"""`jaxdist plan` as a user runs it: what it answers, in which forms, and how it refuses."""
+"""`jaxdist plan` as a user runs it: results, output formats, and rejected arguments."""
 
 import dataclasses
 import json
@@ -30,18 +30,18 @@ SMALL = [
 
 
 def small(*flags: str) -> list[str]:
-    """The small run with these flags; one that it sets itself is replaced, not given twice."""
-    given = {flag.partition("=")[0] for flag in flags}
-    return [flag for flag in SMALL if flag.partition("=")[0] not in given] + list(flags)
+    """Return the flags of the small run with these flags, which replace those of the same name."""
+    overridden = {flag.partition("=")[0] for flag in flags}
+    return [flag for flag in SMALL if flag.partition("=")[0] not in overridden] + list(flags)
 
 
 def plan(capsys, *flags: str) -> dict:
     assert main(small("--json", *flags)) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    return found
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    return report
 
 
-def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
+def test_plan_has_a_verdict_and_the_flags_to_use(capsys):
     assert main([*SMALL, "--gpus", "h100:8", "--tokens", "1e10"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^FITS: [\d.]+ GiB of 72.8 GiB \(estimated\), with --mesh dp=8", text, re.M)
@@ -53,30 +53,30 @@ def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
     assert "checkpoint.save_interval_steps" in named and named <= settings
 
 
-def test_the_flags_of_an_answer_give_that_answer(capsys):
+def test_flags_of_a_plan_reproduce_the_plan(capsys):
     free = plan(capsys, "--gpus", "h100:8")
     flags = [word for name, value in free["flags"].items() for word in (f"--{name}", value)]
-    asked = plan(capsys, "--gpus", "h100:8", *flags)
-    assert asked["step"] == free["step"]
-    assert asked["total_bytes"] == free["total_bytes"]
+    repeated = plan(capsys, "--gpus", "h100:8", *flags)
+    assert repeated["step"] == free["step"]
+    assert repeated["total_bytes"] == free["total_bytes"]
 
 
-def test_parts_add_up_to_what_is_said(capsys):
-    found = plan(capsys, "--gpus", "h100:8", "--mesh", "fsdp=2,tp=2,pp=2")
-    memory, step = found["memory"], found["step"]
+def test_parts_add_up_to_the_reported_totals(capsys):
+    report = plan(capsys, "--gpus", "h100:8", "--mesh", "fsdp=2,tp=2,pp=2")
+    memory, step = report["memory"], report["step"]
     assert sum(memory["parts"].values()) == pytest.approx(memory["total_bytes"])
     assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
     assert step["tokens_per_s"] == pytest.approx(256 * 1024 / step["seconds"])
-    cost = found["cost"]
+    cost = report["cost"]
     hours = cost["on_demand"]["gpu_hours"]
     assert cost["on_demand"]["money"] == pytest.approx(hours * cost["price_per_gpu_hour"])
 
 
-def test_a_run_that_does_not_fit_gets_the_smallest_change(capsys):
+def test_run_that_does_not_fit_gets_the_smallest_change(capsys):
     flags = ["--gpus", "l4:1", "--mesh", "dp=1", "--train.remat", "none"]
-    found = plan(capsys, *flags, "--train.global_batch_size=128")
-    assert not found["fits"]
-    advice = [item["text"] for item in found["advice"] if item["topic"] == "make it fit"]
+    report = plan(capsys, *flags, "--train.global_batch_size=128")
+    assert not report["fits"]
+    advice = [item["text"] for item in report["advice"] if item["topic"] == "make it fit"]
     assert "--train.num-microbatches" in advice[0]
     flag, value = re.match(r"(--\S+) (\d+)", advice[0]).groups()
     changed = plan(capsys, *flags, "--train.global_batch_size=128", flag, value)
@@ -93,7 +93,7 @@ def test_several_clusters_are_planned_at_once(capsys):
     ]
 
 
-def test_prices_and_hardware_of_ones_own_count(capsys, tmp_path):
+def test_custom_prices_and_hardware_are_used(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[ours]\nlike = "h100"\nmemory_gib = 40\nprice_per_hour = 1.0\n')
     own = plan(capsys, "--gpus", "ours:8", "--hardware", str(file))
@@ -104,85 +104,85 @@ def test_prices_and_hardware_of_ones_own_count(capsys, tmp_path):
     assert dear["cost"]["spot_price_per_gpu_hour"] == pytest.approx(5)
 
 
-def other_gpus(found: dict) -> list[tuple[int, str]]:
-    """(how many, of which kind) of the advice on other GPUs."""
-    (text,) = [item["text"] for item in found["advice"] if item["topic"] == "other GPUs"]
+def other_gpus(report: dict) -> list[tuple[int, str]]:
+    """Return (GPU count, GPU type) for each item of the advice on other GPUs."""
+    (text,) = [item["text"] for item in report["advice"] if item["topic"] == "other GPUs"]
     return [(int(count), gpu) for count, gpu in re.findall(r"(\d+)× ([\w-]+) \(", text)]
 
 
 def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys):
-    """Days fall with the number of GPUs, so the fewest in time are more than the fewest at all."""
-    asked = ["--gpus", "h100:1", "--tokens", "1e10"]
-    free = plan(capsys, *asked)
+    """Days decrease with the GPU count, so the fewest in time are more than the fewest at all."""
+    common_flags = ["--gpus", "h100:1", "--tokens", "1e10"]
+    free = plan(capsys, *common_flags)
     days, dollars = free["cost"]["on_demand"]["days"], free["cost"]["on_demand"]["money"]
     assert (1, "h100") in other_gpus(free)
     assert not free["cost"]["late"] and not free["cost"]["dear"]
-    late = plan(capsys, *asked, "--deadline", f"{0.4 * days:.9f}d")
+    late = plan(capsys, *common_flags, "--deadline", f"{0.4 * days:.9f}d")
     assert late["cost"]["late"] and (4, "h100") in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline", f"{24 * 1.1 * days:.9f}h")
+    in_time = plan(capsys, *common_flags, "--deadline", f"{24 * 1.1 * days:.9f}h")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
-    dear = plan(capsys, *asked, "--budget", str(0.9 * dollars))
+    dear = plan(capsys, *common_flags, "--budget", str(0.9 * dollars))
     assert dear["cost"]["dear"] and "h100" not in [gpu for _, gpu in other_gpus(dear)]
-    neither = plan(capsys, *asked, "--budget", "0.01")
+    neither = plan(capsys, *common_flags, "--budget", "0.01")
     text = dict(_topics(neither))["other GPUs"]
     (enough,) = re.findall(r"--budget (\d+) would do", text)
     assert text.startswith("Impossible")
-    assert other_gpus(plan(capsys, *asked, "--budget", enough))
+    assert other_gpus(plan(capsys, *common_flags, "--budget", enough))
 
 
-def test_what_would_do_is_the_cheapest_in_time_and_the_fastest_within_budget():
+def test_advice_is_the_cheapest_in_time_and_the_fastest_within_budget():
     size = lambda days, money: SimpleNamespace(cost=SimpleNamespace(days=days, money=money))
     tried = size(9, 50), size(5, 60), size(2, 120), size(1, 150)
-    found = nearest(Sizes(best=(), tried=tried), Limits(days=3, money=100))
-    assert found == (tried[2], tried[1])
+    choices = nearest(Sizes(best=(), tried=tried), Limits(days=3, money=100))
+    assert choices == (tried[2], tried[1])
     assert nearest(Sizes(best=(), tried=tried), Limits(days=0.5, money=40)) == (None, None)
 
 
-def _topics(found: dict) -> list[tuple[str, str]]:
-    return [(item["topic"], item["text"]) for item in found["advice"]]
+def _topics(report: dict) -> list[tuple[str, str]]:
+    return [(item["topic"], item["text"]) for item in report["advice"]]
 
 
 @pytest.mark.parametrize("text", ["0", "0d", "-1d", "soon", "3m"])
-def test_a_deadline_that_is_no_time_is_refused(text):
+def test_invalid_deadline_is_rejected(text):
     with refused("deadline", "14d"):
         main(small("--gpus", "h100:1", f"--deadline={text}"))
 
 
-def test_no_more_days_than_usual_are_advised_where_none_are_given(capsys):
-    """Fewer GPUs would hold the run as well, and take years."""
-    found = plan(capsys, "--gpus", "h100:64", "--tokens", "1e12")
-    (text,) = [text for topic, text in _topics(found) if topic == "other GPUs"]
+def test_advice_without_a_deadline_is_limited_to_90_days(capsys):
+    """Fewer GPUs would fit the run too, but take years."""
+    report = plan(capsys, "--gpus", "h100:64", "--tokens", "1e12")
+    (text,) = [text for topic, text in _topics(report) if topic == "other GPUs"]
     days = [float(d) for d in re.findall(r"(\d+)d\d+h", text)]
     assert days and max(days) <= 90
 
 
-def test_time_lost_to_failures_counts_in_advice_as_in_the_verdict(capsys):
-    """Half of it is lost here: a run that is late is not named as one in time."""
-    asked = ["--gpus", "h100:1", "--tokens", "1e10", "--failures-per-day", "120"]
-    days = plan(capsys, *asked)["cost"]["on_demand"]["days"]
-    late = plan(capsys, *asked, "--deadline", f"{0.99 * days:.9f}d")
+def test_advice_and_verdict_include_time_lost_to_failures(capsys):
+    """Half the time is lost here: a late run is not listed as one in time."""
+    common_flags = ["--gpus", "h100:1", "--tokens", "1e10", "--failures-per-day", "120"]
+    days = plan(capsys, *common_flags)["cost"]["on_demand"]["days"]
+    late = plan(capsys, *common_flags, "--deadline", f"{0.99 * days:.9f}d")
     assert late["cost"]["late"] and (1, "h100") not in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline", f"{1.01 * days / 7:.9f}w")
+    in_time = plan(capsys, *common_flags, "--deadline", f"{1.01 * days / 7:.9f}w")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
 
 
-def test_money_is_not_blamed_where_no_gpus_hold_the_run(capsys):
-    """One row has no share for more GPUs than hold 550B parameters."""
+def test_budget_is_not_reported_as_the_cause_if_no_gpus_fit_the_run(capsys):
+    """One row cannot use more GPUs than fit 550B parameters."""
     sizes = ["d_model=16384", "mlp_dim=65536", "num_layers=128", "num_heads=128"]
     flags = [f"--model.{size}" for size in sizes] + ["--train.global_batch_size=1"]
-    found = plan(capsys, *flags, "--gpus", "h100:1", "--budget", "1e9")
-    (text,) = [item["text"] for item in found["advice"] if item["topic"] == "other GPUs"]
+    report = plan(capsys, *flags, "--gpus", "h100:1", "--budget", "1e9")
+    (text,) = [item["text"] for item in report["advice"] if item["topic"] == "other GPUs"]
     assert "money" not in text and "train.seq_len" in text
 
 
-def test_gpus_of_ones_own_are_compared_at_their_price(capsys, tmp_path):
+def test_custom_gpus_are_compared_at_their_price(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[ours]\nlike = "h100"\nprice_per_hour = 0.01\n')
-    found = plan(capsys, "--gpus", "h100:1", "--hardware", str(file), "--price", "0.001")
-    assert other_gpus(found)[:2] == [(1, "h100"), (1, "ours")]
+    report = plan(capsys, "--gpus", "h100:1", "--hardware", str(file), "--price", "0.001")
+    assert other_gpus(report)[:2] == [(1, "h100"), (1, "ours")]
 
 
-def test_a_run_that_is_shorter_than_the_best_interval_saves_at_its_end(capsys):
+def test_run_shorter_than_the_best_interval_saves_at_its_end(capsys):
     flags = ["--gpus", "h100:8", "--train.steps", "200", "--optim.warmup_steps", "10"]
     short = plan(capsys, *flags)
     run_s = short["cost"]["on_demand"]["days"] * 86400
@@ -192,7 +192,7 @@ def test_a_run_that_is_shorter_than_the_best_interval_saves_at_its_end(capsys):
             assert int(steps) <= 200
 
 
-def test_offloaded_moments_cost_time_and_are_on_the_gpu_for_the_update_alone(capsys):
+def test_offloaded_moments_cost_time_and_are_on_the_gpu_only_for_the_update(capsys):
     flags = ["--gpus", "h100:8", "--mesh", "dp=8"]
     kept, moved = plan(capsys, *flags), plan(capsys, *flags, "--train.offload_optimizer=true")
     moments = kept["memory"]["parts"]["optimizer moments"]
@@ -205,8 +205,8 @@ def test_offloaded_moments_cost_time_and_are_on_the_gpu_for_the_update_alone(cap
     assert seconds == pytest.approx(2 * moments / 10e9)  # PCIe 4.0, all GPUs of a node at once
 
 
-def test_a_smaller_batch_is_proposed_where_only_accumulated_gradients_do_not_fit(capsys):
-    """From two microbatches on a second float32 gradient of every parameter is held."""
+def test_smaller_batch_is_suggested_if_only_accumulated_gradients_do_not_fit(capsys):
+    """With two microbatches or more, a second float32 gradient of every parameter is stored."""
     flags = [
         "--gpus",
         "l4:1",
@@ -216,13 +216,13 @@ def test_a_smaller_batch_is_proposed_where_only_accumulated_gradients_do_not_fit
         "--train.remat=full",
     ]
     model = ["--model.d_model=2048", "--model.num_layers=18", "--model.mlp_dim=8192"]
-    found = plan(capsys, *flags, *model, "--train.num_microbatches=2")
-    assert not found["fits"]
-    advice = [item["text"] for item in found["advice"] if item["topic"] == "make it fit"]
+    report = plan(capsys, *flags, *model, "--train.num_microbatches=2")
+    assert not report["fits"]
+    advice = [item["text"] for item in report["advice"] if item["topic"] == "make it fit"]
     assert any("--train.global-batch-size 1" in text for text in advice), advice
 
 
-def test_more_preemptions_make_spot_dearer_and_saves_more_frequent(capsys):
+def test_more_preemptions_make_spot_more_expensive_and_saves_more_frequent(capsys):
     few = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "1")
     many = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "50")
     assert few["cost"]["spot"]["money"] < many["cost"]["spot"]["money"]
@@ -230,36 +230,36 @@ def test_more_preemptions_make_spot_dearer_and_saves_more_frequent(capsys):
     assert few["checkpoints"] == many["checkpoints"]
 
 
-def test_a_type_that_the_gpu_lacks_is_said(capsys):
-    found = plan(capsys, "--gpus", "t4:4")
-    (item,) = [a for a in found["advice"] if a["topic"] == "number format"]
+def test_unsupported_number_format_is_reported(capsys):
+    report = plan(capsys, "--gpus", "t4:4")
+    (item,) = [a for a in report["advice"] if a["topic"] == "number format"]
     assert missing(item["text"], "t4", "no bfloat16", " float16") == []
 
 
-def test_an_image_classifier_has_a_plan_too(capsys):
+def test_image_classifier_has_a_plan(capsys):
     argv = ["--model", "cnn", "--gpus", "h100:2", "--compile=false", "--json"]
     assert main(argv) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    assert found["fits"] and found["step"]["tokens_per_s"] > 0
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    assert report["fits"] and report["step"]["tokens_per_s"] > 0
 
 
-def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
-    """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
+def test_custom_model_has_a_plan(capsys, monkeypatch):
+    """Memory, traffic, time and every mesh; the plan reports which formulas only decoders have."""
     monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
     argv = ["--model=custom", "--model.factory=jaxdist.models.example:build", "--gpus", "h100:8"]
     argv += ["--compile=false", "--train.seq_len=32", "--mesh", "fsdp=4,tp=2"]
     assert main([*argv, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    assert found["mesh"] == "fsdp=4,tp=2" and found["step"]["tokens_per_s"] > 0
-    assert found["memory"]["is_upper_bound"]
-    assert {flow["purpose"] for flow in found["traffic"]} >= {"weights", "gradients"}
-    assert len(found["meshes"]) > 4 and found["refused"]
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    assert report["mesh"] == "fsdp=4,tp=2" and report["step"]["tokens_per_s"] > 0
+    assert report["memory"]["is_upper_bound"]
+    assert {flow["purpose"] for flow in report["traffic"]} >= {"weights", "gradients"}
+    assert len(report["meshes"]) > 4 and report["refused"]
     assert main(argv) == 0
     text = capsys.readouterr().out
     assert "upper bound" in text and "over tensor: unknown" in text
 
 
-def test_the_removed_page_names_its_replacement(tmp_path):
+def test_removed_page_names_its_replacement(tmp_path):
     page = tmp_path / "plan.html"
     with refused("--html", "--json"):
         main([*SMALL, "--gpus", "h100:8", "--html", str(page)])
@@ -283,7 +283,7 @@ def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
     assert "F0" in text and "B7" in text
 
 
-def test_schedules_too_large_to_read_are_refused():
+def test_schedules_too_large_to_draw_are_rejected():
     with refused("stages", "128"):
         main(["--show-schedule", "--stages", "128", "--microbatches", "128"])
     assert drawings(2, 2, 1).count("stages") >= 4
@@ -303,18 +303,18 @@ def test_schedules_too_large_to_read_are_refused():
         (["--gpus", "h100:8", "--mesh", "tp=16"], ["16 devices", "8 are visible"]),
     ],
 )
-def test_bad_questions_are_refused_with_a_fix(flags, facts):
+def test_bad_arguments_are_rejected_with_a_fix(flags, facts):
     with pytest.raises(ConfigError) as caught:
         main(small(*flags))
     assert missing(str(caught.value), *facts) == []
 
 
-def test_an_illegal_mesh_is_answered_with_legal_ones():
+def test_illegal_mesh_error_lists_legal_meshes():
     with refused("model.num_layers=7", "Legal with 8 devices", "--mesh "):
         main(small("--gpus", "h100:8", "--mesh", "dp=4,pp=2", "--model.num_layers=7"))
 
 
-def test_data_need_not_exist_and_the_files_mesh_does_not_bind(capsys, tmp_path):
+def test_data_can_be_missing_and_mesh_of_the_file_is_ignored(capsys, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         '[data]\nsources = ["nowhere"]\ntokenizer = "nowhere.json"\n[mesh]\nshape = "fsdp=64"\n'
@@ -327,7 +327,7 @@ def test_data_need_not_exist_and_the_files_mesh_does_not_bind(capsys, tmp_path):
 
 
 def step_of(total: int) -> CompiledStep:
-    """A compiled step of so many bytes."""
+    """Return a compiled step of so many bytes."""
     return CompiledStep(
         memory=CompiledMemory(
             argument_bytes=total,
@@ -353,31 +353,31 @@ def step_of(total: int) -> CompiledStep:
 WITH = [flag for flag in SMALL if flag != "--compile=false"]
 
 
-def test_the_compilers_word_counts(monkeypatch, capsys):
-    """What it refutes is left for the next best, and said."""
-    asked = []
+def test_compiler_verdict_overrides_the_estimate(monkeypatch, capsys):
+    """A mesh that the compiler rejects is replaced by the next best, and reported."""
+    compiled_meshes = []
 
     def compile_step(config, mesh, cluster, *, timeout_s):
-        asked.append(str(mesh))
-        return step_of(10**12 if len(asked) == 1 else 10**9)
+        compiled_meshes.append(str(mesh))
+        return step_of(10**12 if len(compiled_meshes) == 1 else 10**9)
 
     monkeypatch.setattr(planner, "compile_step", compile_step)
     assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    assert len(asked) == 2 and found["mesh"] == asked[1] != asked[0]
-    assert (found["fits"], found["verdict_by"]) == (True, "compiler")
-    assert found["total_bytes"] == 10**9
-    assert [item["topic"] for item in found["advice"]].count("refuted") == 1
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    assert len(compiled_meshes) == 2 and report["mesh"] == compiled_meshes[1] != compiled_meshes[0]
+    assert (report["fits"], report["verdict_by"]) == (True, "compiler")
+    assert report["total_bytes"] == 10**9
+    assert [item["topic"] for item in report["advice"]].count("refuted") == 1
 
 
-def test_what_never_fits_is_the_verdict_of_the_compiler(monkeypatch, capsys):
+def test_verdict_is_the_compilers_if_nothing_fits(monkeypatch, capsys):
     monkeypatch.setattr(planner, "compile_step", lambda *a, **k: step_of(10**12))
     assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    assert (found["fits"], found["verdict_by"]) == (False, "compiler")
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    assert (report["fits"], report["verdict_by"]) == (False, "compiler")
 
 
-def test_without_the_extra_it_falls_back_and_says_so(monkeypatch, capsys):
+def test_missing_extra_falls_back_to_the_estimate_and_reports_it(monkeypatch, capsys):
     without = NotCompiled(kind="missing", reason="no_compiler", fix="install_it")
     monkeypatch.setattr(planner, "compile_step", lambda *a, **k: without)
     assert main([*WITH, "--gpus", "h100:8"]) == 0
@@ -386,23 +386,23 @@ def test_without_the_extra_it_falls_back_and_says_so(monkeypatch, capsys):
     assert missing(text, "not compiled", "no_compiler", "install_it") == []
 
 
-def test_a_mesh_that_was_asked_for_is_the_one_compiled(monkeypatch, capsys):
-    asked = []
+def test_requested_mesh_is_compiled(monkeypatch, capsys):
+    compiled_runs = []
 
     def compile_step(config, mesh, cluster, *, timeout_s):
-        asked.append((str(mesh), config.train.remat, cluster.num_gpus))
+        compiled_runs.append((str(mesh), config.train.remat, cluster.num_gpus))
         return step_of(10**9)
 
     monkeypatch.setattr(planner, "compile_step", compile_step)
     main([*WITH, "--gpus", "h100:8", "--mesh", "fsdp=8", "--train.remat", "full"])
     capsys.readouterr()
-    assert asked == [("fsdp=8", "full", 8)]
+    assert compiled_runs == [("fsdp=8", "full", 8)]
 
 
 # -- as a process ----------------------------------------------------------------------------------
 
 
-def test_a_wrong_question_exits_2_with_its_problems():
+def test_bad_arguments_exit_2_with_the_problems():
     done = subprocess.run(
         [sys.executable, "-m", "jaxdist.plan", "--gpus", "h100:12"],
         capture_output=True,
@@ -413,7 +413,7 @@ def test_a_wrong_question_exits_2_with_its_problems():
     assert missing(done.stderr, "12 GPUs", "nodes of 8") == []
 
 
-def test_the_record_is_plain_data(capsys):
-    found = plan(capsys, "--gpus", "h100:1", "--failures_per_day", "0")
-    assert found["checkpoints"]["interval_s"] is None  # JSON has no infinity
+def test_json_record_is_plain_data(capsys):
+    report = plan(capsys, "--gpus", "h100:1", "--failures_per_day", "0")
+    assert report["checkpoints"]["interval_s"] is None  # JSON has no infinity
     assert dataclasses.is_dataclass(planner.Plan)

@@ -1,4 +1,4 @@
-"""The roofline of a compiled program: its classes against closed forms, on programs by hand."""
+"""The roofline of a compiled program: its classes against closed forms, on manual programs."""
 
 import pytest
 from roofline import model_times
@@ -43,28 +43,30 @@ ENTRY %main () -> f32[] {{
     return model_times(text, {"data": 1, "fsdp": 2}, CLUSTER)
 
 
-def test_a_product_takes_its_flops_or_its_bytes():
-    found = times("  " + PRODUCT)
-    assert found.flops == FLOPS
-    assert found.classes == {"products": pytest.approx(PRODUCT_S)}
-    assert found.seconds == pytest.approx(PRODUCT_S)
+def test_matmul_time_is_its_flops_or_its_bytes():
+    times_of_program = times("  " + PRODUCT)
+    assert times_of_program.flops == FLOPS
+    assert times_of_program.classes == {"products": pytest.approx(PRODUCT_S)}
+    assert times_of_program.seconds == pytest.approx(PRODUCT_S)
 
 
 @pytest.mark.parametrize("causal, share", [("CAUSAL", 0.5), ("NO_MASK", 1.0)])
 @pytest.mark.parametrize(
     "name, work", [("fmhaSoftmax", 1 / 0.55), ("fmhaSoftmaxBackward", 2.5 / 0.45)]
 )
-def test_attention_takes_the_flops_that_its_mask_leaves(causal, share, name, work):
+def test_attention_time_counts_unmasked_flops(causal, share, name, work):
     query, key = "bf16[2,4096,32,128]{3,2,1,0}", "bf16[2,4096,8,128]{3,2,1,0}"
-    found = times(
+    times_of_program = times(
         f"""  %q = {query} parameter(3)
   %k = {key} parameter(4)
   %o = ({query}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${name}", """
         f'backend_config={{"mask_type":"{causal}"}}'
     )
     flops = 4 * 2 * 32 * 128 * 4096**2 * share
-    assert found.classes["attention"] == pytest.approx(flops * work / H100.peak_flops["bfloat16"])
-    assert found.calls == {"attention": 1}
+    assert times_of_program.classes["attention"] == pytest.approx(
+        flops * work / H100.peak_flops["bfloat16"]
+    )
+    assert times_of_program.calls == {"attention": 1}
 
 
 FUSED = """%slices (p: f32[16,1048576], i: s32[]) -> f32[1048576] {
@@ -75,15 +77,15 @@ FUSED = """%slices (p: f32[16,1048576], i: s32[]) -> f32[1048576] {
 }"""
 
 
-def test_of_a_slice_the_slice_is_read_and_not_the_array():
-    found = times(
+def test_slice_reads_only_the_slice():
+    times_of_program = times(
         """  %stack = f32[16,1048576]{1,0} parameter(3)
   %i = s32[] parameter(4)
   %f = f32[1048576]{0} fusion(%stack, %i), kind=kLoop, calls=%slices""",
         FUSED,
     )
-    moved = 2 * 4 * 2**20 + 4  # a row read and written, and its number
-    assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
+    moved = 2 * 4 * 2**20 + 4  # a row read and written, and its index
+    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
 
 
 PART = """%part (p: f32[16,1048576], i: s32[]) -> f32[262144] {
@@ -95,15 +97,15 @@ PART = """%part (p: f32[16,1048576], i: s32[]) -> f32[262144] {
 }"""
 
 
-def test_of_a_slice_of_a_slice_only_that_is_read():
-    found = times(
+def test_nested_slice_reads_only_the_inner_slice():
+    times_of_program = times(
         """  %stack = f32[16,1048576]{1,0} parameter(3)
   %i = s32[] parameter(4)
   %f = f32[262144]{0} fusion(%stack, %i), kind=kLoop, calls=%part""",
         PART,
     )
     moved = 2 * 4 * 2**18 + 4
-    assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
+    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
 
 
 CAST = """%cast (p: f32[1048576]) -> bf16[1048576] {
@@ -112,13 +114,13 @@ CAST = """%cast (p: f32[1048576]) -> bf16[1048576] {
 }"""
 
 
-def test_what_a_fusion_only_casts_is_read_and_written():
-    found = times("  %f = bf16[1048576]{0} fusion(%x), kind=kLoop, calls=%cast", CAST)
+def test_cast_fusion_reads_and_writes_its_arrays():
+    times_of_program = times("  %f = bf16[1048576]{0} fusion(%x), kind=kLoop, calls=%cast", CAST)
     moved = (4 + 2) * 2**20
-    assert found.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
+    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
 
 
-def test_memory_that_nothing_is_written_to_takes_no_time():
+def test_uninitialized_memory_takes_no_time():
     allocation = '  %a2 = f32[1048576]{0} custom-call(), custom_call_target="AllocateBuffer"'
     assert times(allocation).seconds == 0.0
 
@@ -135,16 +137,16 @@ LOOP = """%body (t: (f32[1048576])) -> (f32[1048576]) {
 }"""
 
 
-def test_a_loop_counts_as_often_as_it_runs():
-    found = times(
+def test_loop_time_is_multiplied_by_its_trip_count():
+    times_of_program = times(
         """  %t = (f32[1048576]{0}) tuple(%x)
   %w = (f32[1048576]{0}) while(%t), condition=%condition, body=%body, """
         'backend_config={"known_trip_count":{"n":"7"}}',
         LOOP,
     )
     once = 3 * 4 * 2**20 / MEMORY + LAUNCH_S
-    assert found.seconds == pytest.approx(7 * once)
-    assert found.calls == {"element-wise": 7}
+    assert times_of_program.seconds == pytest.approx(7 * once)
+    assert times_of_program.calls == {"element-wise": 7}
 
 
 GATHER_S = 2**20 * 4 * 64 / 2 / (0.80 * H100.link_bandwidth) + LATENCY_S
@@ -152,45 +154,45 @@ GATHER_S = 2**20 * 4 * 64 / 2 / (0.80 * H100.link_bandwidth) + LATENCY_S
 
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.parametrize("products", [0, 1, 3])
-def test_what_compute_waits_for_is_exposed(products, update):
+def test_collective_time_that_compute_waits_for_is_exposed(products, update):
     between = "\n".join("  " + PRODUCT.replace("%g", f"%g{n}") for n in range(products))
     started = "%s"
     if update:
         between, started = between + "\n  %u = (f32[1], f32[1]) all-gather-update(%s)", "%u"
-    found = times(
+    times_of_program = times(
         f"""  %s = (f32[33554432]{{0}}, f32[67108864]{{0}}) all-gather-start(%x), \
 replica_groups=[1,2]<=[2]
 {between}
   %d = f32[67108864]{{0}} all-gather-done({started})"""
     )
     exposed = max(0.0, GATHER_S - products * PRODUCT_S)
-    assert found.classes.get("exposed fsdp", 0.0) == pytest.approx(exposed)
-    assert found.seconds == pytest.approx(max(GATHER_S, products * PRODUCT_S))
+    assert times_of_program.classes.get("exposed fsdp", 0.0) == pytest.approx(exposed)
+    assert times_of_program.seconds == pytest.approx(max(GATHER_S, products * PRODUCT_S))
 
 
-def test_a_collective_that_is_not_split_is_exposed_whole():
-    found = times("  %r = f32[67108864]{0} all-gather(%x), replica_groups=[1,2]<=[2]")
-    assert found.classes == {"exposed fsdp": pytest.approx(GATHER_S)}
+def test_synchronous_collective_is_fully_exposed():
+    times_of_program = times("  %r = f32[67108864]{0} all-gather(%x), replica_groups=[1,2]<=[2]")
+    assert times_of_program.classes == {"exposed fsdp": pytest.approx(GATHER_S)}
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a100-80", "h100", "h200", "b200"])
 @pytest.mark.parametrize("vocab", [50304, 128256, 16032])
-def test_the_loss_chunk_makes_the_head_fast_or_fills_its_share_of_memory(gpu, vocab):
-    known = GPUS[gpu]
+def test_loss_chunk_makes_the_head_fast_or_fills_its_share_of_memory(gpu, vocab):
+    gpu_spec = GPUS[gpu]
     chunk = default_loss_chunk(vocab, "gpu", gpu)
     assert chunk % 128 == 0
-    peak = known.peak_flops.get("bfloat16") or known.peak_flops["float16"]
-    passes = 12 * vocab / (0.85 * known.memory_bandwidth)
+    peak = gpu_spec.peak_flops.get("bfloat16") or gpu_spec.peak_flops["float16"]
+    passes = 12 * vocab / (0.85 * gpu_spec.memory_bandwidth)
     products = lambda tokens: 6 * tokens * vocab / (0.72 * peak)
     is_fast = passes <= 0.15 * products(chunk)
-    fills = 4 * vocab * (chunk + 128) > known.memory_bytes / 64
+    fills = 4 * vocab * (chunk + 128) > gpu_spec.memory_bytes / 64
     assert is_fast or fills
-    assert 4 * vocab * chunk <= known.memory_bytes / 64
-    # No larger than that needs.
+    assert 4 * vocab * chunk <= gpu_spec.memory_bytes / 64
+    # Not larger than that requires.
     assert fills or passes > 0.15 * products(chunk - 128)
 
 
-def test_a_cpu_and_an_unknown_gpu_have_a_chunk_too():
+def test_cpu_and_unknown_gpu_have_a_loss_chunk():
     assert default_loss_chunk(256, "cpu", "cpu") == 65536
     assert default_loss_chunk(10**7, "gpu", "some card") == 128
     assert default_loss_chunk(0, "gpu", "h100") == 0

@@ -1,4 +1,4 @@
-"""Nothing waits in silence: lines of a log, and the compile time of the last start."""
+"""Log lines during long waits, and the compile time of the last start."""
 
 import dataclasses
 import logging
@@ -22,7 +22,7 @@ def lines(monkeypatch, caplog, propagating):
     return lambda: caplog.messages
 
 
-def test_work_says_its_share_rate_and_time_left_now_and_then(lines):
+def test_progress_logs_share_rate_and_time_left_periodically(lines):
     with progress.Progress("reading", 4000, "B") as work:
         for _ in range(4):
             work.advance(1000)
@@ -32,7 +32,7 @@ def test_work_says_its_share_rate_and_time_left_now_and_then(lines):
     assert "B/s" in lines()[0] and "left" in lines()[0]
 
 
-def test_a_wait_is_announced_and_says_that_it_lasts(lines):
+def test_wait_is_logged_at_start_and_while_it_lasts(lines):
     with progress.waiting("short"):
         pass
     with progress.waiting("compiling"):
@@ -43,7 +43,7 @@ def test_a_wait_is_announced_and_says_that_it_lasts(lines):
     assert len(lines()) == seen
 
 
-def test_compile_times_are_kept_for_each_program(tmp_path, monkeypatch):
+def test_compile_times_are_stored_for_each_program(tmp_path, monkeypatch):
     parts = assemble(RunConfig(), jax.devices()[:1])
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The report: outcomes computed by hand, differences, curves, clear errors."""
+"""The report: outcomes checked against manual computation, differences, curves, clear errors."""
 
 import dataclasses
 import errno
@@ -55,7 +55,7 @@ def make_run(
     price=True,
     unit="tokens",
 ):
-    """A run of eight devices whose step s has loss losses[s - start_step - 1], 800 tokens each."""
+    """Write a run of eight devices; step s has loss losses[s - start_step - 1] and 800 tokens."""
     clock = clock or Clock()
     run = RunDirectory.open(root / name)
     text = CONFIG.format(name=name, peak_lr=peak_lr)
@@ -96,15 +96,15 @@ def as_json(capsys, *arguments):
 
 
 def rows_of(text):
-    """Label -> cells, of the text table."""
-    found = {}
+    """Return label -> cells of the text table."""
+    rows = {}
     for line in text.splitlines():
         label, *cells = re.split(r"\s{2,}", line.rstrip())
-        found[label] = cells
-    return found
+        rows[label] = cells
+    return rows
 
 
-def test_outcome_equals_the_hand_computation(tmp_path, capsys):
+def test_outcome_equals_the_manual_computation(tmp_path, capsys):
     path = make_run(
         tmp_path, "one", [5.0, 4.0, 3.0, 2.0], evals=[(2, 3.5), (3, 2.25), (4, 2.5)], seconds=2.0
     )
@@ -113,7 +113,7 @@ def test_outcome_equals_the_hand_computation(tmp_path, capsys):
     assert run["exit_reason"] == "finished" and run["step"] == 4 and run["total_steps"] == 10
     assert run["train_loss"] == 2.0 and run["eval_loss"] == 2.5
     assert (run["best_eval_loss"], run["best_eval_step"]) == (2.25, 3)
-    assert run["units"] == 3200 and run["units_per_s"] == 400.0  # without the compiling step
+    assert run["units"] == 3200 and run["units_per_s"] == 400.0  # without the step that compiles
     assert run["units_per_s_per_device"] == 50.0 and run["step_time_s"] == 2.0
     assert run["mfu"] == pytest.approx(0.05, rel=1e-12)  # 50 tokens/s × 1000 / 1e6
     assert run["device_hours"] == pytest.approx(8 * seconds / 3600, rel=1e-9)
@@ -121,7 +121,7 @@ def test_outcome_equals_the_hand_computation(tmp_path, capsys):
     assert run["commit"] == "012345678 dirty" and run["num_devices"] == 8
 
 
-def test_table_compares_runs_and_stars_the_best(tmp_path, capsys):
+def test_table_compares_runs_and_marks_the_best_with_a_star(tmp_path, capsys):
     one = make_run(tmp_path, "one", [3.0, 2.0, 1.5], evals=[(3, 1.75)], peak_lr=0.1)
     two = make_run(tmp_path, "two", [3.0, 2.5, 2.0], evals=[(3, 1.25)], peak_lr=0.2, seconds=2.0)
     assert main([one, two]) == 0
@@ -130,26 +130,26 @@ def test_table_compares_runs_and_stars_the_best(tmp_path, capsys):
     assert text.splitlines()[0].split() == ["one", "two"]
     assert rows["eval loss"] == ["1.7500", "1.2500 *"]
     assert rows["speed"] == ["800 tok/s *", "400 tok/s"]
-    assert rows["train loss"] == ["1.5000", "2.0000"]  # of different steps' data: no star
+    assert rows["train loss"] == ["1.5000", "2.0000"]  # data of different steps: no star
     assert rows["MFU"] == ["10.0 % *", "5.0 %"]
     assert rows["devices"] == ["8 × Tesla T4"] * 2
     assert rows["cost"] == ["0.0140", "0.0281"]
     assert rows["optim.peak_lr"] == ["0.1", "0.2"]
-    assert "name" not in rows  # differs always, explains nothing
+    assert "name" not in rows  # always differs and explains nothing
 
 
-def test_one_run_has_no_stars(tmp_path, capsys):
+def test_single_run_has_no_stars(tmp_path, capsys):
     assert main([make_run(tmp_path, "one", [1.0, 2.0], evals=[(2, 1.0)])]) == 0
     assert "*" not in capsys.readouterr().out
 
 
-def test_config_differences_name_what_is_not_set(tmp_path, capsys):
+def test_config_differences_include_unset_settings(tmp_path, capsys):
     one, two = make_run(tmp_path, "one", [1.0]), make_run(tmp_path, "two", [1.0])
     (tmp_path / "two" / "config.toml").write_text('[optim]\npeak_lr = 0.1\nkind = "lion"\n')
-    found = as_json(capsys, one, two)["differences"]
-    assert found["optim.kind"] == {"one": None, "two": "lion"}
-    assert found["seed"] == {"one": 1, "two": None}
-    assert "optim.peak_lr" not in found
+    differences = as_json(capsys, one, two)["differences"]
+    assert differences["optim.kind"] == {"one": None, "two": "lion"}
+    assert differences["seed"] == {"one": 1, "two": None}
+    assert "optim.peak_lr" not in differences
     main([one, two])
     assert rows_of(capsys.readouterr().out)["optim.kind"] == ["not set", "lion"]
 
@@ -159,7 +159,7 @@ def test_equal_configs_are_reported_as_equal(tmp_path, capsys):
     assert "no difference" in capsys.readouterr().out
 
 
-def test_a_resumed_run_is_one_run(tmp_path, capsys):
+def test_resumed_run_is_reported_as_one_run(tmp_path, capsys):
     clock = Clock()
     lost = {"evals": [(2, 9.0), (5, 0.1)], "end": None, "clock": clock}
     make_run(tmp_path, "one", [9.0, math.nan, 9.0, math.nan, 9.0], **lost)
@@ -168,13 +168,13 @@ def test_a_resumed_run_is_one_run(tmp_path, capsys):
     (run,) = as_json(capsys, path)["runs"]
     assert run["step"] == 6 and run["starts"] == 2 and run["exit_reason"] == "finished"
     assert run["units"] == 6 * 800 and run["train_loss"] == 2.0
-    assert run["best_eval_loss"] == 2.5  # the 0.1 of step 5 belongs to a state that is no more
-    assert run["skipped_steps"] == 1  # likewise the skip of step 4
+    assert run["best_eval_loss"] == 2.5  # the 0.1 of step 5 belongs to a discarded state
+    assert run["skipped_steps"] == 1  # the skip of step 4 likewise
     assert run["device_hours"] == pytest.approx(8 * (14 + 12) / 3600, rel=1e-9)
-    assert run["step_time_s"] == 1.0  # neither compiling step counts
+    assert run["step_time_s"] == 1.0  # neither step that compiles counts
 
 
-def test_a_run_that_was_killed_is_readable(tmp_path, capsys):
+def test_killed_run_is_readable(tmp_path, capsys):
     path = make_run(tmp_path, "one", [3.0, 2.0], end=None)
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_is_readable(tmp_path, capsys):
     assert run["exit_reason"] == "unfinished" and run["step"] == 2
 
 
-def test_a_run_without_a_step_is_readable(tmp_path, capsys):
+def test_run_without_a_step_is_readable(tmp_path, capsys):
     path = make_run(tmp_path, "one", [], end="error", price=False)
     page = tmp_path / "page.html"
     assert main([path, "--html", str(page)]) == 0
@@ -191,7 +191,7 @@ def test_a_run_without_a_step_is_readable(tmp_path, capsys):
     assert "<svg" not in page.read_text()
 
 
-def test_a_bare_metrics_file_is_enough(tmp_path, capsys):
+def test_metrics_file_alone_is_enough(tmp_path, capsys):
     path = make_run(tmp_path, "one", [3.0, 2.0])
     for name in ("config.toml", "environment.json", "summary.json"):
         (tmp_path / "one" / name).unlink()
@@ -199,7 +199,7 @@ def test_a_bare_metrics_file_is_enough(tmp_path, capsys):
     assert run["train_loss"] == 2.0 and run["cost"] is None and "commit" not in run
 
 
-def test_diverged_runs_are_compared_too(tmp_path, capsys):
+def test_diverged_runs_are_compared(tmp_path, capsys):
     good = make_run(tmp_path, "good", [3.0, 2.0], evals=[(2, 2.0)])
     bad = make_run(tmp_path, "bad", [3.0, math.nan], evals=[(1, 3.0), (2, math.nan)])
     report = as_json(capsys, good, bad)
@@ -209,7 +209,7 @@ def test_diverged_runs_are_compared_too(tmp_path, capsys):
     assert rows_of(capsys.readouterr().out)["eval loss"] == ["2.0000", "nan"]
 
 
-def test_images_are_not_called_tokens(tmp_path, capsys):
+def test_image_runs_report_images_instead_of_tokens(tmp_path, capsys):
     path = make_run(tmp_path, "one", [3.0, 2.0], unit="images")
     main([path])
     assert rows_of(capsys.readouterr().out)["speed"] == ["800 img/s"]
@@ -224,7 +224,7 @@ def test_runs_of_the_same_name_get_unique_names(tmp_path, capsys):
 
 
 def charts_of(run, **options):
-    """Title -> axes of the figure of one run."""
+    """Return title -> axes of the figure of one run."""
     return {axes.get_title(): axes for axes in draw_curves([run], ["black"], **options).axes}
 
 
@@ -235,7 +235,7 @@ def points_of(axes):
     return [(float(x), float(y)) for x, y in line.get_xydata()]
 
 
-def test_page_holds_curves_tables_and_nothing_from_outside(tmp_path):
+def test_page_has_curves_and_tables_and_no_external_resources(tmp_path):
     one = make_run(tmp_path, "one", [3.0, 2.0, 1.0], evals=[(1, 3.0), (3, 1.0)])
     two = make_run(tmp_path, "<b>&run", [3.5, 2.5, 1.5], peak_lr=0.2)
     page = tmp_path / "page.html"
@@ -249,7 +249,7 @@ def test_page_holds_curves_tables_and_nothing_from_outside(tmp_path):
     assert "<b>&run" not in text and "&lt;b&gt;&amp;run" in text
 
 
-def test_charts_show_the_records_of_a_run(tmp_path):
+def test_charts_match_the_records_of_a_run(tmp_path):
     evals = [(1, 3.5), (4, 1.5)]
     (run,) = read_runs([make_run(tmp_path, "one", [100.0, 10.0, math.nan, 1.0], evals=evals)])
     extra = {"memory_bytes": 2**31, "gpu_power_w": 640.0, "gpu_temperature_c": 70.0}
@@ -268,7 +268,7 @@ def test_charts_show_the_records_of_a_run(tmp_path):
     assert {y for _, y in points_of(wait)} == {25.0}
 
 
-def test_curves_can_run_over_tokens(tmp_path):
+def test_curves_can_use_tokens_as_x_axis(tmp_path):
     (run,) = read_runs([make_run(tmp_path, "one", [3.0, 2.0, 1.0], evals=[(3, 1.0)])])
     charts = charts_of(run, x="tokens")
     assert charts["training loss"].get_xlabel() == "tokens"
@@ -276,23 +276,23 @@ def test_curves_can_run_over_tokens(tmp_path):
     assert points_of(charts["evaluation loss"]) == [(2400, 1)]
 
 
-def test_a_page_without_matplotlib_is_an_error(tmp_path, capsys, monkeypatch):
+def test_page_without_matplotlib_is_an_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     one = make_run(tmp_path, "one", [1.0])
     assert missing(refused(capsys, one, "--html=page.html"), "--html", "matplotlib") == []
 
 
-def test_a_long_run_is_shown_by_a_bounded_number_of_records(tmp_path, monkeypatch):
+def test_long_run_is_drawn_from_a_bounded_number_of_records(tmp_path, monkeypatch):
     losses = [2.0 + math.sin(step) / 10 for step in range(2000)]
     losses[777], losses[1234], losses[1500] = 9.0, 0.5, math.nan
     make_run(tmp_path, "long", losses, evals=[(1900, 1.75)], end="")
-    make_run(tmp_path, "long", [1.5, 1.25], start_step=1990)  # ten steps are done again
+    make_run(tmp_path, "long", [1.5, 1.25], start_step=1990)  # ten steps are repeated
     (full,) = read_runs([str(tmp_path / "long")])
     monkeypatch.setattr(report_runs, "MAX_RECORDS", 64)
     decoded, decode = [], metrics_log.decode
     monkeypatch.setattr(metrics_log, "decode", lambda text: decoded.append(text) or decode(text))
     (run,) = read_runs([str(tmp_path / "long")])
-    assert len(decoded) < 200  # decoding all lines takes most of the time of a long run
+    assert len(decoded) < 200  # decoding all lines dominates the time for a long run
     assert len(full.train) == 1992 and len(run.train) <= 128
     assert run.outcome == full.outcome
     assert {9.0, 0.5, 1.5, 1.25} <= {r["loss"] for r in run.train}
@@ -312,8 +312,8 @@ def refused(capsys, *arguments):
 
 def test_all_missing_runs_are_reported_together(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
-    said = refused(capsys, str(tmp_path / "none"), one, str(tmp_path))
-    first, second = said.splitlines()
+    message = refused(capsys, str(tmp_path / "none"), one, str(tmp_path))
+    first, second = message.splitlines()
     assert missing(first, tmp_path / "none", "not a directory", f"there: {one}.") == []
     assert missing(second, tmp_path, "no metrics.jsonl", f"there: {one}.") == []
 
@@ -327,24 +327,24 @@ def test_all_missing_runs_are_reported_together(tmp_path, capsys):
         ("metrics.jsonl", "hello\n", r"metrics\.jsonl, line 1 is not JSON"),
     ],
 )
-def test_a_damaged_file_is_reported(tmp_path, capsys, name, content, match):
+def test_damaged_file_is_reported(tmp_path, capsys, name, content, match):
     one = make_run(tmp_path, "one", [1.0])
     (tmp_path / "one" / name).write_text(content)
     assert re.search(match, refused(capsys, one))
 
 
-def test_a_run_listed_twice_is_rejected(tmp_path, capsys):
+def test_run_listed_twice_is_rejected(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     assert "listed twice" in refused(capsys, one, one + "/")
 
 
-def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
+def test_unwritable_page_is_an_error(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
-    said = refused(capsys, one, "--html", str(tmp_path / "nowhere" / "page.html"))
-    assert missing(said, "nowhere/page.html", os.strerror(errno.ENOENT)) == []
+    message = refused(capsys, one, "--html", str(tmp_path / "nowhere" / "page.html"))
+    assert missing(message, "nowhere/page.html", os.strerror(errno.ENOENT)) == []
 
 
-def test_the_command_reports_errors_and_starts_no_device(tmp_path):
+def test_command_reports_errors_without_starting_a_device(tmp_path):
     module = [sys.executable, "-m", "jaxdist.report"]
     done = subprocess.run([*module, str(tmp_path / "none")], capture_output=True, text=True)
     assert done.returncode == 2

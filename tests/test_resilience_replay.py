@@ -1,4 +1,4 @@
-"""A step done again says whether what was bad comes from the batch, the state, or nowhere."""
+"""Replay reports whether a bad step comes from the batch, the state, or a transient error."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_verdict(again, following, word):
     assert verdict(OFFENCE.is_bad, again, following).startswith(word)
 
 
-def test_a_step_without_anomaly_is_the_recorded_one_or_not():
+def test_step_without_anomaly_is_compared_with_the_record():
     same = lambda values: values == GOOD
     assert verdict(same, [GOOD, GOOD], None).startswith("deterministic: 2 replays")
     verdict_of_two = verdict(same, [BAD, GOOD], None)
@@ -49,7 +49,7 @@ def test_a_step_without_anomaly_is_the_recorded_one_or_not():
 
 
 class Batches:
-    """A loader of batches of four samples that says where each begins."""
+    """A loader of batches of four samples that reports the start of each batch."""
 
     def __init__(self, position):
         self.next, self.left_out, self.closed = position.sample, position.left_out, False
@@ -64,21 +64,21 @@ class Batches:
         self.closed = True
 
 
-def told_run(path, lines, anomalies):
-    """A run directory with such records (a step with its first sample, or an event)."""
+def write_run(path, lines, anomalies):
+    """Write a run directory with such records (a step with its first sample, or an event)."""
     path.mkdir()
     trained = lambda step, first: {
         "kind": "train", "step": step, "loss": 1.0, "grad_norm": 1.0, "first_sample": first
     }  # fmt: skip
     written = [trained(*line) if isinstance(line, tuple) else line for line in lines]
     (path / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in written))
-    found = [json.dumps(dataclasses.asdict(anomaly)) + "\n" for anomaly in anomalies]
-    (path / "anomalies.jsonl").write_text("".join(found))
+    anomaly_lines = [json.dumps(dataclasses.asdict(anomaly)) + "\n" for anomaly in anomalies]
+    (path / "anomalies.jsonl").write_text("".join(anomaly_lines))
     return RunDirectory.existing(path)
 
 
 def steps_before(run, step):
-    """(first sample, limit) of each step done again before this one, and the loader."""
+    """Return (first sample, limit) of each step replayed before this one, and the loader."""
     done, loaders = [], []
 
     def open_loader(dataset, position):
@@ -102,27 +102,27 @@ def anomaly(step, first, action):
     return dataclasses.replace(OFFENCE, step=step, first_sample=first, action=action)
 
 
-def test_an_update_that_was_left_out_is_left_out_again(tmp_path):
-    skipped = [anomaly(2, 4, "skip"), anomaly(1, 4, "skip")]  # the second is of another batch
-    run = told_run(tmp_path / "run", [(1, 0), (2, 4), (3, 8), (4, 12)], skipped)
+def test_replay_skips_the_updates_that_were_skipped(tmp_path):
+    skipped = [anomaly(2, 4, "skip"), anomaly(1, 4, "skip")]  # the second one uses another batch
+    run = write_run(tmp_path / "run", [(1, 0), (2, 4), (3, 8), (4, 12)], skipped)
     done, loader = steps_before(run, 4)
     assert done == [(0, math.inf), (4, OFFENCE.limit), (8, math.inf)]
     assert not loader.closed
 
 
-def test_steps_after_a_rollback_are_done_again_with_their_rows(tmp_path):
+def test_replay_after_a_rollback_uses_the_recorded_rows(tmp_path):
     rollback = {"kind": "event", "event": "rollback", "step": 1}
     lines = [(1, 0), (2, 4), (3, 8), rollback, (2, 4), (3, 12), (4, 16)]
-    run = told_run(tmp_path / "run", lines, [anomaly(3, 8, "rollback")])
+    run = write_run(tmp_path / "run", lines, [anomaly(3, 8, "rollback")])
     assert [first for first, _ in steps_before(run, 4)[0]] == [0, 4, 12]
-    # The step that went wrong is the one with the anomaly, not the good one in its place.
+    # The anomaly is at the step that failed, not at the good step that replaced it.
     history = read_history(run, 3)
     assert history.recorded[3]["first_sample"] == 8 and history.anomalies.keys() == {3}
     assert not history.left_out and read_history(run).left_out == ((8, 12),)
 
 
-def test_a_step_with_other_rows_or_without_a_record_is_refused(tmp_path):
-    run = told_run(tmp_path / "run", [(1, 0), (2, 6), (3, 12)], [])
+def test_step_with_other_rows_or_without_a_record_is_rejected(tmp_path):
+    run = write_run(tmp_path / "run", [(1, 0), (2, 6), (3, 12)], [])
     error, loader = steps_before(run, 3)
     assert isinstance(error, ConfigError) and "step 2" in str(error) and loader.closed
     with refused("step 9", "steps 1 to 3"):
@@ -131,7 +131,7 @@ def test_a_step_with_other_rows_or_without_a_record_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("module")
-def test_replay_tells_data_from_transient(tmp_path, capsys):
+def test_replay_distinguishes_data_errors_from_transient_ones(tmp_path, capsys):
     def replayed(step: int) -> str:
         capsys.readouterr()
         assert run_here("train", "--replay", f"run:{step}") == 0
@@ -144,7 +144,7 @@ def test_replay_tells_data_from_transient(tmp_path, capsys):
     out = replayed(bad)
     assert "verdict: data" in out and str(BAD_ROW) in out
     assert missing(out, f"step {bad} of", f"from step {(bad - 1) // 5 * 5}") == []
-    # An anomaly that the data does not hold: the same step numbers, another step's record.
+    # An anomaly that is not in the data: the same step numbers, another step's record.
     planted = json.loads((run_dir / "anomalies.jsonl").read_text())
     planted |= {"step": bad - 1, "first_sample": planted["first_sample"] - planted["num_samples"]}
     with open(run_dir / "anomalies.jsonl", "a") as file:
@@ -154,19 +154,19 @@ def test_replay_tells_data_from_transient(tmp_path, capsys):
     assert sorted(run_dir.rglob("*")) == files
 
 
-def test_replay_of_no_run_is_refused(tmp_path, monkeypatch):
+def test_replay_of_a_missing_run_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused("nowhere", "RUN:STEP"):
         run_here("train", "--replay", "nowhere:3")
 
 
-def test_an_anomaly_survives_its_file():
+def test_anomaly_round_trips_through_its_file():
     assert Anomaly(**json.loads(json.dumps(dataclasses.asdict(OFFENCE)))) == OFFENCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4", "pp=2,tp=4"])
-def test_a_step_without_labels_is_replayed_compared_and_read(tmp_path, capsys, mesh):
+def test_step_without_labels_is_replayed_and_compared(tmp_path, capsys, mesh):
     """A prompt that fills the row leaves no label; one sample of a plain answer follows."""
     chat = lambda prompt: {
         "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": "ok"}]

@@ -1,4 +1,4 @@
-"""Batch norm and the residual network: PyTorch's numbers, and the same on every mesh."""
+"""Batch norm and the residual network: equal to PyTorch, and the same on every mesh."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ LEARNING_RATE = 0.1
 STEPS = 2
 
 
-def test_resnet_20_has_the_paper_s_size():
+def test_resnet_20_has_the_published_size():
     """He et al. 2015, table 6: 0.27 M parameters, without running averages."""
     model = build(ResnetConfig(), seq_len=1)
     assert num_params(model) == 269_722
@@ -40,7 +40,7 @@ def test_resnet_20_has_the_paper_s_size():
 
 
 def run(mesh, **options):
-    """Losses, last parameters, and evaluation after `STEPS` steps on other batches."""
+    """Return losses, final parameters, and an evaluation after `STEPS` steps on other batches."""
     step, start = trainer(TINY, mesh, LEARNING_RATE, **options)
     state, losses = start(0), []
     for number in range(STEPS):
@@ -65,7 +65,7 @@ def alone():
     ],
     ids=str,
 )
-def test_a_mesh_normalises_by_the_global_batch(alone, mesh, options):
+def test_batch_norm_uses_the_global_batch_on_every_mesh(alone, mesh, options):
     losses, params, evaluated = run(mesh, **options)
     np.testing.assert_allclose(losses, alone[0], rtol=2e-5)
     assert evaluated == pytest.approx(alone[2], rel=2e-5)
@@ -76,13 +76,13 @@ def test_a_mesh_normalises_by_the_global_batch(alone, mesh, options):
     )
 
 
-def test_a_mesh_that_does_not_fit_names_the_setting_of_a_resnet():
+def test_mesh_error_names_the_resnet_setting():
     config = RunConfig(model=ResnetConfig())
     (problem,) = config.mesh_problems(MeshSpec.parse("tp=3"))
     assert "=16" in problem
 
 
-def test_a_head_that_forgets_its_statistics_is_refused():
+def test_head_that_drops_its_batch_statistics_is_rejected():
     model = build(TINY, seq_len=1)
     head = lambda *arguments: (model.head(*arguments)[0], {})
     layout = layout_of(model, "1")
@@ -97,25 +97,25 @@ def test_a_head_that_forgets_its_statistics_is_refused():
 
 @pytest.mark.slow
 def test_microbatches_average_their_statistics(alone):
-    """A step of two equal halves moves running averages as one of either half."""
+    """A step of two equal halves updates running averages like a step of either half."""
     step, start = trainer(TINY, "1", 0.0, num_microbatches=2)
     half = random_batch(8)
-    whole = {name: np.concatenate([value, value]) for name, value in half.items()}
-    twice = step.train(start(0), whole, np.inf)[0].params["norm"]
+    doubled_batch = {name: np.concatenate([value, value]) for name, value in half.items()}
+    twice = step.train(start(0), doubled_batch, np.inf)[0].params["norm"]
     step, start = trainer(TINY, "1", 0.0)
     once = step.train(start(0), half, np.inf)[0].params["norm"]
     for name in ("mean", "variance"):
         np.testing.assert_allclose(twice[name], once[name], rtol=1e-6)
 
 
-def test_frozen_running_averages_stay():
+def test_frozen_running_averages_do_not_change():
     model = build(TINY, seq_len=1)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     parts = [name for name in model.axes if name != "norm"]
     axes = with_frozen(OptimConfig(freeze=parts), model.axes)
-    shown = jax.tree.map(lambda x: x + 1, params)
-    moved = statistics.update_running_stats(axes, params, params, shown)
+    observed = jax.tree.map(lambda x: x + 1, params)
+    moved = statistics.update_running_stats(axes, params, params, observed)
     changed = jax.tree_util.tree_map_with_path(
         lambda path, a, b: (jax.tree_util.keystr(path), bool(np.any(a != b))), moved, params
     )
@@ -126,7 +126,7 @@ def test_frozen_running_averages_stay():
     }
 
 
-# PyTorch's side
+# PyTorch
 
 
 def test_layer_equals_pytorch():
@@ -139,10 +139,10 @@ def test_layer_equals_pytorch():
     init, axes, bind = layers.functional(lambda rngs: layers.BatchNorm(size, None))
     params = jax.tree.map(lambda x: np.array(x), init(jax.random.key(0)))
     params["scale"], params["bias"] = rng.normal(size=(2, size)).astype(np.float32)
-    theirs = torch.nn.BatchNorm2d(size)
+    torch_layer = torch.nn.BatchNorm2d(size)
     with torch.no_grad():
-        theirs.weight.copy_(torch.from_numpy(params["scale"]))
-        theirs.bias.copy_(torch.from_numpy(params["bias"]))
+        torch_layer.weight.copy_(torch.from_numpy(params["scale"]))
+        torch_layer.bias.copy_(torch.from_numpy(params["bias"]))
     training = Context(dropout_key=jax.random.key(0))
 
     def weighted(params, x, context):
@@ -154,21 +154,21 @@ def test_layer_equals_pytorch():
         x = (3 + 2 * rng.normal(size=(rows, 4, 4, size))).astype(np.float32)
         function = jax.grad(weighted, argnums=(0, 1), has_aux=True)
         (grads, dx), (y, sums) = function(params, x, training)
-        shown = sums[BATCH_STATISTICS]
+        observed = sums[BATCH_STATISTICS]
         params = jax.device_get(
-            statistics.update_running_stats(axes, params, params, params | shown)
+            statistics.update_running_stats(axes, params, params, params | observed)
         )
         image = torch.from_numpy(x.transpose(0, 3, 1, 2).copy()).requires_grad_()
-        out = theirs(image)
-        theirs.zero_grad()
+        out = torch_layer(image)
+        torch_layer.zero_grad()
         out.sin().sum().backward()
         last = lambda t: t.detach().numpy().transpose(0, 2, 3, 1)
         np.testing.assert_allclose(y, last(out), atol=2e-6)
         np.testing.assert_allclose(dx, last(image.grad), atol=2e-6)
-        np.testing.assert_allclose(grads["scale"], theirs.weight.grad, rtol=2e-5, atol=2e-5)
-        np.testing.assert_allclose(grads["bias"], theirs.bias.grad, rtol=2e-5, atol=2e-5)
-        np.testing.assert_allclose(params["mean"], theirs.running_mean, rtol=1e-6)
-        np.testing.assert_allclose(params["variance"], theirs.running_var, rtol=2e-6)
+        np.testing.assert_allclose(grads["scale"], torch_layer.weight.grad, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(grads["bias"], torch_layer.bias.grad, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(params["mean"], torch_layer.running_mean, rtol=1e-6)
+        np.testing.assert_allclose(params["variance"], torch_layer.running_var, rtol=2e-6)
     y, sums = weighted(params, x, Context())[1]
     assert sums == {}
-    np.testing.assert_allclose(y, last(theirs.eval()(image)), atol=2e-6)
+    np.testing.assert_allclose(y, last(torch_layer.eval()(image)), atol=2e-6)

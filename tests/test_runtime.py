@@ -1,4 +1,4 @@
-"""Commands end with the right code and words; a process alone needs no launcher to join its job."""
+"""Exit codes and messages of commands, and a single process that joins without a launcher."""
 
 import importlib
 import inspect
@@ -22,7 +22,7 @@ from jaxdist.runtime.entry_point import advice_for
 
 
 def run(body: str, **environ: str) -> subprocess.CompletedProcess:
-    """A command whose `main` is `body`, in a process of its own."""
+    """Run a command whose `main` is `body` in a separate process."""
     code = "import os, signal, sys, time\nfrom jaxdist import runtime\n\ndef main():\n"
     code += textwrap.indent(textwrap.dedent(body), "    ") + "\n\nruntime.run_command(main)\n"
     return subprocess.run(
@@ -51,12 +51,12 @@ def test_exit_codes(body, code):
     assert run(body).returncode == code
 
 
-def test_config_error_prints_every_problem_and_no_traceback():
+def test_config_error_prints_all_problems_without_traceback():
     done = run("from jaxdist.settings import ConfigError\nraise ConfigError(['first', 'second'])")
     assert done.stderr.splitlines() == ["first", "second"]
 
 
-def test_failure_ends_with_one_block_that_says_what_where_and_what_to_do():
+def test_failure_prints_one_block_with_cause_location_and_advice():
     done = run("raise OSError(28, 'No space left on device')")
     names = ("failed:", "where:", "to do:")
     block = dict(x.split(":", 1) for x in done.stderr.splitlines() if x.startswith(names))
@@ -70,7 +70,7 @@ def test_interrupt_is_one_line():
     assert done.stderr.strip() == "interrupted"
 
 
-def test_failure_is_left_for_the_launcher(tmp_path):
+def test_failure_is_recorded_for_the_launcher(tmp_path):
     import json
 
     path = tmp_path / "error.json"
@@ -96,11 +96,11 @@ def test_failure_is_left_for_the_launcher(tmp_path):
         ("ValueError: boom", "resumes from the newest valid checkpoint"),
     ],
 )
-def test_advice_fits_the_error(message, advice):
+def test_advice_matches_the_error(message, advice):
     assert advice in advice_for(message)
 
 
-def test_importing_the_room_imports_no_jax():
+def test_importing_runtime_imports_no_jax():
     done = subprocess.run(
         [sys.executable, "-c", "import sys, jaxdist.runtime; print('jax' in sys.modules)"],
         capture_output=True,
@@ -110,7 +110,7 @@ def test_importing_the_room_imports_no_jax():
     assert done.stdout.strip() == "False"
 
 
-def test_simulate_makes_cpu_devices_and_refuses_a_running_backend():
+def test_simulate_creates_cpu_devices_and_rejects_a_running_backend():
     done = run(
         """
         runtime.simulate(3)
@@ -125,12 +125,12 @@ def test_simulate_makes_cpu_devices_and_refuses_a_running_backend():
     assert missing(done.stderr, "--simulate 5", "3 cpu") == []
 
 
-def test_simulate_needs_a_device():
+def test_simulate_requires_at_least_one_device():
     with refused("--simulate 0"):
         runtime.simulate(0)
 
 
-def test_a_process_alone_joins_without_connecting():
+def test_single_process_joins_without_connecting():
     job = runtime.join(environ={})
     assert (job.process_id, job.num_processes, job.is_main) == (0, 1, True)
     assert (job.num_devices, job.platform, job.source) == (8, "cpu", "alone")
@@ -179,7 +179,7 @@ def test_console_is_for_process_0_and_c_output_goes_to_the_file(tmp_path):
         assert f"p{i} INFO step 1" in text and "[Gloo] chatter" in text
 
 
-def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
+def test_compile_cache_is_separate_for_each_machine_type(tmp_path):
     body = """
     runtime.simulate(1)
     folder = runtime.setup_compilation_cache()
@@ -194,7 +194,7 @@ def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
     assert run(body, JAXDIST_CACHE="off", JAX_COMPILATION_CACHE_DIR="").stdout.split()[0] == "None"
 
 
-def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, monkeypatch):
+def test_compile_cache_of_another_user_is_not_used(tmp_path, caplog, propagating, monkeypatch):
     import jax
 
     names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
@@ -205,7 +205,7 @@ def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, mo
         (tmp_path / "open").chmod(0o777)
         assert runtime.setup_compilation_cache(tmp_path / "open") is None
         assert missing(caplog.messages[-1], tmp_path / "open", "every user") == []
-        (tmp_path / "open").chmod(0o1777)  # as /tmp: others cannot replace a folder in it
+        (tmp_path / "open").chmod(0o1777)  # like /tmp: other users cannot replace a folder in it
         assert runtime.setup_compilation_cache(tmp_path / "open") is not None
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         monkeypatch.setattr(os, "access", lambda *_: True)
@@ -218,7 +218,7 @@ def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, mo
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_changes_nothing(number):
+def test_signal_at_any_time_requests_a_stop_and_a_second_has_no_effect(number):
     done = run(
         f"""
         stop = runtime.Preemption()
@@ -234,8 +234,8 @@ def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_changes_nothing(nu
     assert done.returncode == 75
 
 
-def test_the_first_ctrl_c_asks_for_a_save_and_the_second_ends_at_once():
-    """While the main thread computes, as in a compilation, and so runs no handler of Python's."""
+def test_first_ctrl_c_requests_a_save_and_second_ends_immediately():
+    """During a compilation the main thread computes and therefore runs no Python signal handler."""
     body = """
     import hashlib, threading
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test may run in the background
@@ -268,31 +268,33 @@ def test_the_first_ctrl_c_asks_for_a_save_and_the_second_ends_at_once():
         ),
     ],
 )
-def test_settings_name_what_is_wrong(fields, text):
+def test_invalid_settings_are_reported(fields, text):
     assert any(text in line for line in RuntimeConfig(**fields).problems())
 
 
-def test_default_settings_have_no_problem():
+def test_default_settings_are_valid():
     assert RuntimeConfig().problems() == []
 
 
-def test_setting_up_the_cache_again_does_not_pile_up(tmp_path, monkeypatch, propagating, caplog):
-    """Other warnings reach who showed them before; an entry that cannot be removed ends nothing."""
-    shown = []
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *args, **kw: shown.append(message))
+def test_repeated_cache_setup_does_not_stack_handlers(tmp_path, monkeypatch, propagating, caplog):
+    """Other warnings reach the previous handler; an entry that cannot be removed ends nothing."""
+    forwarded = []
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *args, **kw: forwarded.append(message)
+    )
     for number in range(1100):
         backend._watch_for_damage(tmp_path / str(number))
     warnings.showwarning("another", UserWarning, "file.py", 1)
-    assert shown == ["another"]
+    assert forwarded == ["another"]
     (tmp_path / "1099" / "jit_f-1").mkdir(parents=True)  # unlink raises IsADirectoryError
     damaged = "Error reading persistent compilation cache entry for 'jit_f': no"
     warnings.showwarning(damaged, UserWarning, "file.py", 1)
-    assert len(shown) == 1 and [record.args[1] for record in caplog.records] == ["jit_f"]
+    assert len(forwarded) == 1 and [record.args[1] for record in caplog.records] == ["jit_f"]
 
 
 @pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"no" + b])
-def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(
+def test_damaged_compile_cache_entries_are_reported_and_replaced(
     tmp_path, monkeypatch, propagating, caplog, damage
 ):
     import jax
@@ -309,12 +311,12 @@ def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(
         [entry] = [
             e for e in folder.iterdir() if e.name.startswith("jit__lambda") and "-cache" in e.name
         ]
-        whole = entry.read_bytes()
-        entry.write_bytes(damage(whole))
+        intact = entry.read_bytes()
+        entry.write_bytes(damage(intact))
         caplog.clear()
         assert use()[0] == 42
         assert [record.args[1] for record in caplog.records] == ["jit__lambda"]
-        assert entry.read_bytes() != damage(whole)
+        assert entry.read_bytes() != damage(intact)
         caplog.clear()
         use()
         assert not caplog.records
@@ -327,14 +329,14 @@ def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(
 @pytest.mark.parametrize(
     ("platform", "process_id", "kept"), [("cpu", 1, 1), ("gpu", 1, 0), ("gpu", 0, 1)]
 )
-def test_on_cpus_every_process_keeps_what_it_compiles(monkeypatch, platform, process_id, kept):
-    """There the key of a program depends on the process; elsewhere process 0 writes for all."""
+def test_every_process_caches_its_programs_on_cpus(monkeypatch, platform, process_id, kept):
+    """On CPUs a program's cache key depends on the process; elsewhere process 0 writes for all."""
     compiler = importlib.import_module("jax._src.compiler")
-    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # as before, afterwards
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # restored afterwards
     backend._keep_programs_of_every_process()
     written = []
     monkeypatch.setattr(
-        compiler.compilation_cache, "put_executable_and_time", lambda *given: written.append(given)
+        compiler.compilation_cache, "put_executable_and_time", lambda *args: written.append(args)
     )
     monkeypatch.setattr(compiler.distributed.global_state, "process_id", process_id)
     original = compiler._cache_write.by_process_0

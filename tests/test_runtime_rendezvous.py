@@ -1,4 +1,4 @@
-"""The check-in before a job is joined: all processes come, or the missing ones are named."""
+"""The check-in before a job is joined: all processes arrive, or the missing ones are reported."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from jaxdist.settings import ConfigError
 
 
 class Job:
-    """Processes of a job as threads; process 0 plays jax's service once the port is its own."""
+    """Processes of a job as threads; process 0 acts as jax's service once it owns the port."""
 
     def __init__(self, count: int, timeout_s: float = 20.0, token: str = "a"):
         address = f"127.0.0.1:{free_port()}"
@@ -49,7 +49,7 @@ class Job:
             self.ended[index] = str(error)
 
     def line(self, index: object, of: object = None, token: str = "a") -> bytes:
-        """What process `index` says when it comes."""
+        """Return the check-in line of process `index`."""
         proof = rendezvous._proof(dataclasses.replace(self.plan, token=token), str(index))
         return b"jaxdist %b %b %b host\n" % (
             proof, str(index).encode(), str(of or self.plan.num_processes).encode(),
@@ -70,7 +70,7 @@ class Job:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
-def test_all_come_in_any_order_and_the_port_is_free_afterwards(order):
+def test_processes_join_in_any_order_and_the_port_is_free_afterwards(order):
     job = Job(4)
     for index in order:
         job.start(index)
@@ -78,19 +78,19 @@ def test_all_come_in_any_order_and_the_port_is_free_afterwards(order):
     assert job.end() == dict.fromkeys(range(4), "")
 
 
-def test_who_is_missing_is_named_to_all_that_came():
+def test_missing_processes_are_reported_to_all_that_joined():
     job = Job(5, timeout_s=1.0)
     job.start(0, 2, 3)
-    said = job.end()
+    messages = job.end()
     host = socket.gethostname()
-    assert set(said) == {0, 2, 3} and len(set(said.values())) == 1
+    assert set(messages) == {0, 2, 3} and len(set(messages.values())) == 1
     facts = "process 1, 4 of 5", job.plan.coordinator_address, "1 s (runtime.join_timeout_s)"
-    assert missing(said[0], *facts, f"0 on {host}", f"3 on {host}") == []
+    assert missing(messages[0], *facts, f"0 on {host}", f"3 on {host}") == []
 
 
 @pytest.fixture
 def few_files():
-    """Leave this process 40 more open files than it has."""
+    """Limit this process to 40 more open files than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len(os.listdir("/proc/self/fd")) + 40
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
@@ -98,7 +98,7 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_command_raises_its_soft_limits_and_a_larger_job_joins(few_files, monkeypatch):
+def test_command_raises_its_soft_limit_and_a_larger_job_joins(few_files, monkeypatch):
     monkeypatch.setattr(entry_point, "_exit", lambda code, line: None)
     runtime.run_command(lambda: 0)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK):
@@ -109,7 +109,7 @@ def test_a_command_raises_its_soft_limits_and_a_larger_job_joins(few_files, monk
     assert job.end() == dict.fromkeys(range(40), "")
 
 
-def test_a_limit_of_open_files_that_is_too_low_is_named(few_files):
+def test_too_low_open_file_limit_is_reported(few_files):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(ConfigError) as error:
         wait_for_all(Job(60).plan, 1.0)
@@ -118,7 +118,7 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(few_files):
     assert "joined" not in str(error.value)
 
 
-def test_a_connection_without_a_free_file_is_named(monkeypatch):
+def test_connection_without_a_free_descriptor_is_reported(monkeypatch):
     def no_file(self):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -130,7 +130,7 @@ def test_a_connection_without_a_free_file_is_named(monkeypatch):
         assert missing(job.end()[0], os.strerror(errno.EMFILE), "ulimit -n") == []
 
 
-def test_without_process_0_the_others_say_so():
+def test_other_processes_report_a_missing_process_0():
     job = Job(2, timeout_s=0.5)
     job.start(1)
     text = job.end()[1]
@@ -138,18 +138,18 @@ def test_without_process_0_the_others_say_so():
     assert missing(text, *facts, os.strerror(errno.ECONNREFUSED)) == []
 
 
-def test_a_taken_port_is_named_and_the_others_are_not_fooled_by_who_has_it():
+def test_taken_port_is_reported_and_its_owner_is_not_trusted():
     job = Job(2, timeout_s=1.0)
     with socket.create_server(job.address) as stranger:
         job.start(0, 1)
-        said = job.end()
+        messages = job.end()
         stranger.close()
     where = f"port {job.address[1]} on {socket.gethostname()}"
-    assert missing(said[0], where, os.strerror(errno.EADDRINUSE)) == []
-    assert missing(said[1], "process 1", f"{job.plan.coordinator_address} (process 0)") == []
+    assert missing(messages[0], where, os.strerror(errno.EADDRINUSE)) == []
+    assert missing(messages[1], "process 1", f"{job.plan.coordinator_address} (process 0)") == []
 
 
-def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
+def test_strangers_and_disconnected_processes_are_not_counted():
     job = Job(3)
     job.start(0)
     time.sleep(0.1)
@@ -171,7 +171,7 @@ def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
     for line in words:
         with socket.create_connection(job.address) as visitor:
             visitor.sendall(line)
-            with contextlib.suppress(OSError):  # turned away already
+            with contextlib.suppress(OSError):  # already rejected
                 visitor.shutdown(socket.SHUT_WR)
             time.sleep(0.05)
     job.start(1)
@@ -181,7 +181,7 @@ def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
     assert job.end() == {0: "", 1: "", 2: ""}
 
 
-def test_a_process_that_starts_again_takes_its_own_place():
+def test_restarted_process_keeps_its_index():
     job = Job(3)
     job.start(0)
     time.sleep(0.1)
@@ -194,7 +194,7 @@ def test_a_process_that_starts_again_takes_its_own_place():
     assert job.end() == {0: "", 1: "", 2: ""}
 
 
-def test_silent_connections_delay_nobody():
+def test_silent_connections_do_not_delay_the_join():
     job = Job(3)
     job.start(0)
     time.sleep(0.1)
@@ -203,19 +203,19 @@ def test_silent_connections_delay_nobody():
     began = time.monotonic()
     job.start(1, 2)
     assert job.end() == {0: "", 1: "", 2: ""}
-    assert time.monotonic() - began < 4  # one that is waited for costs 5 s
+    assert time.monotonic() - began < 4  # waiting for one would cost 5 s
     for connection in silent:
         connection.close()
 
 
-def test_a_connection_that_is_overdue_and_one_too_many_is_closed_once():
+def test_overdue_and_excess_connections_are_closed_once():
     job = Job(2)
     with socket.create_server(job.address) as server:
         check_in = rendezvous._CheckInServer(server, job.plan)
         silent = [socket.create_connection(job.address) for _ in range(rendezvous._SILENT + 2)]
         while len(check_in._silent) < len(silent):
             check_in._accept()
-        # The oldest are overdue, and more wait than may.
+        # The oldest are overdue, and more connections wait than allowed.
         for connection in list(check_in._silent)[:3]:
             check_in._silent[connection] = (0.0, b"")
         check_in.serve(0.0)
@@ -226,18 +226,18 @@ def test_a_connection_that_is_overdue_and_one_too_many_is_closed_once():
 
 
 def test_two_jobs_on_one_port_do_not_mix():
-    ours, theirs = Job(2, timeout_s=1.5), Job(2, timeout_s=1.5, token="b")
-    theirs.plan = dataclasses.replace(
-        theirs.plan, coordinator_address=ours.plan.coordinator_address
+    first_job, second_job = Job(2, timeout_s=1.5), Job(2, timeout_s=1.5, token="b")
+    second_job.plan = dataclasses.replace(
+        second_job.plan, coordinator_address=first_job.plan.coordinator_address
     )
-    ours.start(0)
+    first_job.start(0)
     time.sleep(0.1)
-    theirs.start(1)
-    assert missing(theirs.end()[1], "not process 0", "token") == []
-    assert missing(ours.end()[0], "rejected", "127.0.0.1", "token") == []
+    second_job.start(1)
+    assert missing(second_job.end()[1], "not process 0", "token") == []
+    assert missing(first_job.end()[0], "rejected", "127.0.0.1", "token") == []
 
 
-def test_an_answer_without_the_token_is_not_believed():
+def test_response_without_the_token_is_rejected():
     job = Job(2, timeout_s=1.0)
     with socket.create_server(job.address) as stranger:
 
@@ -259,7 +259,7 @@ def test_an_answer_without_the_token_is_not_believed():
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("early", [True, False])
-def test_a_request_to_stop_ends_the_wait_at_once(process, early, capsys):
+def test_stop_request_ends_the_wait_immediately(process, early, capsys):
     handlers = {number: signal.getsignal(number) for number in runtime.NOTICES}
     plan = dataclasses.replace(Job(2).plan, process_id=process)
     try:
@@ -273,7 +273,7 @@ def test_a_request_to_stop_ends_the_wait_at_once(process, early, capsys):
             wait_for_all(plan, 30.0)
         assert left.value.code == runtime.EXIT_PREEMPTED
         assert time.monotonic() - began < 1.3
-        time.sleep(0.1)  # the second notice comes while nothing waits, and ends nothing
+        time.sleep(0.1)  # the second signal arrives while nothing waits, and ends nothing
         assert len(capsys.readouterr().err.splitlines()) == 1
     finally:
         for number, handler in handlers.items():
@@ -289,7 +289,7 @@ def test_a_request_to_stop_ends_the_wait_at_once(process, early, capsys):
         "its own name is loopback": (["10.0.0.7"], ["127.0.1.1"], "[::]:4000"),
     }.values(),
 )
-def test_jaxs_service_listens_where_all_processes_come(
+def test_jax_service_listens_on_the_address_of_the_check_in(
     came_by, own, expected, monkeypatch, propagating, caplog
 ):
     entries = [(None, None, None, "", (address, 0)) for address in own]
@@ -300,5 +300,5 @@ def test_jaxs_service_listens_where_all_processes_come(
     assert len(caplog.records) == (expected == "[::]:4000")
 
 
-def test_on_one_host_jaxs_service_listens_on_loopback_alone():
+def test_jax_service_listens_only_on_loopback_for_one_host():
     assert rendezvous._service_address(Job(2).plan, []).startswith("127.0.0.1:")

@@ -1,4 +1,4 @@
-"""Where arrays lie for every strategy, and the errors of a mesh that does not fit a model."""
+"""Shardings of every strategy, and the errors of a mesh that does not fit a model."""
 
 import jax
 import jax.numpy as jnp
@@ -57,25 +57,25 @@ def test_specs_of_every_strategy(text, zero, param, gradient, moment, batch):
     assert here.batch_spec() == batch
 
 
-def test_vectors_stay_whole_and_biases_follow_their_matrix():
+def test_vectors_are_replicated_and_biases_follow_their_matrix():
     here = layout("dp=2,fsdp=2,tp=2", zero=3)
     assert here.param_specs(VECTOR) == P()
     assert here.param_specs(BIAS) == P(None, None, "tensor")
     assert here.param_specs(TABLE) == P("tensor", BOTH)
 
 
-def test_two_dims_on_one_axis_are_refused():
+def test_two_dims_on_one_axis_are_rejected():
     with refused("'heads' and 'mlp'", "'tensor'"):
         layout("dp=2").param_specs(Dims(("heads", "mlp")))
 
 
-def test_a_models_own_rules_come_beside_those_of_the_axes():
+def test_custom_model_rules_are_added_to_those_of_the_axes():
     here = layout("fsdp=2,tp=2", rules={"flat": "fsdp", "hidden": "tensor", "vocab": None})
     assert here.param_specs(Dims(("flat", "hidden"))) == P("fsdp", "tensor")
     assert here.param_specs(TABLE) == P(None, "fsdp")
 
 
-def test_a_weight_is_gathered_over_the_axes_that_shard_it_and_no_others():
+def test_weight_is_gathered_only_over_its_sharded_axes():
     here = layout("pp=2,dp=2,fsdp=2", zero=3)
     assert here.param_specs(MATRIX) == P("pipeline", BOTH)
     assert here.gather_specs(MATRIX) == P(None, BOTH)
@@ -91,7 +91,7 @@ def test_a_weight_is_gathered_over_the_axes_that_shard_it_and_no_others():
         ("1", True, (), ()),
     ],
 )
-def test_gradients_and_losses_are_summed_over_the_axes_that_say_so(text, sequence, summed, loss):
+def test_gradients_and_losses_are_summed_over_their_axes(text, sequence, summed, loss):
     here = layout(text, sequence_parallel=sequence)
     assert (here.summed_axes, here.loss_axes) == (summed, loss)
 
@@ -102,12 +102,12 @@ def test_axes_and_dims_of_a_spec():
     assert [dim_of(spec, axis) for axis in ("data", "tensor", "pipeline")] == [1, 2, None]
 
 
-def test_manual_axes_leave_the_tensor_axis_to_the_compiler_when_asked():
+def test_tensor_axis_can_be_left_to_the_compiler():
     assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "context", "tensor")
     assert layout("tp=2", auto_tensor=True).manual_axes == ("pipeline", "data", "fsdp", "context")
 
 
-def test_constrain_lays_arrays_out():
+def test_constrain_shards_arrays():
     here = layout("fsdp=4")
     tree = {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}
     specs = {"w": P("fsdp"), "b": P()}
@@ -130,21 +130,21 @@ def test_constrain_lays_arrays_out():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_mesh_that_does_not_fit_says_given_allowed_and_fix(text, options, facts):
+def test_mesh_error_has_value_allowed_values_and_fix(text, options, facts):
     dims = {"heads": 8, "kv_heads": 4, "layers": 4, "d_model": 64, "mlp": 192, "vocab": 192}
     workload = Workload(dims=dims, settings=DecoderConfig.size_settings, **options)
     problems = mesh_problems(MeshSpec.parse(text), workload)
     assert any(missing(problem, *facts) == [] for problem in problems), problems
 
 
-def test_all_problems_come_at_once():
+def test_all_mesh_problems_are_reported_at_once():
     dims = {"heads": 6, "kv_heads": 2, "layers": 4, "d_model": 64}
     workload = Workload(dims=dims, global_batch_size=16, num_microbatches=5)
-    found = mesh_problems(MeshSpec(tensor=4, pipeline=3), workload)
-    assert len(found) == 4  # heads, kv_heads, layers, batch
+    problems = mesh_problems(MeshSpec(tensor=4, pipeline=3), workload)
+    assert len(problems) == 4  # heads, kv_heads, layers, batch
 
 
-def test_stages_need_stacked_layers():
+def test_stages_require_stacked_layers():
     (problem,) = mesh_problems(MeshSpec(pipeline=2), Workload(dims=CnnConfig().dims))
     assert missing(problem, "pp=2", "layers") == []
 
@@ -159,24 +159,24 @@ def test_virtual_stages_must_divide_the_layers():
     assert mesh_problems(MeshSpec(pipeline=4), two) == []
 
 
-def test_a_models_rule_that_names_no_axis_is_refused():
+def test_model_rule_without_a_mesh_axis_is_rejected():
     workload = Workload(dims={"width": 8}, rules={"width": "tensors"})
     (problem,) = mesh_problems(MeshSpec(data=2), workload)
     assert missing(problem, "'tensors'", *MeshSpec().sizes) == []
 
 
-def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
+def test_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
     dims = DecoderConfig().dims
     workload = Workload(dims=dims, global_batch_size=16, context_len=128)
     for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
         assert mesh_problems(spec, workload) == []
 
 
-def test_legal_meshes_are_legal_and_near():
+def test_suggested_meshes_are_legal_and_similar():
     workload = Workload(dims={"heads": 4, "layers": 6})
     problems_of = lambda spec: mesh_problems(spec, workload)
-    found = legal_meshes(MeshSpec(tensor=8), 8, problems_of)
-    assert [str(spec) for spec in found] == ["dp=2,tp=4", "fsdp=2,tp=4", "pp=2,tp=4"]
+    meshes = legal_meshes(MeshSpec(tensor=8), 8, problems_of)
+    assert [str(spec) for spec in meshes] == ["dp=2,tp=4", "fsdp=2,tp=4", "pp=2,tp=4"]
     assert legal_meshes(MeshSpec(), 8, lambda spec: ["never"]) == []
 
 
@@ -189,13 +189,13 @@ def test_legal_meshes_are_legal_and_near():
         (8, 2**33, 2**33, "fsdp=8", "(8.0 GiB) does not fit one device (8.0 GiB, of which 50 %"),
     ],
 )
-def test_the_default_mesh_and_its_reason(num_devices, state, memory, mesh, reason):
+def test_default_mesh_and_its_reason(num_devices, state, memory, mesh, reason):
     spec, why = default_mesh(num_devices, state, memory)
     assert str(spec) == mesh
     assert reason in why
 
 
-def test_a_mesh_section_is_judged_by_its_text_alone():
+def test_mesh_section_is_checked_without_devices():
     assert MeshConfig().problems() == []
     assert MeshConfig(shape="dp=-1,tp=4").problems() == []
     assert len(MeshConfig(shape="dp=x,zz=2").problems()) == 2
@@ -207,7 +207,7 @@ def test_rules_name_only_mesh_axes():
     assert set(axes.rules().values()) <= set(MeshSpec().sizes)
 
 
-def test_a_batch_is_split_in_the_order_of_its_rows():
+def test_batch_is_split_in_row_order():
     here = layout("dp=2,fsdp=2")
     rows = jax.device_put(np.arange(8), here.sharding(here.batch_spec()))
     assert [shard.data.tolist() for shard in rows.addressable_shards] == [

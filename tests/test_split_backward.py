@@ -1,4 +1,4 @@
-"""A split backward gives the gradients of the whole one, each product once."""
+"""A split backward pass gives the full gradients and runs each matmul once."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxdist.core.parallel.pipeline.split_backward import split_layer
 
 
 def layer(weights, x, constants):
-    """A gated layer with a norm, a cast weight, random bits and a constant."""
+    """Compute a gated layer with a norm, a cast weight, random bits and a constant."""
     key, angle = constants
     normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * weights["scale"]
     kept = jax.random.bernoulli(key, 0.7, x.shape)
@@ -30,7 +30,7 @@ def arguments():
     return weights, draw(3, 5, 8), (jax.random.key(3), draw(32)), draw(3, 5, 8)
 
 
-def test_both_halves_together_are_the_whole_gradient(arguments):
+def test_sum_of_both_halves_is_the_full_gradient(arguments):
     weights, x, constants, dy = arguments
     split = split_layer(layer, weights, x, constants)
     y, _, saved = split.forward(weights, x, constants)
@@ -43,7 +43,7 @@ def test_both_halves_together_are_the_whole_gradient(arguments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected_grads)
 
 
-def test_every_product_is_done_once(arguments):
+def test_every_matmul_runs_once(arguments):
     weights, x, constants, dy = arguments
     split = split_layer(layer, weights, x, constants)
     _, _, saved = split.forward(weights, x, constants)
@@ -56,7 +56,7 @@ def test_every_product_is_done_once(arguments):
     assert count(split.weight_gradient, weights, constants, kept) == forward
 
 
-def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
+def test_values_computed_from_weights_and_constants_are_not_saved(arguments):
     weights, x, constants, dy = arguments
     split = split_layer(layer, weights, x, constants)
     _, _, saved = split.forward(weights, x, constants)
@@ -64,11 +64,11 @@ def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     rows = x.shape[:-1]
     assert all(value.shape[:2] == rows for value in saved), "activations only"
     others = [value for value in kept if value.shape[:2] != rows]
-    # The gradient of the scale is a sum: kept as such, not as what it sums up.
+    # The gradient of the scale is a sum: it is saved as the sum, not as its terms.
     expected = jax.grad(lambda w: jnp.vdot(layer(w, x, constants)[0], dy))(weights)["scale"]
     assert len(others) == 1
     np.testing.assert_allclose(others[0], expected, rtol=1e-5)
-    # The inputs of both products, and the gradients of their outputs.
+    # The inputs of both matmuls, and the gradients of their outputs.
     assert sorted(value.shape[2:] for value in kept if value.shape[:2] == rows) == [
         (8,),
         (8,),
@@ -77,7 +77,7 @@ def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     ]
 
 
-def test_gathered_and_widened_values_are_kept_as_they_were_before():
+def test_gathered_and_upcast_values_are_saved_in_their_original_form():
     """Two devices, each with 4 of 8 tokens of width 16 in bfloat16, and half of 64 hidden units."""
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
@@ -86,8 +86,8 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
     between = []
 
     def sharded_layer(weights, x, _):
-        whole = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
-        hidden = jnp.tanh(whole @ weights["up"])
+        full = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
+        hidden = jnp.tanh(full @ weights["up"])
         out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
         return x + out.astype(x.dtype), None, {}
 
@@ -98,7 +98,7 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
         between.extend([saved, kept])
         return dx, halves.weight_gradient(weights, (), kept)
 
-    def whole(weights, x, dy):
+    def full(weights, x, dy):
         _, pull = jax.vjp(lambda weights, x: sharded_layer(weights, x, ())[0], weights, x)
         weight_grads, dx = pull(dy)
         return dx, weight_grads
@@ -114,7 +114,7 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
         )
     )(weights, x, dy)
     dx, grads = run(halved)
-    expected_dx, expected = run(whole)
+    expected_dx, expected = run(full)
     np.testing.assert_array_equal(dx, expected_dx)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected)
     for values in between:

@@ -1,4 +1,4 @@
-"""The state is born where it belongs: every leaf sharded by its rule, never whole on a device."""
+"""The state is initialized sharded: every leaf by its rule, never complete on a device."""
 
 import jax
 import optax
@@ -21,7 +21,7 @@ def tree_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_no_device_holds_the_whole_model_while_it_is_made():
+def test_no_device_holds_the_complete_model_during_initialization():
     case = Case("learned", "fsdp=8")
     model, layout = model_of(case.model), layout_of(case)
     make = make_state(model, ADAM, {})
@@ -33,12 +33,12 @@ def test_no_device_holds_the_whole_model_while_it_is_made():
         .memory_analysis()
     )
     params = tree_bytes(jax.eval_shape(model.init, jax.random.key(0)))
-    # An eighth of parameters and two moments, and vectors, which stay whole.
+    # An eighth of parameters and two moments, and vectors, which are replicated.
     assert memory.output_size_in_bytes < 3 * params / 8 * 1.3
     assert memory.temp_size_in_bytes < params / 2
 
 
-def test_shards_lie_on_their_devices():
+def test_shards_are_on_their_devices():
     case = Case("learned", "dp=2,fsdp=2,tp=2", zero=1)
     model, layout = model_of(case.model), layout_of(case)
     state = init_state(model, ADAM, layout, seed=0, loss_scale={})
@@ -51,7 +51,7 @@ def test_shards_lie_on_their_devices():
     assert int(state.step) == 0
 
 
-def test_the_abstract_state_describes_the_real_one():
+def test_abstract_state_matches_the_real_one():
     case = Case("learned", "fsdp=2,tp=2")
     model, layout = model_of(case.model), layout_of(case)
     scale = {"scale": jax.numpy.float32(8), "finite_steps": jax.numpy.int32(0)}
@@ -66,17 +66,17 @@ def test_the_abstract_state_describes_the_real_one():
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_moments_may_live_in_host_memory(offload):
+def test_moments_can_be_in_host_memory(offload):
     case = Case("learned", "fsdp=2")
-    found = opt_shardings(model_of("learned"), ADAM, layout_of(case), offload=offload)
-    kinds = {sharding.memory_kind for sharding in jax.tree.leaves(found.mu)}
+    shardings = opt_shardings(model_of("learned"), ADAM, layout_of(case), offload=offload)
+    kinds = {sharding.memory_kind for sharding in jax.tree.leaves(shardings.mu)}
     assert kinds == {"pinned_host" if offload else "device"}
-    assert found.count.memory_kind == "device"
+    assert shardings.count.memory_kind == "device"
 
 
-def test_a_moment_of_another_shape_stays_whole():
+def test_moment_of_another_shape_is_replicated():
     case = Case("learned", "fsdp=2")
     rule = optax.scale_by_factored_rms(min_dim_size_to_factor=8)
-    found = opt_shardings(model_of("learned"), rule, layout_of(case))
-    rows = jax.tree.leaves(found.v_row)
+    shardings = opt_shardings(model_of("learned"), rule, layout_of(case))
+    rows = jax.tree.leaves(shardings.v_row)
     assert rows and all(sharding.is_fully_replicated for sharding in rows)

@@ -1,4 +1,4 @@
-"""The storage of a run directory: what each operation guarantees, and that nothing goes past it."""
+"""The storage of a run directory: guarantees of each operation, and that no code bypasses it."""
 
 import ast
 import errno
@@ -26,7 +26,7 @@ def test_a_location_is_a_path(folder, tmp_path):
     assert locate(file) is file and locate(str(file)) == file
 
 
-def test_files_are_listed_in_order_and_absent_ones_are_empty(folder):
+def test_files_are_listed_in_order_and_missing_folders_are_empty(folder):
     assert (folder / "none").entries() == (folder / "none").files() == []
     assert not (folder / "none").exists() and (folder / "none").version() == 0
     (folder / "b" / "c").make_directory()
@@ -43,7 +43,7 @@ def test_files_are_listed_in_order_and_absent_ones_are_empty(folder):
     assert folder.entries() == []
 
 
-def test_a_new_file_has_a_durable_name_and_cannot_be_run(folder, monkeypatch):
+def test_new_file_has_a_durable_name_and_is_not_executable(folder, monkeypatch):
     synced = []
     monkeypatch.setattr(room.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     monkeypatch.chdir(folder)
@@ -55,8 +55,8 @@ def test_a_new_file_has_a_durable_name_and_cannot_be_run(folder, monkeypatch):
         assert os.stat(os.path.dirname(file) or ".").st_ino in synced
 
 
-def test_storage_that_is_away_is_an_error_and_not_an_empty_directory(folder, monkeypatch):
-    """A listing cut short would commit a checkpoint with files missing."""
+def test_unavailable_storage_is_an_error_and_not_an_empty_directory(folder, monkeypatch):
+    """A truncated listing would commit a checkpoint with missing files."""
     (folder / "b").make_directory()
     (folder / "b/1").write("1")
 
@@ -94,7 +94,7 @@ for durable in (True, False):
 """
 
 
-def test_killed_at_any_operation_a_write_is_done_or_not(tmp_path):
+def test_write_is_atomic_if_killed_at_any_operation(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)],
         capture_output=True,
@@ -104,10 +104,10 @@ def test_killed_at_any_operation_a_write_is_done_or_not(tmp_path):
     assert done.returncode == 0, done.stderr
     seen = done.stdout.splitlines()
     assert set(seen) == {"old 1", "new 1"} and len(seen) >= 6
-    assert len(locate(tmp_path).entries()) == 2  # what a kill left behind is not listed
+    assert len(locate(tmp_path).entries()) == 2  # files that a kill leaves behind are not listed
 
 
-def test_a_write_that_fails_leaves_the_old_content(folder, monkeypatch):
+def test_failed_write_keeps_the_old_content(folder, monkeypatch):
     file = folder / "a"
     file.write("old")
 
@@ -120,7 +120,7 @@ def test_a_write_that_fails_leaves_the_old_content(folder, monkeypatch):
     assert file.text() == "old" and os.listdir(folder) == ["a"]
 
 
-def test_of_many_that_create_a_file_one_succeeds(folder):
+def test_only_one_of_many_concurrent_creators_succeeds(folder):
     made = []
     threads = [
         threading.Thread(target=lambda: made.append((folder / "a").create())) for _ in range(8)
@@ -132,7 +132,7 @@ def test_of_many_that_create_a_file_one_succeeds(folder):
     assert made.count(True) == 1 and (folder / "a").size() == 0
 
 
-def test_a_version_grows_with_every_write(folder):
+def test_version_increases_with_every_write(folder):
     file = folder / "a"
     versions = [file.version()]
     for i in range(3):
@@ -142,7 +142,7 @@ def test_a_version_grows_with_every_write(folder):
     assert versions == sorted(set(versions))
 
 
-def test_an_appender_cuts_a_torn_line_and_keeps_what_is_refused(folder, monkeypatch):
+def test_appender_removes_a_torn_line_and_keeps_rejected_data(folder, monkeypatch):
     file = folder / "a.jsonl"
     file.write(b"one\ntw")
     appender = file.appender()
@@ -159,7 +159,7 @@ def test_an_appender_cuts_a_torn_line_and_keeps_what_is_refused(folder, monkeypa
     assert file.text() == "one\ntwo\nthree\n" and appender.pending == b""
 
 
-def test_a_lock_keeps_other_processes_out_and_names_its_holder(folder):
+def test_lock_excludes_other_processes_and_names_its_holder(folder):
     code = (
         "import sys; from jaxdist.runtime.storage import locate; "
         "held = locate(sys.argv[1]).lock(); held.write(b'me'); print('held', flush=True); "
@@ -182,11 +182,11 @@ def test_a_lock_keeps_other_processes_out_and_names_its_holder(folder):
     held.close()
 
 
-# -- nothing goes past this room ---------------------------------------------------------------
+# -- no code bypasses storage ------------------------------------------------------------------
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
-# Modules that open files of their own, none of them in a run directory, and which files these are.
+# Modules that open other files, none of them in a run directory, and a description of these files.
 OTHER_FILES = {
     "runtime/storage": "the room itself",
     "__main__.py": "the package's own sources, for the list of commands",
@@ -233,8 +233,8 @@ SHUTIL = {"copyfile", "copy", "copytree", "rmtree", "move", "disk_usage"}
 
 
 def file_system_calls(source: str) -> list[str]:
-    """Calls that reach the file system by another way than a `Location`."""
-    found = []
+    """Return calls that access the file system without a `Location`."""
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -247,11 +247,11 @@ def file_system_calls(source: str) -> list[str]:
             or (module == "shutil" and attribute in SHUTIL)
             or (module not in ("os", "shutil") and attribute in METHODS)
         ):
-            found.append(f"line {node.lineno}: {name}")
-    return found
+            calls.append(f"line {node.lineno}: {name}")
+    return calls
 
 
-def test_run_directories_are_reached_through_the_storage_room_only():
+def test_run_directories_are_accessed_only_through_storage():
     past, unused = {}, set(OTHER_FILES)
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -265,13 +265,13 @@ def test_run_directories_are_reached_through_the_storage_room_only():
     assert unused == set(), "these open no file any more"
 
 
-def test_calls_past_the_room_are_seen():
+def test_calls_that_bypass_storage_are_detected():
     planted = "open(p); p.read_text(); os.replace(a, b); shutil.rmtree(d); (d / 'x').mkdir()"
     assert len(file_system_calls(planted)) == 5
     assert file_system_calls("file.read(); text.replace('a', 'b'); os.getpid()") == []
 
 
-def test_one_module_knows_orbax():
+def test_only_one_module_imports_orbax():
     importing = {"orbax": set(), "tensorstore": set()}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Every flag, setting, command, extra and package that a text of ours names is a real one.
+"""Every flag, setting, command, extra and package named in our texts exists.
 
 Texts are the messages and help lines of the package, the README, docs, configs and examples.
 """
@@ -45,58 +45,60 @@ FOREIGN_FLAGS = {
     *("--server-side", "--from-literal"),  # kubectl
     "--dist",  # pytest-xdist
     *("--error-unmatch", "--porcelain", "--show-toplevel", "--untracked-files"),  # git
-    *("--faint", "--ink", "--paper", "--soft"),  # colours of the stylesheet
+    *("--faint", "--ink", "--paper", "--soft"),  # colors of the stylesheet
     *("--logdir", "--preset", "--version"),  # xprof, scripts/bench/step.py, jaxdist itself
 }
 
 
 @functools.cache
 def modules() -> list:
-    names = [found.name for found in pkgutil.walk_packages(jaxdist.__path__, "jaxdist.")]
-    starts = [name for name in names if name.endswith("__main__")]  # some run when imported
+    names = [
+        module_info.name for module_info in pkgutil.walk_packages(jaxdist.__path__, "jaxdist.")
+    ]
+    starts = [name for name in names if name.endswith("__main__")]  # some run on import
     guarded = [n for n in starts if "if __name__" in find_spec(n).loader.get_source(n)]
     return [importlib.import_module(name) for name in {*names} - {*starts} | {*guarded}]
 
 
 @functools.cache
 def flags() -> set[str]:
-    """Every flag of every command, as it may be typed: with dashes."""
-    found = {"--help", "--config", *(f"--{alias}" for alias in ALIASES)}
-    found |= {field.flag for field in fields_of(RunConfig)}
+    """Return every flag of every command as a user can type it, with dashes."""
+    result = {"--help", "--config", *(f"--{alias}" for alias in ALIASES)}
+    result |= {field.flag for field in fields_of(RunConfig)}
     for module in modules():
         for thing in vars(module).values():
             if isinstance(thing, type) and dataclasses.is_dataclass(thing):
                 fields = [f.name for f in dataclasses.fields(thing) if "doc" in f.metadata]
-                found |= {f"--{name.replace('_', '-')}" for name in fields}
-    return found
+                result |= {f"--{name.replace('_', '-')}" for name in fields}
+    return result
 
 
 def messages(path) -> list[str]:
-    """Texts in a source that are no docstring of a function or class; what is filled in is \\0."""
+    """Return the strings of a source, except docstrings; interpolated values become \0."""
     tree = ast.parse(path.read_text())
     inner = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     docs = {id(n.body[0].value) for n in inner if isinstance(n.body[0], ast.Expr)}
     parts = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             texts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
-            found.append("".join(texts))
+            result.append("".join(texts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found += [node.value] if id(node) not in docs | parts else []
-    return found
+            result += [node.value] if id(node) not in docs | parts else []
+    return result
 
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """File -> its texts."""
-    found = {
+    """Return file -> its texts."""
+    sources = {
         path.relative_to(ROOT).as_posix(): "\n".join(messages(path))
         for folder in ("jaxdist", "examples")
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.toml")]
-    return found | {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages}
+    return sources | {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages}
 
 
 def wrong_flags(text: str) -> set[str]:
@@ -106,14 +108,14 @@ def wrong_flags(text: str) -> set[str]:
 
 
 def wrong_settings(text: str) -> set[str]:
-    """`section.name` that is no setting."""
+    """Return names of the form `section.name` that are not settings."""
     sections = [name for name, kind in types_of(RunConfig).items() if kinds_of(kind)]
-    known = {field.name for field in fields_of(RunConfig)} | {f"{s}.kind" for s in sections}
-    known |= set(RunConfig.REMOVED)
+    valid_names = {field.name for field in fields_of(RunConfig)} | {f"{s}.kind" for s in sections}
+    valid_names |= set(RunConfig.REMOVED)
     named = re.findall(rf"(?<![\w./\0-])((?:{'|'.join(sections)})\.[a-z]\w*)(?![\w.(\0]*\()", text)
     names = [module.__name__ for module in modules()]
-    known |= {name for name in named if any(module.endswith(f".{name}") for module in names)}
-    return {name for name in named if name not in known and not name.endswith(".py")}
+    valid_names |= {name for name in named if any(module.endswith(f".{name}") for module in names)}
+    return {name for name in named if name not in valid_names and not name.endswith(".py")}
 
 
 def wrong_commands(text: str) -> set[str]:
@@ -128,10 +130,10 @@ def wrong_packages(text: str) -> set[str]:
     if re.search(r"jaxdist\[\w", text):
         wrong.add("jaxdist is on no index: install from a checkout")
     required = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
-    known = {re.match(r"[\w-]+", line)[0] for line in required} | OTHER_PACKAGES
+    valid_names = {re.match(r"[\w-]+", line)[0] for line in required} | OTHER_PACKAGES
     for options in re.findall(r"pip install ([^\n`&)]*)", text):
         words = re.findall(r"[\w.-]+", re.sub(r"--[a-z-]+|-[ce] \S+|-q", "", options))
-        wrong |= {words[0].partition("==")[0]} - known - {"jaxdist"} if words else set()
+        wrong |= {words[0].partition("==")[0]} - valid_names - {"jaxdist"} if words else set()
     return wrong
 
 
@@ -139,15 +141,15 @@ CHECKS = [wrong_flags, wrong_settings, wrong_commands, wrong_packages]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_a_text_names_exists(check):
+def test_names_in_texts_exist(check):
     named = texts().items()
     if check is wrong_settings:  # names of tensors look like settings
         named = [(name, text) for name, text in named if "huggingface" not in name]
-    found = {name: wrong for name, text in named if (wrong := check(text))}
-    assert found == {}
+    problems = {name: wrong for name, text in named if (wrong := check(text))}
+    assert problems == {}
 
 
-def test_names_that_do_not_exist_are_seen():
+def test_nonexistent_names_are_detected():
     assert wrong_flags("set --checkpoint.interval_steps 5, or --mesh") == {
         "--checkpoint.interval-steps"
     }

@@ -1,4 +1,4 @@
-"""The main job as a user starts it, stops it and looks at what it left."""
+"""Training as a user starts, stops and resumes it, and the files it writes."""
 
 import dataclasses
 import importlib.metadata
@@ -30,7 +30,7 @@ JOB = [*HERE, "--simulate=8"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """One uninterrupted run."""
+    """Return an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
     flags = tiny(*SETTINGS, "--simulate=8", "--monitoring.tensorboard=true")
     disk = run_dir.parent / "disk"
@@ -44,7 +44,7 @@ def ledger(run_dir: Path) -> dict[int, str]:
     return {r["step"]: r["data_ledger"] for r in records(run_dir, "train")}
 
 
-def test_a_run_leaves_every_file_of_its_contract(finished):
+def test_run_writes_every_file_of_its_contract(finished):
     run_dir, _ = finished
     assert tomllib.loads((run_dir / "config.toml").read_text())["train"]["steps"] == STEPS
     assert "jax" in json.dumps(json.loads((run_dir / "environment.json").read_text()))
@@ -60,23 +60,23 @@ def test_metrics_are_complete_and_the_loss_falls(finished):
     run_dir, _ = finished
     train = records(run_dir, "train")
     assert [r["step"] for r in train] == list(range(1, STEPS + 1))
-    wanted = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s"]
-    wanted += ["tokens_per_s_per_device"]
+    metrics = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s"]
+    metrics += ["tokens_per_s_per_device"]
     for record in train:
-        assert {*wanted, "tokens_per_s_per_device", "step_time_s", "data_wait_s"} <= record.keys()
-        assert "mfu" not in record  # the peak of a CPU is not known
+        assert {*metrics, "tokens_per_s_per_device", "step_time_s", "data_wait_s"} <= record.keys()
+        assert "mfu" not in record  # the peak of a CPU is unknown
     assert train[-1]["loss"] < train[0]["loss"]
     assert train[-1]["tokens"] == STEPS * 8 * 32
     assert [r["step"] for r in records(run_dir, "eval")] == [4, 8, STEPS]
 
 
-def test_a_run_compiles_its_step_once(finished):
+def test_run_compiles_its_step_once(finished):
     run_dir, _ = finished
     compiled = [r for r in records(run_dir, "event") if r["event"] == "compile"]
     assert len([r for r in compiled if "train step" in str(r)]) == 1
 
 
-def test_console_says_what_will_happen_and_what_to_do_next(finished):
+def test_console_has_plan_and_next_commands(finished):
     run_dir, done = finished
     for words in ("mesh", "dp=2,fsdp=2,tp=2", "parameters", "attention kernel", "checkpoint"):
         assert words in done.stdout
@@ -84,7 +84,7 @@ def test_console_says_what_will_happen_and_what_to_do_next(finished):
     assert f"python -m jaxdist.report {run_dir} --html" in done.stdout
 
 
-def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):
+def test_checkpoint_records_its_origin_and_cost(finished):
     run_dir, _ = finished
     document = next((run_dir / "checkpoints").glob("[0-9]*/meta/metadata"))
     meta = json.loads(document.read_text())["meta"]
@@ -96,7 +96,7 @@ def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):
     assert {"step", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s"} <= saved.keys()
 
 
-def test_local_saves_are_made_between_the_others_and_end_with_the_run(finished):
+def test_local_saves_are_between_regular_ones_and_end_with_the_run(finished):
     run_dir, done = finished
     saved, *_ = [r for r in records(run_dir, "event") if r["event"] == "local_save"]
     assert saved["step"] == 3 and {"blocked_s", "written_s", "bytes"} <= saved.keys()
@@ -104,11 +104,11 @@ def test_local_saves_are_made_between_the_others_and_end_with_the_run(finished):
     assert not list((run_dir.parent / "disk").iterdir())
 
 
-def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path):
+def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, tmp_path):
     run_dir = tmp_path / "run"
     start = command("train", *JOB, "--run-dir", run_dir)
     process = subprocess.Popen(
-        ["env", "--default-signal=INT", *start],  # what runs in the background ignores Ctrl-C
+        ["env", "--default-signal=INT", *start],  # background processes ignore Ctrl-C
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -155,15 +155,15 @@ def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
     assert losses(run_dir) == losses(finished[0])
 
 
-def test_finished_run_started_again_trains_no_further(finished):
+def test_finished_run_does_not_train_again(finished):
     run_dir, _ = finished
     before = losses(run_dir)
     assert run_here("train", *HERE, "--run-dir", run_dir) == 0
     assert losses(run_dir) == before
 
 
-def test_resume_path_goes_on_with_that_runs_settings(finished, tmp_path, monkeypatch):
-    """Nothing but the path and what shall differ: here another mesh and three steps more."""
+def test_resume_path_uses_the_settings_of_that_run(finished, tmp_path, monkeypatch):
+    """The command has only the path and the changes: another mesh and three more steps."""
     run_dir = tmp_path / "run"
     shutil.copytree(finished[0], run_dir)
     monkeypatch.chdir(tmp_path)
@@ -173,7 +173,7 @@ def test_resume_path_goes_on_with_that_runs_settings(finished, tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
 
 
-def test_resume_never_refuses_a_directory_that_holds_a_run(finished):
+def test_resume_never_rejects_a_directory_of_a_run(finished):
     with refused(finished[0], "--resume auto"):
         run_here("train", *HERE, "--run-dir", finished[0], "--resume", "never")
 
@@ -198,7 +198,7 @@ def test_generate_gives_the_same_text_on_any_mesh(finished, capsys):
     assert texts[0].startswith("def f")
 
 
-def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
+def test_nan_step_is_skipped_and_counted_or_stops_the_run(tmp_path):
     job = tiny("--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0")
     assert run_here("train", *job, "--run-dir", tmp_path / "skip") == 0
     flags = [r["applied"] for r in records(tmp_path / "skip", "train")]
@@ -215,7 +215,7 @@ def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def test_a_run_of_skipped_steps_ends_with_87_and_names_a_finite_checkpoint(tmp_path):
+def test_consecutive_skipped_steps_exit_with_87_and_name_a_finite_checkpoint(tmp_path):
     job = tiny("--steps", 60, "--optim.peak_lr=1e20", "--optim.warmup_steps=0")
     job += ["--checkpoint.save_interval_steps=1"]
     job += ["--resilience.max_skipped_steps=4", "--run-dir", tmp_path]
@@ -226,7 +226,7 @@ def test_a_run_of_skipped_steps_ends_with_87_and_names_a_finite_checkpoint(tmp_p
     assert {e["reason"] for e in events(tmp_path, "skipped_step")} == {"nonfinite_loss"}
 
 
-def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+def test_nonfinite_parameters_are_not_saved(tmp_path, monkeypatch):
     real = Session.dispatch
 
     def dispatch(self, batch):
@@ -274,7 +274,7 @@ def events(run_dir, name):
     return [e for e in records(run_dir, "event") if e["event"] == name]
 
 
-def test_cnn_trains_on_cifar_with_accuracy(tmp_path, test_data):
+def test_cnn_trains_on_cifar_and_reports_accuracy(tmp_path, test_data):
     code = run_here(
         "train",
         "--config", ROOT / "configs/cifar10_cnn.toml",

@@ -1,4 +1,4 @@
-"""`scripts/bench/versus.py` with contenders of a few lines: turns, ratios, and who is left out."""
+"""`scripts/bench/versus.py` with minimal contenders: order, ratios, and excluded contenders."""
 
 import importlib
 import re
@@ -41,7 +41,7 @@ def versus():
 
 @pytest.fixture
 def commands(versus, tmp_path):
-    """Kinds of stubs -> their commands; what they are asked is in the diary."""
+    """Return kinds of stubs -> their commands; the diary records their arguments."""
     shape = versus.Shape(256, 8, 2)
     script = tmp_path / "stub.py"
     script.write_text(STUB.replace("PARAMETERS", str(shape.num_params)))
@@ -54,7 +54,7 @@ def race(versus, commands, rounds):
     return versus.Race(versus.Shape(256, 8, 2), settings).run(commands)
 
 
-def test_each_round_starts_with_the_next_contender(versus, commands, tmp_path):
+def test_each_round_starts_with_the_next_contender_in_turn(versus, commands, tmp_path):
     done = race(versus, commands("a", "b", "c"), rounds=4)
     words = (tmp_path / "diary").read_text().split("\n")
     assert words[:3] == ["a 1", "b 1", "c 1"]
@@ -64,7 +64,7 @@ def test_each_round_starts_with_the_next_contender(versus, commands, tmp_path):
     assert done.left_out == {}
 
 
-def test_who_fails_is_left_out_with_the_reason(versus, commands):
+def test_failed_contender_is_excluded_with_the_reason(versus, commands):
     reasons = {
         "absent": "no_such_framework",
         "large": f"{versus.Shape(256, 8, 2).num_params:,}",
@@ -84,7 +84,7 @@ def test_who_fails_is_left_out_with_the_reason(versus, commands):
         assert re.search(rf"^- {name}: not measured: .*{re.escape(fact)}", page, re.M), name
 
 
-def test_the_table_has_medians_and_the_median_of_ratios(versus):
+def test_table_has_medians_and_the_median_of_ratios(versus):
     blocks = {"ours": [1.0, 4.0, 5.0], "rival": [2.0, 4.0, 15.0]}
     race = versus.Race(versus.Shape(256, 10, 2), versus.Settings())
     for name, seconds in blocks.items():

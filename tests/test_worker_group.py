@@ -1,4 +1,4 @@
-"""The processes of one attempt: why they ended, whatever the clock does meanwhile. Shells do."""
+"""The processes of one attempt (shells): the cause of their end, whatever the clock does."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def run(tmp_path, script: str, processes: int = 1, hosts: int = 1) -> GroupResul
 
 @pytest.fixture
 def clock_set_back(monkeypatch):
-    """The host's clock goes an hour back at every look."""
+    """Set the host's clock back by an hour at each read."""
     times = iter(range(2_000_000_000, 0, -3600))
     monkeypatch.setattr(time, "time", lambda: float(next(times)))
 
@@ -37,7 +37,7 @@ def test_out_of_memory_is_distinguished_from_other_kills(tmp_path, monkeypatch, 
     monkeypatch.setattr(worker, "count_oom_kills", lambda: next(counts))
     result = run(tmp_path, script)
     assert result.exit_code == 137 and "SIGKILL" in result.cause
-    assert ("dmesg" in result.cause) == (not (kills and own))  # where the kernel told all
+    assert ("dmesg" in result.cause) == (not (kills and own))  # the kernel reported the cause
     assert ("perhaps" in result.cause) == (bool(kills) and not own)
     assert ("--mem" in result.advice) == bool(kills)
 
@@ -49,7 +49,7 @@ def test_out_of_memory_is_distinguished_from_other_kills(tmp_path, monkeypatch, 
 def test_remaining_processes_have_time_to_report_except_after_a_kill(
     tmp_path, monkeypatch, end, hosts, waits
 ):
-    """On several hosts it was perhaps a launcher that killed, for a cause elsewhere."""
+    """On several hosts the kill may come from a launcher, for a cause on another host."""
     monkeypatch.setattr(worker_group, "COLLECT_S", 2.5)
     first, other = f"[ $JAXDIST_PROCESS_ID = 1 ] && {end}", "sleep 2; touch reported; sleep 60"
     monkeypatch.chdir(tmp_path)
@@ -58,25 +58,25 @@ def test_remaining_processes_have_time_to_report_except_after_a_kill(
     assert (tmp_path / "reported").exists() == waits
 
 
-def test_an_old_kill_is_not_reported_as_the_cause(tmp_path, monkeypatch):
-    """But one of the last minute does: to free much memory takes the kernel a while."""
+def test_old_oom_kill_is_not_reported_as_the_cause(tmp_path, monkeypatch):
+    """A kill in the last minute is, because the kernel needs time to free much memory."""
     kills, now = iter([0, 1, 1, 1]), [0.0]
     monkeypatch.setattr(worker, "count_oom_kills", lambda: OomKills(next(kills)))
     monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    found = []
+    counts = []
     process = worker.Worker(
         ["sleep", "60"], {"JAXDIST_PROCESS_ID": "0"}, tmp_path / "process-0.log", ""
     )
     process.process.poll = lambda: None
     for now[0] in (61.0, 62.0, 122.0):
         process.poll()
-        found.append((process._oom_kills.count, process._oom_kills_next.count))
+        counts.append((process._oom_kills.count, process._oom_kills_next.count))
     process.process.kill()
     process.process.wait()
-    assert found == [(0, 1), (0, 1), (1, 1)]
+    assert counts == [(0, 1), (0, 1), (1, 1)]
 
 
-def test_the_kernel_s_count_of_processes_killed_for_memory_is_read(tmp_path, monkeypatch):
+def test_oom_kill_count_of_the_kernel_is_read(tmp_path, monkeypatch):
     files: dict[str, str] = {}
 
     def text(path: str) -> str:
@@ -107,15 +107,15 @@ def test_the_kernel_s_count_of_processes_killed_for_memory_is_read(tmp_path, mon
         assert resources.count_oom_kills() == expected
 
 
-def test_a_clock_that_is_set_back_leaves_durations_as_they_are(tmp_path, clock_set_back):
+def test_clock_set_back_does_not_change_durations(tmp_path, clock_set_back):
     assert 0 <= run(tmp_path, "sleep 0.05; exit 3").seconds < 60
     clock = steady_clock()
     first, second = clock(), clock()
     assert 0 <= second - first < 60 and first > 1_900_000_000
 
 
-def test_the_first_failure_does_not_depend_on_the_clock():
-    """The first wrote its record before the clock was set back by an hour, the second after."""
+def test_first_failure_is_independent_of_the_clock():
+    """The clock was set back by an hour between the first record and the second."""
     failed = []
     for number, (at, wall) in enumerate([(10.0, 7200.0), (11.0, 3601.0)]):
         record = {"time": wall, "monotonic": at, "error": "ValueError: boom"}
