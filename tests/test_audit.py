@@ -392,7 +392,7 @@ def test_deep_reports_an_axis_on_which_tracing_fails(monkeypatch):
 
 def test_rejected_run_starts_only_with_override(monkeypatch):
     class Reached(Exception):
-        """The run goes on past the audit."""
+        """Raised if the run continues past the audit."""
 
     def reached(config):
         raise Reached

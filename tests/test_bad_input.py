@@ -25,7 +25,7 @@ FIXES = (
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch):
-    """Fail a test in which a command goes on to join a job or to change the devices."""
+    """Fail a test whose command would join a job or change the devices."""
 
     def started(*_):
         pytest.fail("the command went on although its settings are wrong")

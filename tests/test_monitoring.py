@@ -309,7 +309,7 @@ def test_only_process_0_writes(tmp_path, caplog):
     values = monitor.train(
         1, {"loss": jnp.float32(2.0)}, tokens=1, step_time_s=1.0, data_wait_s=0.0
     )
-    assert values == {"loss": 2.0}  # every process knows the loss and may act on it
+    assert values == {"loss": 2.0}  # every process has the loss and can act on it
     assert monitor.eval(1, {"loss": 3.0}) == {"loss": 3.0}
     monitor.event("checkpoint_saved", step=1)
     monitor.run.write_config("a = 1")

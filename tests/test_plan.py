@@ -110,7 +110,7 @@ def other_gpus(report: dict) -> list[tuple[int, str]]:
     return [(int(count), gpu) for count, gpu in re.findall(r"(\d+)× ([\w-]+) \(", text)]
 
 
-def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys):
+def test_a_deadline_takes_more_gpus_and_a_budget_excludes_expensive_ones(capsys):
     """Days decrease with the GPU count, so the fewest in time are more than the fewest at all."""
     common_flags = ["--gpus", "h100:1", "--tokens", "1e10"]
     free = plan(capsys, *common_flags)
