@@ -213,14 +213,11 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
     """Return whether the state arrays of these settings differ from the checkpoint's."""
-    same_model = (config.model, config.train.seq_len) == (
-        parts.config.model,
-        parts.config.train.seq_len,
-    )
+    built = lambda config: (config.model, config.train.seq_len, config.optim.freeze)
     train = dataclasses.replace(config.train, num_microbatches=0)
     config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)
     try:
-        model = parts.model if same_model else None
+        model = parts.model if built(config) == built(parts.config) else None
         state = assemble(config, parts.devices[:1], model=model).abstract_state()
     except Exception:  # the model or optimizer rejects the combination
         return True
