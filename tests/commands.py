@@ -1,4 +1,4 @@
-"""Run commands as a user does: real processes, a tiny model, and what they left behind."""
+"""Run commands as a user does: real processes and a tiny model; read the files that they write."""
 
 import contextlib
 import functools
@@ -35,11 +35,11 @@ TINY = [
 
 
 def tiny(*flags: object) -> list[str]:
-    """The tiny job with these flags; one that it sets itself is replaced, not given twice."""
-    given = [str(flag) for flag in flags]
+    """Return the tiny job with these flags; they replace those that the job sets itself."""
+    extra = [str(flag) for flag in flags]
     name = lambda flag: flag.partition("=")[0].replace("_", "-")
-    names = set(map(name, given))
-    return [flag for flag in TINY if name(flag) not in names] + given
+    names = set(map(name, extra))
+    return [flag for flag in TINY if name(flag) not in names] + extra
 
 
 def environment() -> dict[str, str]:
@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that no connection takes before a server does: theirs come from 32768 up."""
+    """Return a free port below 32768, which no outgoing connection takes before a server does."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
@@ -60,44 +60,44 @@ def command(name: str, *arguments: object) -> list[str]:
 
 @functools.cache
 def fork_server() -> tuple[ForkServer, dict[str, str]]:
-    """A process that has imported what commands import, and the environment it started in."""
-    given = environment()
-    with mock.patch.dict(os.environ, {**given, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}):
+    """Start a process that has imported what commands import; return it and its environment."""
+    env = environment()
+    with mock.patch.dict(os.environ, {**env, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}):
         server = ForkServer()
     while not (server.is_ready() or server.is_gone()):
         time.sleep(0.05)
-    return server, given
+    return server, env
 
 
 def run(name: str, *arguments: object, cwd=None, timeout_s=300) -> subprocess.CompletedProcess:
     """Run a command to its end in a process of its own.
 
-    The process is a fork of one that has imported jax, which takes 3 s of processor. It is a new
-    one if a variable that jax reads at import differs.
+    The process is a fork of one that has imported jax, which takes 3 s of CPU time. It is a
+    new one if a variable that jax reads at import differs.
     """
-    words, given = command(name, *arguments), environment()
+    words, env = command(name, *arguments), environment()
     server, before = fork_server()
-    read_by_jax = {n for n in {*given, *before} if n.startswith(("JAX_", "XLA_"))}
-    if any(given.get(n) != before.get(n) for n in read_by_jax) or before.keys() - given.keys():
+    read_by_jax = {n for n in {*env, *before} if n.startswith(("JAX_", "XLA_"))}
+    if any(env.get(n) != before.get(n) for n in read_by_jax) or before.keys() - env.keys():
         return subprocess.run(
-            words, capture_output=True, text=True, env=given, cwd=cwd, timeout=timeout_s
+            words, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout_s
         )
     with tempfile.TemporaryFile("w+") as out, tempfile.NamedTemporaryFile("r") as errors:
         wrapped = ["-m", "forked_command", str(cwd or Path.cwd()), errors.name, *words[2:]]
-        process = server.start(wrapped, given, out.fileno())
+        process = server.start(wrapped, env, out.fileno())
         code = server.code_of(process.pid, timeout_s)
         out.seek(0)
-        said = out.read(), errors.read()
+        output = out.read(), errors.read()
         if code is None:
             os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"{name} after {timeout_s} s: {said}")
-    return subprocess.CompletedProcess(words, code, *said)
+            raise TimeoutError(f"{name} after {timeout_s} s: {output}")
+    return subprocess.CompletedProcess(words, code, *output)
 
 
 def run_here(name: str, *arguments: object) -> int:
-    """The exit code of a command in this process, which has eight devices and has imported jax.
+    """Return the exit code of a command in this process, which has eight devices.
 
-    For tests to which a process of its own would prove nothing.
+    For tests in which a separate process would prove nothing.
     """
     return importlib.import_module(f"jaxdist.{name}").main([*map(str, arguments)])
 
@@ -108,7 +108,7 @@ def records(run_dir: Path, kind: str) -> list[dict]:
 
 
 def losses(run_dir: Path) -> dict[int, tuple[str, str]]:
-    """Step -> loss and gradient norm to the last bit; a step done twice counts as it came last."""
+    """Return step -> loss and gradient norm to the last bit; of a repeated step the last record."""
     return {
         r["step"]: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
         for r in records(run_dir, "train")

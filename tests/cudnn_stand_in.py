@@ -1,7 +1,7 @@
-"""What cuDNN's attention operations do, densely in plain JAX, for machines without a GPU.
+"""Stand-ins for cuDNN's attention operations in plain JAX, for machines without a GPU.
 
-They take and leave what cuDNN does: sequences by first element and length, the log-sum-exp by the
-place in the sequence, NaN wherever cuDNN leaves memory as it was.
+Their formats are cuDNN's: sequences by first element and length, the log-sum-exp by the position
+in the sequence. They return NaN wherever cuDNN leaves memory unwritten.
 """
 
 import jax.numpy as jnp
@@ -13,19 +13,19 @@ CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 
 
 class Operation:
-    """In the place of one of jax's primitives; `late` is a fault: the mask is late by a key."""
+    """Replacement of one of jax's primitives; `late` plants a fault: the mask is one key late."""
 
     def __init__(self, run, late: bool):
         self.run, self.late, self.calls = run, late, []
 
     def bind(self, *operands, **settings):
-        """The primitive's results, and a note of the mask it was called with."""
+        """Compute the primitive's results and record the mask of the call."""
         self.calls.append(settings["mask_type"].name)
         return self.run(*operands, late=self.late, **settings)
 
 
 def install(monkeypatch, *, late: bool = False) -> tuple[list[str], list[str]]:
-    """Replace the operations; returns the masks of the forward and backward calls traced."""
+    """Replace the operations; return the masks of the traced forward and backward calls."""
     operations = Operation(forward, late), Operation(backward, late)
     for name, operation in zip(("fwd", "bwd"), operations, strict=True):
         monkeypatch.setattr(cudnn.operations, f"_dot_product_attention_{name}_p", operation)
@@ -33,7 +33,7 @@ def install(monkeypatch, *, late: bool = False) -> tuple[list[str], list[str]]:
 
 
 def forward(query, key, value, bias, *others, late, scale, mask_type, sliding_window_length, **_):
-    """(output, log-sum-exp)."""
+    """Return (output, log-sum-exp)."""
     seq = sequences_of(query, key, *others[:4])
     scores, _, _ = scored(query, key, value, seq, late, scale, mask_type, sliding_window_length)
     lse = jnp.log(jnp.sum(jnp.exp(scores), -1))  # [batch, heads, queries]
@@ -42,11 +42,11 @@ def forward(query, key, value, bias, *others, late, scale, mask_type, sliding_wi
         return out.astype(query.dtype), lse
     mine, _ = seq
     out = jnp.where(mine.inside[..., None, None], out, jnp.nan).astype(query.dtype)
-    return out, mine.by_place(lse)
+    return out, mine.by_position(lse)
 
 
 def backward(query, key, value, bias, *others, late, scale, mask_type, sliding_window_length, **_):
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     seq, (stats, out, cotangent) = sequences_of(query, key, *others[:4]), others[6:]
     scores, k, v = scored(query, key, value, seq, late, scale, mask_type, sliding_window_length)
     lse = stats if seq is None else seq[0].in_row(stats)
@@ -61,20 +61,20 @@ def backward(query, key, value, bias, *others, late, scale, mask_type, sliding_w
     dk = jnp.einsum("bhqk,bqhd->bkhd", dscores, wide(query))
     dv = jnp.einsum("bhqk,bqhd->bkhd", probs, wide(cotangent))
     gather = lambda g: g.reshape(*key.shape[:3], -1, key.shape[3]).sum(3)
-    found = dq, gather(dk), gather(dv)
+    grads = dq, gather(dk), gather(dv)
     if seq is not None:
-        places = (seq[0], seq[1], seq[1])
-        pairs = zip(found, places, strict=True)
-        found = [jnp.where(x.inside[..., None, None], g, jnp.nan) for g, x in pairs]
-    return [g.astype(x.dtype) for g, x in zip(found, (query, key, value), strict=True)]
+        sequences = (seq[0], seq[1], seq[1])
+        pairs = zip(grads, sequences, strict=True)
+        grads = [jnp.where(x.inside[..., None, None], g, jnp.nan) for g, x in pairs]
+    return [g.astype(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)]
 
 
 def scored(query, key, value, seq, late, scale, mask_type, window):
-    """Masked scores [batch, heads, queries, keys], keys and values of every head, in float32."""
+    """Return masked scores [batch, heads, queries, keys], keys and values per head, in float32."""
     k, v = spread(key, query), spread(value, query)
     behind = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
-    if seq is not None:  # then places are counted in each sequence
-        mine, others = (x.place for x in seq)
+    if seq is not None:  # then positions are counted in each sequence
+        mine, others = (x.position for x in seq)
         behind = (mine[:, :, None] - others[:, None, :])[:, None]
     allowed = behind >= int(late) if mask_type.name in CAUSAL else behind == behind
     allowed &= behind < window if window else True
@@ -87,21 +87,21 @@ def scored(query, key, value, seq, late, scale, mask_type, window):
 
 
 def spread(x, query):
-    """[batch, keys, kv_heads, head_dim] in float32 with a head for each of the query's."""
+    """Repeat heads of x [batch, keys, kv_heads, head_dim] to the query's number; float32."""
     return jnp.repeat(x.astype(jnp.float32), query.shape[2] // x.shape[2], axis=2)
 
 
 def sequences_of(query, key, q_lengths, k_lengths, q_firsts, k_firsts):
-    """The sequences of the queries and those of the keys that they attend to; None without."""
+    """Return the sequences of the queries and of the keys; None if rows are not packed."""
     if q_firsts.ndim < 2:
         return None
     assert q_lengths.dtype == k_lengths.dtype == q_firsts.dtype == k_firsts.dtype == jnp.int32
-    assert q_firsts.shape == k_firsts.shape and q_lengths.shape[1] > 1  # 1 is not packed to jax
+    assert q_firsts.shape == k_firsts.shape and q_lengths.shape[1] > 1  # jax treats 1 as not packed
     return Sequences(query, q_lengths, q_firsts), Sequences(key, k_lengths, k_firsts)
 
 
 class Sequences:
-    """Which sequence each position [batch, seq] of x belongs to."""
+    """The sequence that each position [batch, seq] of x belongs to."""
 
     def __init__(self, x, lengths, firsts):
         self.batch, self.seq, *each = x.shape
@@ -110,29 +110,29 @@ class Sequences:
         first = firsts.reshape(-1)[:used] // np.prod(each)  # in the batch as one long row
         self.starts = first - jnp.arange(used) // self.num * self.seq
         self.lengths = lengths.reshape(-1)
-        place = jnp.arange(self.batch * self.seq)[:, None]
-        here = (place >= first) & (place < first + self.lengths)
+        position = jnp.arange(self.batch * self.seq)[:, None]
+        here = (position >= first) & (position < first + self.lengths)
         owner = jnp.where(here.any(1), jnp.argmax(here, 1), -1)
         self.owner = owner.reshape(self.batch, self.seq)
 
     @property
     def inside(self):
-        """Positions of any sequence, bool [batch, seq]."""
+        """Return a mask of the positions in any sequence, bool [batch, seq]."""
         return self.owner >= 0
 
     @property
-    def place(self):
-        """Of each position in its sequence, int32 [batch, seq]; anything outside."""
+    def position(self):
+        """Return the position in its sequence, int32 [batch, seq]; arbitrary outside sequences."""
         return jnp.arange(self.seq) - self.starts[jnp.clip(self.owner, 0)]
 
-    def by_place(self, lse):
-        """[batch, heads, seq] -> [batch · num, heads, seq]."""
+    def by_position(self, lse):
+        """Rearrange rows to sequences: [batch, heads, seq] -> [batch · num, heads, seq]."""
         rows = jnp.repeat(lse, self.num, axis=0)
-        places = jnp.clip(self.starts[:, None] + jnp.arange(self.seq), 0, self.seq - 1)
-        found = jnp.take_along_axis(rows, places[:, None], axis=2)
-        return jnp.where(jnp.arange(self.seq) < self.lengths[:, None, None], found, jnp.nan)
+        positions = jnp.clip(self.starts[:, None] + jnp.arange(self.seq), 0, self.seq - 1)
+        values = jnp.take_along_axis(rows, positions[:, None], axis=2)
+        return jnp.where(jnp.arange(self.seq) < self.lengths[:, None, None], values, jnp.nan)
 
     def in_row(self, stats):
-        """The way back."""
-        row, place = jnp.clip(self.owner, 0), jnp.clip(self.place, 0, self.seq - 1)
-        return jnp.moveaxis(stats[row, :, place], -1, 1)
+        """Invert `by_position`."""
+        row, position = jnp.clip(self.owner, 0), jnp.clip(self.position, 0, self.seq - 1)
+        return jnp.moveaxis(stats[row, :, position], -1, 1)

@@ -1,4 +1,4 @@
-"""Small decoders of every family, and how a test reads logits from a `Model` record."""
+"""Small decoders of every family, and helpers that compute logits of a `Model` record."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ VARIANTS = {
     "olmo2": DecoderConfig(
         **SIZES, num_kv_heads=2, norm_placement="post", qk_norm="all", norm_eps=1e-6, rope_theta=5e5
     ),
-    # Caps low enough to bend what random weights give.
+    # Caps low enough to affect the scores of random weights.
     "gemma2": DecoderConfig(
         **SIZES, **GEMMA, num_kv_heads=2, attention_softcap=1.5, logit_softcap=2.0
     ),
@@ -92,7 +92,7 @@ def capture_logits(head, targets, weights):
 
 
 def logits_of(model, params, batch, **context):
-    """Logits [batch, seq, vocab] of the path that training differentiates, on one device."""
+    """Return logits [batch, seq, vocab] of the path that training differentiates, on one device."""
     shape = batch["tokens"].shape
     batch = {"targets": batch["tokens"], "weights": np.ones(shape, np.float32), **batch}
     capability = context.pop("compute_capability", "")
@@ -102,9 +102,9 @@ def logits_of(model, params, batch, **context):
 
 
 def random_params(model, seed=0):
-    """Parameters in which every leaf matters: norm scales near 1, all others near 0.
+    """Return parameters in which every leaf matters: norm scales near 1, all others near 0.
 
-    Numpy's and not `model.init`'s, because these tests are about the compile time of little else.
+    NumPy draws them because `model.init` would take most of the tests' time to compile.
     """
     rng = np.random.default_rng(seed)
 

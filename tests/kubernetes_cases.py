@@ -1,6 +1,6 @@
-"""Jobs for Kubernetes, the parts of their manifests, and what Kubernetes makes of them.
+"""Jobs for Kubernetes, the parts of their manifests, and a model of how Kubernetes runs them.
 
-What it does is written down from its documentation, apart from the code under test.
+The model follows the documentation of Kubernetes, independently of the code under test.
 """
 
 import re
@@ -38,29 +38,29 @@ EVERYTHING = config(
 
 
 def job_set(config: KubernetesConfig) -> dict:
-    *_, found = yaml.safe_load_all(manifest_text(config))
-    return found
+    *_, manifest = yaml.safe_load_all(manifest_text(config))
+    return manifest
 
 
-def job(found: dict) -> dict:
-    (replicated,) = found["spec"]["replicatedJobs"]
+def job(manifest: dict) -> dict:
+    (replicated,) = manifest["spec"]["replicatedJobs"]
     return replicated["template"]["spec"]
 
 
-def pod(found: dict) -> dict:
-    return job(found)["template"]["spec"]
+def pod(manifest: dict) -> dict:
+    return job(manifest)["template"]["spec"]
 
 
-def container(found: dict) -> dict:
-    (only,) = pod(found)["containers"]
+def container(manifest: dict) -> dict:
+    (only,) = pod(manifest)["containers"]
     return only
 
 
-# --- what Kubernetes makes of it ------------------------------------------------------------------
+# --- how Kubernetes runs it -----------------------------------------------------------------------
 
 
 def labels_of(index: int, restarts: int, uid: str) -> dict[str, str]:
-    """The labels of one pod as Job (1.28) and JobSet set them; `uid` is the Job's."""
+    """Return the labels of one pod as Job (1.28) and JobSet set them; `uid` is the Job's."""
     return {
         "batch.kubernetes.io/job-completion-index": str(index),
         "batch.kubernetes.io/controller-uid": uid,
@@ -69,27 +69,27 @@ def labels_of(index: int, restarts: int, uid: str) -> dict[str, str]:
 
 
 def environ_of(
-    found: dict, labels: Mapping[str, str], node: str, secrets: Mapping[str, dict] | None = None
+    manifest: dict, labels: Mapping[str, str], node: str, secrets: Mapping[str, dict] | None = None
 ) -> dict[str, str]:
-    """The variables of one pod on a node; `secrets` are the namespace's, by name and key."""
+    """Return the variables of one pod on a node; `secrets`: the namespace's, by name and key."""
     environ = {"JOB_COMPLETION_INDEX": labels["batch.kubernetes.io/job-completion-index"]}
-    for entry in container(found)["env"]:
-        place = entry.get("valueFrom", {})
-        if "fieldRef" in place:
-            path = place["fieldRef"]["fieldPath"]
+    for entry in container(manifest)["env"]:
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            path = source["fieldRef"]["fieldPath"]
             key = re.fullmatch(r"metadata\.labels\['(.*)'\]", path)
             environ[entry["name"]] = labels[key[1]] if key else {"spec.nodeName": node}[path]
-        elif "secretKeyRef" in place and secrets is not None:
-            secret = place["secretKeyRef"]
+        elif "secretKeyRef" in source and secrets is not None:
+            secret = source["secretKeyRef"]
             environ[entry["name"]] = secrets[secret["name"]][secret["key"]]
         elif "value" in entry:
             environ[entry["name"]] = unescaped(entry["value"])
     return environ
 
 
-def words_of(found: dict) -> list[str]:
-    """What one pod runs."""
-    only = container(found)
+def words_of(manifest: dict) -> list[str]:
+    """Return the command line of one pod."""
+    only = container(manifest)
     return [unescaped(word) for word in (*only["command"], *only["args"])]
 
 
@@ -97,20 +97,22 @@ def unescaped(text: str) -> str:
     return text.replace("$$(", "$(")
 
 
-def outcome(found: dict, code: int) -> str:
-    """What happens after a pod has ended with this exit code."""
-    assert job(found)["backoffLimit"] == 0 and pod(found)["restartPolicy"] == "Never"
+def outcome(manifest: dict, code: int) -> str:
+    """Return what Kubernetes does after a pod has ended with this exit code."""
+    assert job(manifest)["backoffLimit"] == 0 and pod(manifest)["restartPolicy"] == "Never"
     reason = "BackoffLimitExceeded"
-    for rule in job(found)["podFailurePolicy"]["rules"]:
-        wanted = rule["onExitCodes"]
-        assert wanted["operator"] == "In" and wanted["containerName"] == container(found)["name"]
-        assert wanted["values"] == sorted(set(wanted["values"]))  # else the API refuses them
-        if code in wanted["values"]:
+    for rule in job(manifest)["podFailurePolicy"]["rules"]:
+        on_exit = rule["onExitCodes"]
+        assert (
+            on_exit["operator"] == "In" and on_exit["containerName"] == container(manifest)["name"]
+        )
+        assert on_exit["values"] == sorted(set(on_exit["values"]))  # else the API refuses them
+        if code in on_exit["values"]:
             if rule["action"] == "Ignore":
                 return "this pod again"
             reason = "PodFailurePolicy"
             break
-    for rule in found["spec"]["failurePolicy"]["rules"]:
+    for rule in manifest["spec"]["failurePolicy"]["rules"]:
         if reason in rule["onJobFailureReasons"]:
             return rule["action"]
     return "RestartJobSet"

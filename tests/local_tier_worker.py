@@ -5,12 +5,12 @@
 SETTINGS is JSON: `folder`, and `plan`, a list of starts. Each start is made of forks of this
 process, one for each of `processes`, and ends before the next begins:
 
-    run        train from what is found to `steps`; with `kill`, killed there once a save is whole
-    subsets    for every subset of hosts, with the disks as the killed run left them: empty theirs,
-               open the run, restore; the subset, the step and the checksums are written down
+    run        train from the newest save to `steps`; with `kill`, end by SIGKILL after a save
+    subsets    for every subset of hosts, with the disks as the killed run left them: empty their
+               disks, open the run, restore; record the subset, the step and the checksums
 
-Forks share the import of jax. Process p is on host p, or on the one that `hosts` says. The disk of
-a host is `folder/disk-HOST`, by the variable LOCAL_DISK. What happens goes to
+Forks share the import of jax. Process p is on host p, or on the one that `hosts` names. The disk of
+a host is `folder/disk-HOST`, set by the variable LOCAL_DISK. Results are written to
 `folder/records.jsonl`.
 """
 
@@ -52,7 +52,7 @@ class Worker:
         shape_of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         self.target = jax.tree.map(shape_of, self.state, self.placement)
 
-    def say(self, **record):
+    def write_record(self, **record):
         if self.process == 0:
             with open(self.folder / "records.jsonl", "a") as out:
                 out.write(json.dumps(record) + "\n")
@@ -64,15 +64,15 @@ class Worker:
             local_interval_steps=LOCAL_EVERY,
             async_save=False,
         )
-        log = lambda line: self.say(log=line)
+        log = lambda line: self.write_record(log=line)
         return Checkpointer(self.folder / "checkpoints", config, log=log)
 
     def restore(self, opened: Checkpointer) -> int:
         step = opened.choose(lambda: self.target)
         if step is None:
             return 0
-        self.state, meta, found = opened.restore(self.target, step=step)
-        assert (found, meta) == (step, {"next": step})
+        self.state, meta, restored_step = opened.restore(self.target, step=step)
+        assert (restored_step, meta) == (step, {"next": step})
         return step
 
     def bits(self) -> list[int]:
@@ -81,18 +81,18 @@ class Worker:
     def run(self):
         opened = self.open()
         first = self.restore(opened)
-        self.say(began=first, claim=opened.survivable(self.state).line())
+        self.write_record(began=first, claim=opened.survivable(self.state).line())
         for step in range(first + 1, self.start["steps"] + 1):
             self.state, sample = self.update(self.state)
-            self.say(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
+            self.write_record(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
             if due := opened.due(step):
                 opened.save(step, self.state, {"next": step}, due=due)
             opened.wait()
             opened._local.wait()
-        self.say(checksums=self.bits(), events=[e["event"] for e in opened.pop_events()])
+        self.write_record(checksums=self.bits(), events=[e["event"] for e in opened.pop_events()])
         if self.start.get("kill"):
             coordination.gather("before the kill", None)
-            time.sleep(0.2 if self.process == 0 else 0)  # the others' last word passes through it
+            time.sleep(0.2 if self.process == 0 else 0)  # it relays the others' last message
             os.kill(os.getpid(), signal.SIGKILL)
         opened.close()
 
@@ -110,7 +110,7 @@ class Worker:
             coordination.gather("disks", None)
             opened = self.open()
             step = self.restore(opened)
-            self.say(lost=lost, step=step, checksums=self.bits())
+            self.write_record(lost=lost, step=step, checksums=self.bits())
             opened.close()
             coordination.gather("closed", None)
 

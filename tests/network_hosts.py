@@ -1,8 +1,8 @@
-"""Hosts on this machine, each with a network of its own, on cables that can be pulled.
+"""Simulated hosts on this machine, each with its own network and a cable that can be cut.
 
-Each host is a network and a UTS namespace: an interface and a name of its own, the same files. All
-of it lives below one process in namespaces of its own: nothing of the machine is touched, and
-nothing is left when that process is killed.
+Each host is a network and a UTS namespace: its own interface and host name, the same files. All of
+them live below one process in its own namespaces: the machine's network is not changed, and nothing
+remains when that process is killed.
 
     h0 eth0 10.78.0.1 --- port0 [switch] port1 --- eth0 10.78.0.2 h1
 
@@ -26,11 +26,11 @@ from pathlib import Path
 PROGRAMS = ("unshare", "nsenter", "ip", "hostname", "mount", "setpriv")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 SWITCH = "10.78.0.254"
-"""Address of programs that run beside the hosts; see `Hosts.beside`."""
+"""Address of programs that run next to the hosts; see `Hosts.beside`."""
 
 
 def missing() -> str:
-    """Why there can be no such hosts here; empty if there can."""
+    """Return the reason why such hosts cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces joined by a cable need root"
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
@@ -42,18 +42,18 @@ def missing() -> str:
 
 
 class Hosts:
-    """The running hosts, which are added one by one; a context manager.
+    """Context manager of the running hosts, which are added one by one.
 
     Args:
-        folder: for a few files of its own.
-        names: of the hosts that are there from the beginning.
+        folder: directory of a few internal files.
+        names: names of the hosts that exist from the beginning.
     """
 
     def __init__(self, folder: Path, names: Sequence[str] = ()):
         self.folder, self._names = folder, names
         self.started: list[subprocess.Popen] = []
         self.pids: list[int] = []  # host -> a process in its namespaces
-        self._known: dict[str, int] = {}
+        self._aliases: dict[str, int] = {}
 
     def __enter__(self) -> Hosts:
         self.folder.mkdir(parents=True)
@@ -80,7 +80,7 @@ class Hosts:
             process.wait()
 
     def add(self, name: str) -> int:
-        """A new host on the switch, which no other can name yet: its number, from 0."""
+        """Add a host to the switch, which no other can resolve yet; return its number, from 0."""
         k = len(self.pids)
         words = [*self.beside(), "unshare", "--net", "--uts", "sleep", "infinity"]
         process = subprocess.Popen(words, preexec_fn=_die_with_parent, env=_environ())
@@ -101,25 +101,25 @@ class Hosts:
         return k
 
     def know(self, names: Sequence[str], host: int | None) -> None:
-        """From now on all hosts find this one by these names; None: they are unknown again."""
-        known = {name: k for name, k in self._known.items() if name not in names}
+        """Make all hosts resolve these names to this host; None: remove the names."""
+        aliases = {name: k for name, k in self._aliases.items() if name not in names}
         if host is not None:
-            known |= dict.fromkeys(names, host)
-        if known == self._known:
+            aliases |= dict.fromkeys(names, host)
+        if aliases == self._aliases:
             return
-        self._known = known
-        lines = [f"10.78.0.{k + 1} {name}\n" for name, k in known.items()]
+        self._aliases = aliases
+        lines = [f"10.78.0.{k + 1} {name}\n" for name, k in aliases.items()]
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{''.join(lines)}")
 
     def beside(self) -> list[str]:
-        """Words before a command that runs on the switch and not on a host, at `SWITCH`."""
+        """Return the prefix of a command that runs on the switch, at `SWITCH`, not on a host."""
         return _enter(self.process.pid, "mount", "net", "uts")
 
     def listen_beside(self) -> socket.socket:
-        """A socket of this process that listens at `SWITCH`, for all hosts."""
+        """Return a socket of this process that listens at `SWITCH`, for all hosts."""
         made: list[socket.socket] = []
 
-        def listen() -> None:  # a thread of its own: it moves to the other network
+        def listen() -> None:  # runs in a separate thread, which moves to the other network
             with open(f"/proc/{self.process.pid}/ns/net") as space:
                 if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
@@ -131,11 +131,11 @@ class Hosts:
         return made[0]
 
     def inside(self, host: int) -> list[str]:
-        """Words before a command that runs on a host."""
+        """Return the prefix of a command that runs on a host."""
         return [*_enter(self.process.pid, "mount"), *_enter(self.pids[host], "net", "uts")]
 
     def start(self, host: int, command: list[str], console: Path, **options) -> subprocess.Popen:
-        """A command on a host, its words in a file."""
+        """Start a command on a host with its output in a file."""
         with open(console, "ab") as words:
             process = subprocess.Popen(
                 [*self.inside(host), *command],
@@ -145,11 +145,11 @@ class Hosts:
         return process
 
     def cut(self, host: int) -> None:
-        """Pull the cable of a host: what is sent is lost, and neither side is told."""
+        """Cut the cable of a host: packets are lost, and neither side is notified."""
         self._run("ip", "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Plug it in again."""
+        """Reconnect the cable of a host."""
         self._run("ip", "link", "set", f"port{host}", "up")
 
     def _run(self, *command: str) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of one step by a pipeline against one device, here or on more devices.
+"""Compare gradients of one pipeline step with one device, here or on more devices.
 
     python tests/pipeline_parity.py NUM_DEVICES CASE [CASE ...]
 
@@ -46,9 +46,9 @@ class Case:
 
     def __str__(self) -> str:
         default = {field.name: field.default for field in dataclasses.fields(self)}
-        given = {k: v for k, v in dataclasses.asdict(self).items() if v != default[k]}
-        mesh = given.pop("mesh").replace("=", "").replace(",", "_")
-        return "-".join([mesh, *(f"{k}={v}" for k, v in given.items())])
+        changed = {k: v for k, v in dataclasses.asdict(self).items() if v != default[k]}
+        mesh = changed.pop("mesh").replace("=", "").replace(",", "_")
+        return "-".join([mesh, *(f"{k}={v}" for k, v in changed.items())])
 
 
 FAMILIES = {
@@ -116,7 +116,7 @@ def host_batch(rows: int) -> dict[str, np.ndarray]:
 
 
 def make_parts(case: Case) -> tuple[Any, ...]:
-    """(model, layout, train config, precision, context, pipeline config) of a case."""
+    """Return (model, layout, train config, precision, context, pipeline config) of a case."""
     import jax
     from tiny import plan_of
 
@@ -152,7 +152,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
 
 
 def lowered(case: Case) -> Any:
-    """The traced value and gradient of a case, and its arguments on the devices."""
+    """Return the traced value and gradient of a case, and its arguments on the devices."""
     import jax
     import jax.numpy as jnp
 
@@ -173,7 +173,7 @@ def lowered(case: Case) -> Any:
 
 
 def gradients(case: Case) -> tuple[Any, Any, Any]:
-    """(sums, gradients of the mean loss, their norm) of one step, on the host."""
+    """Return (sums, gradients of the mean loss, their norm) of one step, on the host."""
     import jax
 
     function, arguments = lowered(case)
@@ -182,7 +182,7 @@ def gradients(case: Case) -> tuple[Any, Any, Any]:
 
 
 def evaluation(case: Case) -> Any:
-    """Sums of an evaluation step, on the host."""
+    """Return the sums of an evaluation step, on the host."""
     import jax
 
     from jaxdist.core.parallel.context import place_batch
@@ -200,13 +200,13 @@ def evaluation(case: Case) -> Any:
 
 @functools.cache
 def reference(case: Case) -> tuple[Any, Any, Any]:
-    """The same on one device in float32, without a pipeline."""
+    """Return the same on one device in float32, without a pipeline."""
     return gradients(Case(mesh="dp=1", family=case.family, layers=case.layers, rows=case.rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far a pipeline is from one device.
+    """Differences between a pipeline and one device.
 
     Attributes:
         loss: relative difference of the summed loss.
@@ -222,7 +222,7 @@ class Difference:
 
 
 def compare(case: Case) -> Difference:
-    """A pipeline's step against one device's."""
+    """Compare a pipeline's step with one device's."""
     import jax
 
     sums, grads, norm = gradients(case)
@@ -256,7 +256,7 @@ STRATEGIES: tuple[tuple[str, int], ...] = (  # (the rest of the mesh, ZeRO stage
 
 
 def combined(i: int, j: int, num_stages: int) -> Case:
-    """Schedule `i` with strategy `j`, an odd microbatch count; families take turns."""
+    """Combine schedule `i` with strategy `j` and an odd microbatch count; families alternate."""
     schedule, (rest, zero) = SCHEDULES[i], STRATEGIES[j]
     replicas = {"tp=2": 1, "dp=2,fsdp=2": 4}.get(rest, 2)
     microbatches = num_stages + 1
@@ -272,15 +272,15 @@ def combined(i: int, j: int, num_stages: int) -> Case:
 
 
 def cross(num_stages: int) -> list[Case]:
-    """Every schedule with every strategy on this many stages."""
+    """Combine every schedule with every strategy on this many stages."""
     pairs = itertools.product(range(len(SCHEDULES)), range(len(STRATEGIES)))
     return [combined(i, j, num_stages) for i, j in pairs]
 
 
 def cover() -> list[Case]:
-    """Each schedule twice and each strategy twice, once on two stages and once on four.
+    """Cover each schedule and each strategy twice, once on two stages and once on four.
 
-    Four stages of four replicas need more devices than a test process has: those are two stages.
+    Four stages of four replicas need more devices than a test process has; they use two stages.
     """
     cases = []
     for i in range(len(SCHEDULES)):
@@ -291,16 +291,16 @@ def cover() -> list[Case]:
 
 
 def parse(text: str) -> list[Case]:
-    """Cases that an argument names."""
+    """Return the cases that an argument names."""
     kind, _, rest = text.partition(":")
     if kind == "cross":
         return cross(int(rest))
     mesh, *items = text.split(";")
     types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
-    given = dict(item.split("=", 1) for item in items)
+    options = dict(item.split("=", 1) for item in items)
     values = {
         key: value == "True" if types[key] is bool else types[key](value)
-        for key, value in given.items()
+        for key, value in options.items()
     }
     return [Case(mesh=mesh, **values)]
 

@@ -1,4 +1,4 @@
-"""A refusal is known by the facts it names: a setting, a file, the given and the allowed value."""
+"""Check refusals by the facts they name: a setting, a file, the actual and the allowed value."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ def refused(
 
 
 def snapshot(directory: Path) -> dict[str, bytes | None]:
-    """Path -> content of each file, None for a directory."""
+    """Return path -> content of each file, None for a directory."""
     paths = sorted(directory.rglob("*"))
     return {str(p.relative_to(directory)): None if p.is_dir() else p.read_bytes() for p in paths}
 
 
 def missing(text: str, *facts: object) -> list[str]:
-    """Those of `facts` that `text` does not name."""
+    """Return the items of `facts` that `text` does not name."""
     return [fact for fact in map(str, facts) if fact not in text]

@@ -39,7 +39,7 @@ MAX_POSITIONAL = 7
 
 
 def name_of(path: Path) -> str:
-    """A file's module name below the package: `core.mesh`; a package's own file is the package."""
+    """Return a file's module name below the package: `core.mesh`; `__init__.py` is its package."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -75,7 +75,7 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a ring; empty where there is none."""
+    """Return modules that import each other in a ring; empty if there is none."""
     done: set[str] = set()
 
     def visit(module: str, trail: list[str]) -> list[str]:
@@ -84,9 +84,9 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
         if module in done:
             return []
         rings = (visit(other, [*trail, module]) for other in sorted(graph.get(module, ())))
-        found = next((ring for ring in rings if ring), [])
+        first_ring = next((ring for ring in rings if ring), [])
         done.add(module)
-        return found
+        return first_ring
 
     return next((ring for module in graph if (ring := visit(module, []))), [])
 
@@ -102,7 +102,7 @@ def test_no_modules_import_each_other():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c"]
 
 
-def test_planted_imports_are_found():
+def test_planted_imports_are_detected():
     lazy = "def f():\n    from jaxdist.checkpoint import lock"
     for_types = "if TYPE_CHECKING:\n    from jaxdist.plan.planner import Plan"
     by_name = "import_module('jaxdist.run.session')"
@@ -114,43 +114,43 @@ def test_planted_imports_are_found():
 
 
 def probes_of_models(source: str) -> list[str]:
-    """Where a source asks which kind a model is, or whether its settings have a name.
+    """Return the expressions of a source that test the kind of a model or probe its settings.
 
-    `isinstance` of a kind's settings, `.kind` compared with a kind, and `getattr` or `hasattr` of a
-    model with a name written out.
+    These are `isinstance` of a kind's settings, `.kind` compared with a kind, and `getattr` or
+    `hasattr` of a model with a literal name.
     """
     kinds = r"isinstance\([^()]*(Decoder|Cnn|Resnet|Custom|Model)Config"
     compared = r"\.kind (==|!=|in) \(?['\"](decoder|cnn|resnet|custom)"
     fields = r"(getattr|hasattr)\([\w.]*\b(model|settings), ['\"]"
     patterns = f"{kinds}|{compared}|{fields}"
-    return [found.group() for found in re.finditer(patterns, ast.unparse(ast.parse(source)))]
+    return [match.group() for match in re.finditer(patterns, ast.unparse(ast.parse(source)))]
 
 
-def test_model_kinds_are_told_apart_in_their_own_room_only():
-    """Others ask the settings, or the built model, for the fact they want: a user's model too."""
-    found = {name: probes_of_models(path.read_text()) for name, path in MODULES.items()}
-    assert {n: p for n, p in found.items() if p and n.partition(".")[0] != "models"} == {}
-    assert found["models"]
+def test_only_models_package_distinguishes_model_kinds():
+    """Other packages read facts from the settings or the built model, as for a user's model."""
+    probes = {name: probes_of_models(path.read_text()) for name, path in MODULES.items()}
+    assert {n: p for n, p in probes.items() if p and n.partition(".")[0] != "models"} == {}
+    assert probes["models"]
     assert probes_of_models("getattr(parts.config.model, 'sliding_window', 0)")
     assert probes_of_models("if run.model.kind == 'decoder': pass")
     assert not probes_of_models("getattr(parts.config.model, field.name)")
 
 
 SHARED_NAMES = {
-    "Block": "models",  # each model's own
+    "Block": "models",  # each model has its own
     "Config": "tools.convert",  # the options of each of its commands
 }
 """Classes of one name in several files, and the room that holds them all."""
 
 
-def test_a_class_has_a_name_of_its_own():
-    """Two classes of one name are two ideas with one word, or one idea written twice."""
-    places: dict[str, list[str]] = {}
+def test_class_names_are_unique():
+    """Two classes with one name are confusing or duplicate code."""
+    definitions: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(module)
-    several = {name: found for name, found in places.items() if len(found) > 1}
+                definitions.setdefault(node.name, []).append(module)
+    several = {name: modules for name, modules in definitions.items() if len(modules) > 1}
     assert set(several) == set(SHARED_NAMES)
     for name, room in SHARED_NAMES.items():
         assert all(module.startswith(room) for module in several[name]), several[name]
@@ -162,8 +162,8 @@ def test_the_package_holds_its_layers_and_entry_points():
 
 
 def too_many_positional(source: str) -> list[str]:
-    """Functions and dataclasses of a source that take more than `MAX_POSITIONAL` positionally."""
-    found = []
+    """Return functions and dataclasses with more than `MAX_POSITIONAL` positional arguments."""
+    problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
@@ -176,16 +176,16 @@ def too_many_positional(source: str) -> list[str]:
         else:
             continue
         if count > MAX_POSITIONAL:
-            found.append(f"{node.name} takes {count} positional arguments")
-    return found
+            problems.append(f"{node.name} takes {count} positional arguments")
+    return problems
 
 
 def test_nothing_takes_many_positional_arguments():
-    found = {name: too_many_positional(path.read_text()) for name, path in MODULES.items()}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    results = {name: too_many_positional(path.read_text()) for name, path in MODULES.items()}
+    assert {name: lines for name, lines in results.items() if lines} == {}
 
 
-def test_many_positional_arguments_are_seen():
+def test_many_positional_arguments_are_detected():
     names = "abcdefgh"
     assert too_many_positional(f"def f({', '.join(names)}): ...")
     assert not too_many_positional(f"def f(a, b, *, {', '.join(names[2:])}): ...")
@@ -206,9 +206,9 @@ SHORT_CLOSURE = 5
 
 
 def lacking_shapes(source: str, dims_have_names: bool = True) -> list[str]:
-    """Functions that take or return an array without an annotated shape or one in the docstring.
+    """Return functions of arrays without a shape in the annotation or the docstring.
 
-    Where dims have names, `...` alone is no shape. Overloads, and closures of `SHORT_CLOSURE`
+    If dims have names, `...` alone is no shape. Overloads, and closures of `SHORT_CLOSURE`
     lines, need none.
     """
     shape = NAMED_SHAPE if dims_have_names else ANY_SHAPE
@@ -236,14 +236,14 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_functions_of_arrays_have_shapes():
-    found = {
+    results = {
         name: lacking_shapes(path.read_text(), name.startswith(WITH_NAMES))
         for name, path in MODULES.items()
     }
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert {name: lines for name, lines in results.items() if lines} == {}
 
 
-def test_missing_shapes_are_seen():
+def test_missing_shapes_are_detected():
     function = 'def f(x: Array) -> int:\n    """Sum {}."""\n    return 1'
     assert lacking_shapes("def f(x: Array) -> int:\n    return 1")
     assert lacking_shapes("def f() -> tuple[np.ndarray, int]:\n    return 1")
@@ -265,17 +265,17 @@ def test_annotated_shapes_are_checked_while_tests_run():
 
 
 def test_flags_are_written_with_dashes():
-    """In what users read; both spellings are understood."""
+    """Check texts for users; the parser accepts both spellings."""
     folders = [PACKAGE.parent / name for name in ("jaxdist", "docs", "configs", "examples")]
     files = [PACKAGE.parent / "README.md", *(f for folder in folders for f in folder.rglob("*.*"))]
-    found = [
+    matches = [
         f"{file.name}: {flag}"
         for file in files
         if file.suffix in (".md", ".py", ".toml")
         for flag in re.findall(r"--[a-z][a-z.-]*_[a-z_.]*", file.read_text())
         if not flag.startswith("--xla")
     ]
-    assert found == []
+    assert matches == []
 
 
 SHAPES_ITS_NUMBERS = (
@@ -288,7 +288,7 @@ BY_HAND = re.compile(
 
 
 def formatted_by_hand(source: str) -> list[str]:
-    """Texts of a source that write a share, a size or a rate of bytes with a unit of their own."""
+    """Return f-strings of a source that format a share, a size or a byte rate themselves."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.JoinedStr)]
     values = (node.value for node in nodes if isinstance(node, ast.Constant))
@@ -296,17 +296,17 @@ def formatted_by_hand(source: str) -> list[str]:
     return [text for text in texts if BY_HAND.search(text)]
 
 
-def test_shares_and_sizes_are_formatted_in_one_room():
+def test_shares_and_sizes_are_formatted_in_one_module():
     modules = [name for name in MODULES if not name.startswith(SHAPES_ITS_NUMBERS)]
-    found = {name: formatted_by_hand(MODULES[name].read_text()) for name in modules}
-    assert {name: texts for name, texts in found.items() if texts} == {}
+    results = {name: formatted_by_hand(MODULES[name].read_text()) for name in modules}
+    assert {name: texts for name, texts in results.items() if texts} == {}
 
 
 @pytest.mark.parametrize(
     "text",
     ["f'{x:+.1%}'", "'{x:.0%}'", "f'{100 * x} %'", "f'{x:.1f}' ' GB/s'", "'%.1f MB'", "'%.0f %%'"],
 )
-def test_numbers_formatted_by_hand_are_seen(text: str):
+def test_manually_formatted_numbers_are_detected(text: str):
     assert formatted_by_hand(text)
     assert not formatted_by_hand("f'{percent(share)} of {in_bytes(size)}, at most 5 % or 8 GB'")
 

@@ -1,4 +1,4 @@
-"""Custom models with wrong sums are refused at the start of a run, with axis, place and fix."""
+"""Custom models with wrong sums are refused at the start of a run, with axis, line and fix."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ def config_on(mesh, num_microbatches=1):
 
 
 def scanned(layer):
-    """A head with a loop of its own over the layers."""
+    """Return a head that loops over the layers itself."""
 
     def head(params, _, batch, context):
         x = context.split(params["table"][batch["tokens"]])
@@ -156,12 +156,12 @@ def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value, axis):
     assert check_mesh(parts).is_clean
     with pytest.raises(ConfigError) as error:
         check_model(parts, FIELDS, lambda seq_len: model)
-    *found, problem = error.value.problems
-    assert any(missing(line, value, f"over {axis}") == [] for line in found)
+    *others, problem = error.value.problems
+    assert any(missing(line, value, f"over {axis}") == [] for line in others)
     assert missing(problem, f"mesh {mesh}", "--override=audit") == []
 
 
-def test_a_maximum_in_place_of_a_sum_is_refused_by_its_line():
+def test_a_maximum_instead_of_a_sum_is_refused_with_its_line():
     model = dataclasses.replace(make_model(), block=reduced_by("max"), sequence=False)
     parts = assemble(config_on("tp=2"), jax.devices()[:2], model=model)
     lines = Path(__file__).read_text().splitlines()
@@ -173,20 +173,20 @@ def test_a_maximum_in_place_of_a_sum_is_refused_by_its_line():
 ROW = {name: np.zeros(shape, dtype) for name, (shape, dtype) in FIELDS.items()}
 
 
-def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, tmp_path, capsys):
-    compared, found = [], []
+def test_only_a_new_mesh_of_a_custom_model_is_compared(monkeypatch, tmp_path, capsys):
+    compared, planted = [], []
 
     def differences(config, devices, *_):
         compared.append(config.mesh.shape)
-        return found
+        return planted
 
     monkeypatch.setattr(deep, "differences", differences)
 
-    def start(name, mesh, **given):
+    def start(name, mesh, **options):
         train = {"global_batch_size": 16, "seq_len": SEQ, "steps": 1}
         quiet = {"eval.interval_steps": 0, "monitoring.tensorboard": False}
         settings = {"train": train, "mesh": mesh, **quiet}
-        jaxdist.train(settings, run_dir=tmp_path / name, progress=False, **given)
+        jaxdist.train(settings, run_dir=tmp_path / name, progress=False, **options)
         return compared
 
     rows = [{**ROW, "weights": ROW["weights"] + 1}] * 64
@@ -202,7 +202,7 @@ def test_a_new_mesh_alone_is_compared_and_only_for_a_custom_model(monkeypatch, t
     with pytest.raises(ZeroDivisionError):
         start("run", "dp=4,tp=2", **custom)
     assert compared == ["dp=8", "dp=4,tp=2"]
-    found.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
+    planted.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
     with refused("the sum 'loss'", "over data", "--override=audit", num_problems=2):
         start("new", "dp=8", **custom)
     assert not (tmp_path / "new").exists()

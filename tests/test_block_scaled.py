@@ -37,7 +37,7 @@ def precision(matmul_dtype: str) -> PrecisionConfig:
 
 
 def rounded(x: np.ndarray, kind: str, axis: int = -1) -> np.ndarray:
-    """What blocks along an axis keep of x [...], in float64; written apart from the product."""
+    """Round x [...] in blocks along an axis, in float64, independently of the product."""
     x = np.moveaxis(x.astype(np.float64), axis, -1)
     size = {"mxfp8": 32, "nvfp4": 16}[kind]
     length = x.shape[-1]
@@ -48,9 +48,9 @@ def rounded(x: np.ndarray, kind: str, axis: int = -1) -> np.ndarray:
         if kind == "mxfp8":
             scale, dtype = 2.0 ** np.ceil(np.log2(tops / 448)), ml_dtypes.float8_e4m3fn
         else:
-            whole = 2.0 ** np.ceil(np.log2(tops.max() / 6 / 448))
-            near = (tops / whole / 6).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-            scale, dtype = near.astype(np.float64) * whole, ml_dtypes.float4_e2m1fn
+            tensor_scale = 2.0 ** np.ceil(np.log2(tops.max() / 6 / 448))
+            near = (tops / tensor_scale / 6).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+            scale, dtype = near.astype(np.float64) * tensor_scale, ml_dtypes.float4_e2m1fn
         top = float(ml_dtypes.finfo(dtype).max)
         values = np.clip((blocks / scale).astype(np.float32), -top, top).astype(dtype)
     kept = np.where(tops == 0, 0, values.astype(np.float64) * scale)
@@ -58,7 +58,7 @@ def rounded(x: np.ndarray, kind: str, axis: int = -1) -> np.ndarray:
 
 
 def spread(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Values over many powers of two, so that blocks of one array have different scales."""
+    """Return values over many powers of two, so that blocks of one array have different scales."""
     return (rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape))).astype(np.float32)
 
 
@@ -83,7 +83,7 @@ def round_as(x: jax.Array, kind: str) -> block_scaled.Blocks:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_nothing_hides_what_is_not_finite(kind):
+def test_non_finite_values_stay_visible(kind):
     dot = matmul.make_dot(kind, (), "cpu")
     w = jnp.ones((40, 3))
     multiply = jax.jit(lambda x: dot("a b, b c -> a c", x, w))
@@ -118,14 +118,14 @@ def test_one_product_is_that_of_rounded_values_forward_and_backward(kind, choose
         (dx, back(g2, 1) @ back(w2, 1).T),
         (dw, back(x2, 0).T @ back(g2, 0)),
     ]
-    for found, right in expected:
+    for actual, right in expected:
         # Sums of at most 48 float32 products of exact numbers.
         bound = 4e-6 * np.abs(right).max()
-        np.testing.assert_allclose(np.asarray(found).reshape(right.shape), right, 0, bound)
+        np.testing.assert_allclose(np.asarray(actual).reshape(right.shape), right, 0, bound)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_wide_layer_multiplies_what_it_was_given(kind):
+def test_a_wide_layer_multiplies_unrounded_inputs(kind):
     x, w = (jax.random.normal(jax.random.key(i), (4, 4)) for i in (0, 1))
     dot = matmul.make_dot(kind, (), "cpu", is_wide=jnp.array(True))
     product = jax.value_and_grad(lambda x, w: dot("a b, b c -> a c", x, w).sum(), (0, 1))
@@ -134,8 +134,8 @@ def test_a_wide_layer_multiplies_what_it_was_given(kind):
     np.testing.assert_allclose(dw, x.T @ jnp.ones((4, 4)), rtol=1e-6)
 
 
-# Float32 sums in another order move a value over the edge between two narrow numbers now and then.
-# In 4 bits those are a third of the value apart, so that one such value shows.
+# Float32 sums in another order sometimes round a value to the neighboring narrow number. In 4 bits
+# neighbors differ by a third of the value, so that one such value is visible.
 TOLERANCES = {"mxfp8": (1e-4, 1e-2), "nvfp4": (2e-4, 5e-2)}
 
 
@@ -166,7 +166,7 @@ def test_every_mesh_rounds_as_one_device_does(kind, case):
     ("layers", "platform", "capability", "refusals"),
     [(3, "cpu", "", 0), (3, "gpu", "10.0", 0), (3, "gpu", "12.0", 0), (2, "gpu", "9.0", 2)],
 )
-def test_it_is_refused_where_no_layer_or_no_unit_is_there(
+def test_block_scaling_is_refused_without_suitable_layer_or_hardware(
     kind, layers, platform, capability, refusals
 ):
     assert len(matmul.problems(kind, layers, platform, capability)) == refusals
@@ -174,7 +174,7 @@ def test_it_is_refused_where_no_layer_or_no_unit_is_there(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_plan_is_refused_where_the_gpus_lack_it(kind):
+def test_a_plan_is_refused_for_gpus_without_block_scaling(kind):
     config = PlanConfig(precision=PrecisionConfig(matmul_dtype=kind))
     with refused(f"precision.matmul_dtype={kind}", "capability 9.0"):
         make_plan(config, parse_gpus("h100:8")[0], "")
@@ -183,7 +183,7 @@ def test_a_plan_is_refused_where_the_gpus_lack_it(kind):
         make_plan(wide, parse_gpus("a100:8")[0], "")
 
 
-def test_the_plan_counts_narrow_products_where_they_are():
+def test_the_plan_counts_narrow_products_in_middle_layers_only():
     cluster = parse_gpus("b200:8")[0]
     jobs = {}
     for kind in ("auto", "fp8", *FORMATS):
@@ -195,14 +195,14 @@ def test_the_plan_counts_narrow_products_where_they_are():
         jobs[kind] = Job.of(config.run, MeshSpec(fsdp=8), cluster)
     seconds = {kind: estimate_time(job).parts["products"] for kind, job in jobs.items()}
     assert seconds["auto"] > seconds["fp8"] == seconds["mxfp8"] > seconds["nvfp4"]
-    for kind in FORMATS:  # weights travel, and activations are kept, as they are
+    for kind in FORMATS:  # weights are gathered, and activations kept, without rounding
         assert flows_of(jobs[kind]) == flows_of(jobs["auto"])
         kept = lambda job: estimate_memory(job).phases["loss"]["kept activations"]
         assert kept(jobs[kind]) == kept(jobs["auto"])
 
 
-@pytest.mark.parametrize("gpus, said", [("b200:8", 1), ("a100:8", 0)])
-def test_the_plan_says_when_fewer_bits_are_faster(gpus, said):
+@pytest.mark.parametrize("gpus, num_remarks", [("b200:8", 1), ("a100:8", 0)])
+def test_the_plan_reports_when_fewer_bits_are_faster(gpus, num_remarks):
     config = PlanConfig(
         model=DecoderConfig(d_model=4096, num_layers=8, num_heads=32, mlp_dim=14336),
         train=TrainConfig(global_batch_size=64, seq_len=4096),
@@ -210,10 +210,10 @@ def test_the_plan_says_when_fewer_bits_are_faster(gpus, said):
     )
     plan = make_plan(config, parse_gpus(gpus)[0], "fsdp=8")
     topics = [item.topic for item in advise(plan, config, GPUS)]
-    assert topics.count("number format") == said
+    assert topics.count("number format") == num_remarks
 
 
-def test_a_gpu_of_ones_own_without_the_rate_is_refused():
+def test_a_user_defined_gpu_without_the_rate_is_refused():
     gpu = GPUS["b200"]
     peaks = {name: peak for name, peak in gpu.peak_flops.items() if name != "float4"}
     own = dataclasses.replace(gpu, name="own", peak_flops=peaks)

@@ -56,19 +56,19 @@ def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
 )
 def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
     values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
-    whole = jnp.asarray(values, jnp.dtype(dtype))
-    host = np.asarray(whole)
+    complete = jnp.asarray(values, jnp.dtype(dtype))
+    host = np.asarray(complete)
     parts = 0
     for rows, columns in itertools.product((slice(0, 2), slice(2, 5)), (slice(0, 5), slice(5, 6))):
         index = (rows, slice(0, 4), columns)
         parts += part_checksum(host[index], [s.start for s in index], host.shape)
-    assert parts % 2**32 == checksums([whole])[0]
+    assert parts % 2**32 == checksums([complete])[0]
     scalar = jnp.asarray(3, jnp.dtype(dtype))
     assert part_checksum(np.asarray(scalar), (), ()) == checksums([scalar])[0]
 
 
-def test_slab_by_slab_the_checksum_is_the_same(monkeypatch):
-    """Of parts that are split along any dim, and of elements of one word, two and a half."""
+def test_the_checksum_computed_in_slabs_is_the_same(monkeypatch):
+    """For parts split along any dim, and for elements of one word, two words and half a word."""
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
     specs = P(), P("fsdp"), P(None, "tensor", "fsdp"), P("tensor", None, "fsdp"), P(("fsdp",))
     for dtype, spec in itertools.product((np.float32, np.complex64, np.float16), specs):
@@ -76,9 +76,9 @@ def test_slab_by_slab_the_checksum_is_the_same(monkeypatch):
         expected = [part_checksum(x, [0] * x.ndim, x.shape) for x in (host, host[:, :1])]
         monkeypatch.setattr(checksum, "_SLAB_WORDS", 7)
         checksum._program_of.cache_clear()
-        whole = jax.device_put(host, NamedSharding(mesh, spec))
+        complete = jax.device_put(host, NamedSharding(mesh, spec))
         row = jax.device_put(host[:, :1], NamedSharding(mesh, P("fsdp")))
-        assert checksums([whole, row]) == expected, (dtype, spec)
+        assert checksums([complete, row]) == expected, (dtype, spec)
         monkeypatch.undo()
     checksum._program_of.cache_clear()
 
@@ -104,7 +104,7 @@ for _ in range(10):
 
 
 def test_the_checksums_of_many_leaves_never_wait_for_each_other():
-    """Dispatched all at once they did: XLA:CPU ended the process after a minute, every time."""
+    """If all were dispatched at once, XLA:CPU would deadlock and end the process after a minute."""
     done = subprocess.run(
         [sys.executable, "-c", MANY_LEAVES], capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""Saves that fail and second runs harm no checkpoint that is there."""
+"""Saves that fail and second runs damage no existing checkpoint."""
 
 import contextlib
 import errno
@@ -31,14 +31,14 @@ from jaxdist.runtime.storage import locate
 
 
 def untouched(run, pristine) -> None:
-    """Checkpoints 2 and 4 are what they were."""
+    """Assert that checkpoints 2 and 4 are unchanged."""
     for step in STEPS:
         for file in all_files(pristine / str(step)):
             copy = run.path / file.relative_to(pristine)
             assert copy.read_bytes() == file.read_bytes()
 
 
-def test_what_is_in_the_way_and_no_checkpoint_is_replaced(run):
+def test_a_leftover_that_is_no_checkpoint_is_replaced(run):
     opened = resume_then(run)
     (run.path / "6").write_text("in the way")
     (run.path / "8" / "arrays").mkdir(parents=True)  # as a failed save leaves it
@@ -68,7 +68,7 @@ def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
 
 
 def test_leftovers_that_cannot_be_deleted_yet_do_not_fail_the_next_save(run, monkeypatch):
-    """Orbax's threads may still be writing to a save that failed: then rmtree fails as well."""
+    """Orbax's threads may still write to a failed save; then rmtree fails as well."""
     opened = resume_then(run)
 
     def still_written_to(directory):
@@ -80,7 +80,7 @@ def test_leftovers_that_cannot_be_deleted_yet_do_not_fail_the_next_save(run, mon
     assert opened.steps()[-1] == 6
 
 
-def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
+def test_a_vanished_directory_fails_the_save_and_is_not_recreated(run):
     opened = resume_then(run)
     shutil.move(run.path, run.path.with_name("elsewhere"))
     opened.save(6, state_at(6), {})
@@ -91,8 +91,8 @@ def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
     assert missing(failed["reason"], run.path, "is gone") == []
 
 
-def test_a_stale_handle_is_told_to_the_others_instead_of_raised(run, monkeypatch):
-    """Raised by one process of several, it would leave the others waiting for its word."""
+def test_a_stale_handle_is_reported_to_other_processes_not_raised(run, monkeypatch):
+    """If one of several processes raised, the others would wait for its message forever."""
     opened = resume_then(run)
 
     def stale(self):
@@ -124,8 +124,8 @@ def test_a_failed_save_of_a_saved_step_leaves_its_checkpoint_alone(run, pristine
     assert opened.verify(4) == ""
 
 
-def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine, monkeypatch):
-    """Orbax makes missing directories: a save under way when the mount goes would look complete."""
+def test_directories_recreated_below_a_lost_mount_hold_no_checkpoint(run, pristine, monkeypatch):
+    """Orbax creates missing directories: a save that loses its mount would look complete."""
     opened = resume_then(run)
     away = run.path.with_name("elsewhere")
     real = OrbaxWriter.start
@@ -137,7 +137,7 @@ def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine,
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxWriter, "start", goes_away)
         opened.save(6, state_at(6), {}, force=True)
-    opened.save(8, state_at(8), {}, force=True)  # what Orbax made is there now
+    opened.save(8, state_at(8), {}, force=True)  # the directory that Orbax created exists now
     assert opened.wait() is False
     failed = [e for e in opened.pop_events() if e["event"] == "save_failed"]
     assert [e["step"] for e in failed] == [6, 8]
@@ -164,7 +164,7 @@ def test_a_manifest_that_cannot_be_written_means_no_checkpoint(run, pristine, mo
     assert opened.steps() == [2, 4]
 
 
-def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
+def test_too_little_space_is_detected_before_writing(run, pristine, monkeypatch):
     opened = resume_then(run)
     usage = shutil.disk_usage(run.path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -174,7 +174,7 @@ def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
     assert any("no space: a checkpoint takes 8.0 KiB" in line for line in run.lines)
 
 
-def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
+def test_training_stops_after_too_many_consecutive_failures(run, monkeypatch):
     monkeypatch.setattr(save, "MAX_FAILURES", 2)
     opened = resume_then(run)
     finish = OrbaxWriter.wait
@@ -212,7 +212,7 @@ def small_file_system(path: Path, mib: int):
 
 @contextlib.contextmanager
 def read_only(directory: Path):
-    """The directory under a read-only mount of itself: not even root can write there."""
+    """Mount the directory read-only over itself: not even root can write there."""
     mount = ["mount", "--bind", str(directory), str(directory)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
@@ -250,12 +250,14 @@ def test_a_run_on_a_read_only_directory_is_refused(run):
         Checkpointer(run.path, CheckpointConfig())
 
 
-@pytest.mark.parametrize("known_before", [True, False], ids=["known_before", "while_writing"])
-def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_before):
+@pytest.mark.parametrize(
+    "rejected_before_writing", [True, False], ids=["before_writing", "while_writing"]
+)
+def test_a_full_disk_damages_no_older_checkpoint(tmp_path, monkeypatch, rejected_before_writing):
     disk = tmp_path / "disk"
     small_file_system(disk, 8)
     try:
-        if not known_before:
+        if not rejected_before_writing:
             usage = shutil.disk_usage(disk)._replace(free=1 << 40)
             monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         lines = []
@@ -341,8 +343,8 @@ def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
     assert json.loads((tmp_path / lock.FILE_NAME).read_text())["state"] == "released"
 
 
-def test_a_lock_is_given_up_only_after_the_beat_that_is_being_written(tmp_path, monkeypatch):
-    """Later it would go to whichever file has got the closed descriptor."""
+def test_a_lock_is_released_only_after_a_pending_heartbeat_is_written(tmp_path, monkeypatch):
+    """A later write would go to whichever file has reused the closed descriptor."""
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
     beating, done, order = threading.Event(), threading.Event(), []
     held = lock.DirectoryLock(locate(tmp_path), print)
@@ -366,7 +368,7 @@ def test_a_lock_is_given_up_only_after_the_beat_that_is_being_written(tmp_path, 
     assert json.loads((tmp_path / lock.FILE_NAME).read_text())["state"] == "released"
 
 
-def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path):
+def test_a_directory_that_cannot_be_created_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with refused(tmp_path / "file" / "checkpoints", "--run-dir"):
         Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and which are kept; what a crash at any moment can cost."""
+"""Tests of the save schedule, of retention, and of the steps that a crash can cost."""
 
 import json
 import math
@@ -19,14 +19,14 @@ def schedule(**settings) -> SaveSchedule:
     return SaveSchedule(CheckpointConfig(**settings), make_group())
 
 
-def asked(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
-    """(step, why) of every save, when step s ends at the s-th time."""
-    found = []
+def saves_of(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
+    """Return (step, reason) of every save; step s ends at the s-th time."""
+    saves = []
     for step, now in enumerate(times, 1):
         if due := schedule.due(step, now):
             schedule.saved(step, due, now)
-            found.append((step, due))
-    return found
+            saves.append((step, due))
+    return saves
 
 
 # -- when ------------------------------------------------------------------------------------------
@@ -34,25 +34,25 @@ def asked(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
 
 def test_saves_are_due_at_the_multiples_of_the_interval_and_halfway():
     times = [0.0] * 20
-    found = asked(schedule(save_interval_steps=10, save_interval_minutes=0), times)
-    assert found == [(5, "halfway"), (10, "interval"), (15, "halfway"), (20, "interval")]
-    odd = asked(schedule(save_interval_steps=3, save_interval_minutes=0), times)
+    actual = saves_of(schedule(save_interval_steps=10, save_interval_minutes=0), times)
+    assert actual == [(5, "halfway"), (10, "interval"), (15, "halfway"), (20, "interval")]
+    odd = saves_of(schedule(save_interval_steps=3, save_interval_minutes=0), times)
     assert [step for step, why in odd if why == "interval"] == [3, 6, 9, 12, 15, 18]
     assert [step for step, why in odd if why == "halfway"] == [1, 4, 7, 10, 13, 16, 19]
 
 
-def test_nothing_is_saved_halfway_where_training_waits_for_saves():
+def test_nothing_is_saved_halfway_if_training_waits_for_saves():
     plan = schedule(save_interval_steps=10, save_interval_minutes=0, async_save=False)
-    assert asked(plan, [0.0] * 20) == [(10, "interval"), (20, "interval")]
+    assert saves_of(plan, [0.0] * 20) == [(10, "interval"), (20, "interval")]
 
 
 def test_saves_are_due_by_minutes_too():
     plan = schedule(save_interval_steps=0, save_interval_minutes=2)
     plan.saved(0, "", 1000.0)
     times = [1000.0 + 20 * step for step in range(1, 13)]
-    found = asked(plan, times)
-    assert found == [(3, "halfway"), (6, "interval"), (9, "halfway"), (12, "interval")]
-    assert plan.due(13, now=0.0) == ""  # a clock that went backwards asks for nothing
+    actual = saves_of(plan, times)
+    assert actual == [(3, "halfway"), (6, "interval"), (9, "halfway"), (12, "interval")]
+    assert plan.due(13, now=0.0) == ""  # a clock that went backwards makes nothing due
 
 
 def test_both_policies_count_from_the_newest_save():
@@ -64,7 +64,7 @@ def test_both_policies_count_from_the_newest_save():
     assert not plan.due(4, 1599.0) and plan.due(4, 1600.0)
 
 
-def test_no_step_is_asked_for_twice_and_nothing_where_it_is_switched_off():
+def test_no_step_is_due_twice_and_none_if_saving_is_disabled():
     off = schedule(save_interval_steps=0, save_interval_minutes=0)
     assert not any(off.due(step, NEVER) for step in range(50))
     plan = schedule(save_interval_steps=2)
@@ -76,14 +76,14 @@ def test_no_step_is_asked_for_twice_and_nothing_where_it_is_switched_off():
 def test_local_saves_are_due_between_the_others():
     local = {"local_dir": "/nvme", "local_interval_steps": 2}
     plan = schedule(save_interval_steps=8, save_interval_minutes=0, **local)
-    found = asked(plan, [0.0] * 10)
+    actual = saves_of(plan, [0.0] * 10)
     whys = {2: "local", 4: "halfway", 6: "local", 8: "interval", 10: "local"}
-    assert found == list(whys.items())
+    assert actual == list(whys.items())
     off = schedule(save_interval_steps=8, save_interval_minutes=0, local_interval_steps=2)
-    assert [step for step, _ in asked(off, [0.0] * 10)] == [4, 8]
+    assert [step for step, _ in saves_of(off, [0.0] * 10)] == [4, 8]
 
 
-def test_local_saves_are_due_by_minutes_beside_the_others():
+def test_local_saves_are_due_by_minutes_between_durable_ones():
     plan = schedule(
         save_interval_steps=0, save_interval_minutes=20, async_save=False,
         local_dir="/nvme",
@@ -91,22 +91,22 @@ def test_local_saves_are_due_by_minutes_beside_the_others():
     plan.saved(0, "", 1000.0)
     plan.saved(0, "local", 1000.0)
     times = [1000.0 + 100 * step for step in range(1, 16)]
-    found = asked(plan, times)
-    assert found == [(3, "local"), (6, "local"), (9, "local"), (12, "interval"), (13, "local")]
+    actual = saves_of(plan, times)
+    assert actual == [(3, "local"), (6, "local"), (9, "local"), (12, "interval"), (13, "local")]
     off = schedule(save_interval_steps=0, save_interval_minutes=20, async_save=False)
     off.saved(0, "", 1000.0)
     off.saved(0, "local", 1000.0)
-    assert asked(off, times) == [(12, "interval")]
+    assert saves_of(off, times) == [(12, "interval")]
 
 
 # -- what a crash costs ----------------------------------------------------------------------------
 
 
 def most_lost(write_steps: int, steps: int, **settings) -> int:
-    """Steps lost by a crash at the worst moment, when a write takes that many steps.
+    """Return the steps lost by a crash at the worst moment, if a write takes `write_steps`.
 
-    As `Checkpointer` does it: a save waits for the one before; without `in_background` training
-    waits for its own.
+    As in `Checkpointer`, a save waits for the previous one; without `in_background` training
+    waits for each save.
     """
     config = CheckpointConfig(save_interval_minutes=0, **settings)
     plan = SaveSchedule(config, make_group())
@@ -126,7 +126,7 @@ def most_lost(write_steps: int, steps: int, **settings) -> int:
 
 @pytest.mark.parametrize("interval", range(1, 14))
 def test_a_crash_never_costs_more_than_one_interval(interval):
-    """However long a write takes: up to for ever, where each save waits for the one before."""
+    """For any duration of a write, also if each save waits for the previous one."""
     for write_steps in (0, 1, 2, 3, 5, 8, 1000):
         lost = most_lost(write_steps, 100, save_interval_steps=interval)
         assert lost <= interval, (write_steps, lost)
@@ -138,7 +138,7 @@ def test_a_crash_never_costs_more_than_one_interval(interval):
 
 
 def kept(steps, metrics=None, halfway=(), **settings) -> list[int]:
-    """What survives when checkpoints appear one by one, each followed by a clean-up."""
+    """Return the checkpoints that remain after each was added and followed by a clean-up."""
     config = CheckpointConfig(**settings)
     alive: dict[int, Saved] = {}
     for step in steps:
@@ -152,7 +152,7 @@ def test_retention_keeps_the_newest():
     assert kept(range(0, 100, 10), max_to_keep=3) == [70, 80, 90]
 
 
-def test_one_saved_halfway_is_kept_until_the_next_and_is_not_counted():
+def test_a_halfway_save_is_kept_until_the_next_and_is_not_counted():
     halfway = range(5, 100, 10)
     assert kept(range(0, 91, 5), halfway=halfway, max_to_keep=3) == [70, 80, 90]
     assert kept(range(0, 96, 5), halfway=halfway, max_to_keep=3) == [70, 80, 90, 95]
@@ -160,14 +160,14 @@ def test_one_saved_halfway_is_kept_until_the_next_and_is_not_counted():
     assert kept([5, 15], halfway=halfway, max_to_keep=1) == [15]  # the save of 10 failed
 
 
-def test_one_saved_halfway_may_be_the_best():
+def test_a_halfway_save_may_be_the_best():
     metrics = {10: {"loss": 0.5}, 15: {"loss": 0.1}, 20: {"loss": 0.4}, 30: {"loss": 0.3}}
     settings = {"halfway": (15, 25), "max_to_keep": 1}
     assert kept([10, 15, 20, 25, 30], metrics, keep_best="loss:1", **settings) == [15, 30]
     assert kept([10, 15, 20, 25, 30], metrics, **settings) == [30]
 
 
-def test_retention_keeps_every_nth_beside_the_newest():
+def test_retention_keeps_every_nth_and_the_newest():
     assert kept(range(0, 100, 10), max_to_keep=1, keep_interval_steps=40) == [0, 40, 80, 90]
 
 
@@ -187,12 +187,12 @@ def test_of_equally_good_checkpoints_the_later_is_best():
 
 
 def test_an_evaluation_that_was_not_a_number_is_never_best():
-    # First among equals of a sort that compares with NaN, and last.
+    # NaN at the position where a sort that compares with NaN puts it first, and last.
     saved = {step: Saved({"loss": math.nan}) for step in (1, 4)} | {2: Saved({"loss": 9.0})}
     assert best_steps(dict(sorted(saved.items())), "loss") == [2]
 
 
-def test_the_manifest_says_what_was_saved_halfway_and_older_ones_say_nothing(tmp_path):
+def test_the_manifest_records_halfway_saves_and_older_manifests_lack_the_field(tmp_path):
     checkpoint = locate(tmp_path / "7")
     checkpoint.make_directory()
     manifest.write(checkpoint, 7, {}, {"loss": 0.5}, halfway=True)

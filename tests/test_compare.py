@@ -1,4 +1,4 @@
-"""Two runs that part: first step, layer and tensor are named, and files say what they can."""
+"""Compare two runs that diverge: the first step, layer and tensor are named."""
 
 import contextlib
 import dataclasses
@@ -51,19 +51,19 @@ def clean(parts, diagnose, batches):
 
 
 def harmed(leaf, generator, kind):
-    """The array with one bit of one element flipped, or moved to the next float; its layer too."""
+    """Return the array with one element changed by a bit or to the next float, and its index."""
     host = np.array(leaf)
     flat = host.reshape(-1)
-    place = int(generator.integers(flat.size))
+    index = int(generator.integers(flat.size))
     if kind == "ulp":
-        flat[place] = np.nextafter(flat[place], np.float32(9), dtype=np.float32)
+        flat[index] = np.nextafter(flat[index], np.float32(9), dtype=np.float32)
     else:
-        flat[place : place + 1].view(np.uint32)[0] ^= np.uint32(1 << int(generator.integers(23)))
-    return jax.device_put(host, leaf.sharding), np.unravel_index(place, host.shape)
+        flat[index : index + 1].view(np.uint32)[0] ^= np.uint32(1 << int(generator.integers(23)))
+    return jax.device_put(host, leaf.sharding), np.unravel_index(index, host.shape)
 
 
 def with_fault(parts, step, seed, kind):
-    """The parts, whose train step harms a random tensor after `step` steps; and its name."""
+    """Return parts whose train step corrupts a random tensor after `step` steps, and its name."""
     generator, named = np.random.default_rng(seed), []
 
     def train(state, batch, limit):
@@ -77,8 +77,8 @@ def with_fault(parts, step, seed, kind):
         path, leaf = leaves[chosen]
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         values = [leaf for _, leaf in leaves]
-        values[chosen], place = harmed(leaf, generator, kind)
-        layer = f", layer {place[0]}" if "layers" in name.split("/") else ""
+        values[chosen], index = harmed(leaf, generator, kind)
+        layer = f", layer {index[0]}" if "layers" in name.split("/") else ""
         named.append(f"{section}/{name}{layer}")
         tree = jax.tree.unflatten(structure, values)
         return dataclasses.replace(state, **{section: tree}), metrics
@@ -93,8 +93,8 @@ def test_a_planted_fault_is_named(parts, diagnose, batches, clean, seed, kind):
     step = 1 + seed % (STEPS - 1)
     faulty, named = with_fault(parts, step, seed, kind)
     walk = rerun_steps(faulty, diagnose, parts.init_state(), batches)
-    found = [d for a, b in zip(clean, walk, strict=True) if (d := first_difference(a, b))]
-    assert (found[0].step, found[0].what) == (step + 1, named[0])
+    differences = [d for a, b in zip(clean, walk, strict=True) if (d := first_difference(a, b))]
+    assert (differences[0].step, differences[0].what) == (step + 1, named[0])
 
 
 def test_equal_runs_have_equal_digests(parts, diagnose, batches, clean):
@@ -104,7 +104,7 @@ def test_equal_runs_have_equal_digests(parts, diagnose, batches, clean):
 
 
 def test_a_fault_inside_a_layer_is_named_by_the_layer(parts, batches):
-    """Both runs start alike; one computes the output of the layer with a marked norm otherwise."""
+    """Both runs start equal; one computes the layer with a marked norm differently."""
     state = parts.init_state()
     path, leaf = jax.tree_util.tree_leaves_with_path(state.params["layers"])[0]
     marked = jax.device_put(np.array(leaf), leaf.sharding).at[1].mul(1.5)
@@ -128,8 +128,8 @@ def test_a_fault_inside_a_layer_is_named_by_the_layer(parts, batches):
 
     other = dataclasses.replace(parts, model=dataclasses.replace(parts.model, block=faulty))
     expected = make_diagnostic_step(parts)(state, batches[0])
-    found = make_diagnostic_step(other)(state, batches[0])
-    differing = [name for name in expected if expected[name] != found[name]]
+    actual = make_diagnostic_step(other)(state, batches[0])
+    differing = [name for name in expected if expected[name] != actual[name]]
     assert differing[0] == "layer 1: output"
     assert "layer 0: output" not in differing and "params/embed" not in " ".join(differing)
 
@@ -171,7 +171,7 @@ def test_records_show_where_settings_data_and_losses_diverge(tmp_path, capsys):
 
 
 def test_steps_are_rerun_from_the_newest_equal_checkpoint_before_the_difference(tmp_path):
-    """A log that differs although later checkpoints are equal."""
+    """The log differs although later checkpoints are equal."""
     state, device = {"w": np.zeros(2, np.float32)}, jax.devices()[0]
     runs = [run_directory(tmp_path / n, [3.0, x, 1.0]) for n, x in (("a", 2.0), ("b", 2.5))]
     for run in runs:

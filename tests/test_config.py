@@ -233,11 +233,11 @@ def test_every_problem_is_in_one_message(tmp_path):
     ],
     ids=lambda words: " ".join(words),
 )
-def test_a_bad_flag_is_answered_with_the_fix(argv, facts):
+def test_an_invalid_flag_is_rejected_with_the_fix(argv, facts):
     assert missing(one_problem(*argv), *facts) == []
 
 
-def test_help_of_a_section_that_is_not_there_names_those_that_are():
+def test_help_of_an_unknown_section_lists_the_existing_ones():
     with refused("--help pain", "shape, paint"):
         read("--help", "pain")
 
@@ -267,13 +267,13 @@ def test_help_of_a_section_that_is_not_there_names_those_that_are():
         ("name = 'a'\nname = 'b'", ["FILE", "TOML"]),
     ],
 )
-def test_a_bad_file_is_answered_with_its_line(file, facts, tmp_path):
+def test_an_invalid_file_is_rejected_with_its_line(file, facts, tmp_path):
     line = one_problem(file=file, tmp_path=tmp_path)
     path = str(tmp_path / "job.toml")
     assert missing(line, *(fact.replace("FILE", path) for fact in facts)) == []
 
 
-def test_a_file_that_is_not_utf8_or_is_a_folder_is_answered(tmp_path):
+def test_a_file_that_is_not_utf8_or_is_a_directory_is_rejected(tmp_path):
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert missing(one_problem(f"--config={binary}"), binary, "UTF-8") == []
@@ -281,7 +281,7 @@ def test_a_file_that_is_not_utf8_or_is_a_folder_is_answered(tmp_path):
     assert missing(about_folder, tmp_path, os.strerror(errno.EISDIR)) == []
 
 
-def test_a_rule_about_a_value_that_could_not_be_read_is_left_out():
+def test_rules_about_an_unreadable_value_are_skipped():
     lines = problems_of("--paint.num_coats=x", "--shape.side=0")
     assert len(lines) == 2 and "num_coats='x'" in lines[0] and "shape.side=0.0" in lines[1]
 
@@ -314,12 +314,12 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
         assert doc in text
 
 
-def test_help_begins_with_what_stands_without_a_flag():
+def test_help_begins_with_positional_arguments():
     text = help_text(Job, "paint", "Paints things.", ALIASES, positional=("run_dir",))
     assert text.index("  RUN_DIR TEXT") < text.index("  --name TEXT")
 
 
-def test_help_shows_what_a_command_adds_before_the_rest():
+def test_help_shows_settings_of_the_command_before_the_rest():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Show(Job):
         floors: int = setting(1, "storeys that are shown")
@@ -328,7 +328,7 @@ def test_help_shows_what_a_command_adds_before_the_rest():
     assert 0 < text.index("  --floors INT") < text.index("  --name TEXT")
 
 
-def test_help_offers_the_kinds_of_a_section_once():
+def test_help_lists_the_kinds_of_a_section_once():
     text = help_text(Job, "paint", "Paints things.", {})
     assert text.count("--shape.kind") == 1 and "--shape.kind {square,circle} = square" in text
 
@@ -361,7 +361,7 @@ def test_infinite_numbers_are_rejected_without_bounds_too():
         read("--shape.side=inf")
 
 
-# -- flags of a command line whose settings are not known ------------------------------------------
+# -- flags of a command line with unknown settings -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_infinite_numbers_are_rejected_without_bounds_too():
         ("--steps 3 -- --run-dir a", None, "--steps 3 -- --run-dir a"),
     ],
 )
-def test_a_flag_is_found_in_every_spelling(line, value, rest):
+def test_a_flag_is_recognized_in_every_spelling(line, value, rest):
     assert value_of(line.split(), "run_dir") == value
     assert value_of(line.split(), "other", "run_dir") == value
     assert without_flags(line.split(), "run_dir") == rest.split()

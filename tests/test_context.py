@@ -1,7 +1,7 @@
 """Rows shared by devices (the `context` axis) compute what one device computes.
 
-Attention alone is compared with the dense softmax over whole rows, for every exchange and mask; the
-whole step with the hand-written reference of `tiny.py`.
+Attention alone is compared with the dense softmax over complete rows, for every exchange and mask;
+the complete step with the hand-written reference of `tiny.py`.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ HEADS = {"grouped": (8, 4), "odd": (3, 1)}
 
 @functools.cache
 def rows(heads: int, kv_heads: int):
-    """Query, key, value and a cotangent [2, LENGTH, heads, WIDTH], and documents [2, LENGTH].
+    """Return query, key, value, cotangent [2, LENGTH, heads, WIDTH] and documents [2, LENGTH].
 
-    Documents end at every cut between chunks, one before and one behind it, and inside chunks.
+    Documents end at every chunk boundary, one position before and after it, and inside chunks.
     """
     rng = np.random.default_rng(0)
     shapes = [(2, LENGTH, n, WIDTH) for n in (heads, kv_heads, kv_heads, heads)]
@@ -65,54 +65,54 @@ def rows(heads: int, kv_heads: int):
 
 
 def pulled(attend, *inputs):
-    """Output, and gradients of query, key and value; the inputs are those of `inputs_of`."""
+    """Return the output and the gradients of query, key and value for inputs of `inputs_of`."""
     query, key, value, cotangent, segments = inputs
     out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
     return out, back(cotangent)
 
 
 def inputs_of(heads: str, is_packed: bool):
-    """Query, key, value, cotangent and documents; None for the last where rows hold one."""
+    """Return query, key, value, cotangent and documents; None if rows hold one document."""
     *arrays, segments = rows(*HEADS[heads])
     return *arrays, segments if is_packed else None
 
 
 def value_and_grads(attend, heads: str, is_packed: bool):
-    """What an `attend` of whole rows and documents gives, and its gradients."""
+    """Return the output of an `attend` on complete rows, and its gradients."""
     return jax.device_get(jax.jit(functools.partial(pulled, attend))(*inputs_of(heads, is_packed)))
 
 
 @functools.cache
 def dense(mask: str, heads: str, is_packed: bool):
-    """The same by a softmax over the whole matrix, written here."""
+    """Return the same computed by a softmax over the full score matrix."""
 
     def attend(query, key, value, segments):
         each = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH)
         scores = CAPS[mask] * jnp.tanh(scores / CAPS[mask]) if mask in CAPS else scores
-        told = dataclasses.replace(MASKS[mask], segments=segments)
-        scores = jnp.where(visible(told, LENGTH, LENGTH), scores, -jnp.inf)
+        rule = dataclasses.replace(MASKS[mask], segments=segments)
+        scores = jnp.where(visible(rule, LENGTH, LENGTH), scores, -jnp.inf)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
     return value_and_grads(attend, heads, is_packed)
 
 
 def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
-    """The same by devices that share the rows."""
+    """Return the same computed by devices that share the rows."""
     mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
     attend = make_attend(AttentionPlan("cpu", exchange=plan))
     order = np.concatenate(
         [axis.position_ids_of(i, LENGTH // shards, shards) for i in range(shards)]
     )
 
-    def told(query, key, value, segments):
+    def attend_packed(query, key, value, segments):
         layer = jnp.asarray(MASKS[mask].layer)
         seen = dataclasses.replace(MASKS[mask], segments=segments, layer=layer)
         return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0))
 
     over = P(None, "context")
-    local = in_order(functools.partial(pulled, told))
+    local = in_order(functools.partial(pulled, attend_packed))
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over))
     placed = jax.tree.map(lambda x: x[:, order], inputs_of(heads, is_packed))
     return jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], step(*placed))
@@ -129,9 +129,9 @@ def test_dropout_over_shared_rows_is_refused_with_the_fix():
         jax.eval_shape(mapped, jnp.ones((1, 8, 2, 4)))
 
 
-def apart(found, expected) -> float:
-    """The largest difference of outputs or of any gradient, relative to its largest number."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+def apart(actual, expected) -> float:
+    """Return the largest difference of outputs or gradients, relative to the largest value."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
 
 
@@ -157,9 +157,9 @@ SHARED = [
 
 
 @pytest.mark.parametrize("choice", SHARED, ids=lambda c: "_".join(map(str, c.values())))
-def test_attention_over_shared_rows_is_attention_over_whole_rows(choice):
-    found = shared(PLANS[choice["plan"]], choice["mask"], choice["heads"], choice["is_packed"])
-    assert apart(found, dense(choice["mask"], choice["heads"], choice["is_packed"])) <= CLOSE
+def test_attention_over_shared_rows_is_equal_to_dense_attention(choice):
+    actual = shared(PLANS[choice["plan"]], choice["mask"], choice["heads"], choice["is_packed"])
+    assert apart(actual, dense(choice["mask"], choice["heads"], choice["is_packed"])) <= CLOSE
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_attention_over_shared_rows_is_attention_over_whole_rows(choice):
         pytest.param("all_to_all", 1, "causal", marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_has_a_window_or_none_as_its_number_says(plan, layer, mask):
-    """The program of shared rows holds both; the number is known when it runs."""
-    found = shared(PLANS[plan], f"layer {layer} of two", "grouped", False)
-    assert apart(found, dense(mask, "grouped", False)) <= CLOSE
+def test_the_layer_number_selects_window_or_none(plan, layer, mask):
+    """The program of shared rows contains both; the layer number is a runtime value."""
+    actual = shared(PLANS[plan], f"layer {layer} of two", "grouped", False)
+    assert apart(actual, dense(mask, "grouped", False)) <= CLOSE
 
 
 # --- one device -----------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ def test_a_layer_has_a_window_or_none_as_its_number_says(plan, layer, mask):
 )
 def test_block_by_block_is_dense(mask, heads, is_packed, block):
     """Blocks of 31 do not divide 48 positions, so that rows are padded."""
-    told = MASKS[mask]
+    settings = MASKS[mask]
 
     def attend(query, key, value, segments):
         span = blockwise.Span(jnp.arange(LENGTH)[None], segments)
-        rule = blockwise.Rule(told.causal, told.sliding_window, block, CAPS.get(mask, 0.0))
+        rule = blockwise.Rule(settings.causal, settings.sliding_window, block, CAPS.get(mask, 0.0))
         return blockwise.attend(query, key, value, span, span, rule)
 
     assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
@@ -220,19 +220,19 @@ def test_block_by_block_is_exact_in_float64():
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) for x in (query, key, value)]
         span = blockwise.Span(jnp.arange(LENGTH, dtype=jnp.int32)[None], jnp.asarray(segments))
-        found = blockwise.forward(*map(jnp.asarray, wide), span, span, blockwise.Rule(True, 0, 16))
+        actual = blockwise.forward(*map(jnp.asarray, wide), span, span, blockwise.Rule(True, 0, 16))
     query, key, value = wide
     scores = np.einsum("bqhd,bkhd->bhqk", query, np.repeat(key, 2, 2)) / np.sqrt(WIDTH)
     allowed = np.tri(LENGTH, dtype=bool) & (segments[:, :, None] == segments[:, None])
     weights = np.where(allowed[:, None], np.exp(scores), 0)
     total = weights.sum(-1)
     out = np.einsum("bhqk,bkhd->bqhd", weights / total[..., None], np.repeat(value, 2, 2))
-    np.testing.assert_allclose(found.out, out, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(np.moveaxis(found.lse, 1, 2), np.log(total), rtol=1e-12)
+    np.testing.assert_allclose(actual.out, out, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.moveaxis(actual.lse, 1, 2), np.log(total), rtol=1e-12)
 
 
 def test_layers_of_long_rows_never_have_a_matrix_of_scores():
-    """In a loop over layers, whose masks are all alike: jax would make them ahead of it."""
+    """In a loop over layers with equal masks, jax would hoist a full mask out of the loop."""
     length = 4096
     kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (2, 1, 1)]
     attend = make_attend(AttentionPlan("cpu"))
@@ -246,19 +246,19 @@ def test_layers_of_long_rows_never_have_a_matrix_of_scores():
 
 
 def test_blocks_that_no_query_sees_are_skipped():
-    place = jnp.arange(1024, dtype=jnp.int32).reshape(16, 1, 64)
-    document = 1 + (place >= 512).astype(jnp.int32)
+    position = jnp.arange(1024, dtype=jnp.int32).reshape(16, 1, 64)
+    document = 1 + (position >= 512).astype(jnp.int32)
     seen = lambda rule, segments=None: blockwise._any_seen(
-        blockwise.Span(place, segments), blockwise.Span(place, segments), rule
+        blockwise.Span(position, segments), blockwise.Span(position, segments), rule
     )
     assert np.array_equal(seen(blockwise.Rule()), np.tri(16, dtype=bool))
-    # 65 keys reach into the block before, and its own.
+    # 65 keys reach into the previous block and their own.
     near = seen(blockwise.Rule(True, 65))
     assert np.array_equal(near, np.tri(16, dtype=bool) & ~np.tri(16, k=-2, dtype=bool))
     assert int(seen(blockwise.Rule(), document).sum()) == 2 * 36
 
 
-# --- the whole step -------------------------------------------------------------------------------
+# --- the complete step ----------------------------------------------------------------------------
 
 
 def is_legal(mesh: str, exchange: str, model: str, zero: int, **_) -> bool:
@@ -305,7 +305,7 @@ def test_every_mesh_with_shared_rows_computes_what_one_device_computes(case):
 
 STAGES = [
     StagesCase(mesh="pp=2,cp=2,tp=2", schedule="zero_bubble", exchange="all_to_all"),
-    # With dropout, whose bits follow the position in the whole row.
+    # With dropout, whose bits depend on the position in the complete row.
     StagesCase(mesh="pp=2,cp=4", schedule="1f1b", exchange="hybrid", family="gpt2"),
     StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", virtual=2),
     # Stages whose layers have a window, and others.
@@ -324,14 +324,14 @@ def test_stages_share_rows(case):
 
 def test_evaluation_counts_every_token_once():
     case = StagesCase(mesh="dp=2,cp=4")
-    found, expected = evaluation(case), evaluation(dataclasses.replace(case, mesh="dp=1"))
-    assert found["weight"] == expected["weight"]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert found["correct"] == expected["correct"]
+    actual, expected = evaluation(case), evaluation(dataclasses.replace(case, mesh="dp=1"))
+    assert actual["weight"] == expected["weight"]
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert actual["correct"] == expected["correct"]
 
 
 @pytest.mark.parametrize("model", ["rotary", pytest.param("windowed", marks=pytest.mark.slow)])
-def test_the_ring_moves_what_its_theory_says(model):
+def test_ring_traffic_is_equal_to_the_formula(model):
     """Keys and values move forward and backward, and their gradients move once."""
     case = Case(model, "cp=4", exchange="ring")
     step, state = step_of(case)

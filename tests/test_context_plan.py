@@ -1,4 +1,4 @@
-"""The planner's account of shared rows: traffic as compiled, and configs that fit their GPUs."""
+"""The planner's estimates of shared rows: traffic as compiled, and configs that fit their GPUs."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ],
 )
 def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
-    """Not one of no bytes either, which the table of `plan` would show."""
+    """Nor one of zero bytes, which the table of `plan` would list."""
     flows = flows_of(job_of(Case("learned", "cp=4", exchange=exchange)))
     assert {flow.kind for flow in flows if flow.purpose not in ("gradients", "weights")} == kinds
 
@@ -63,7 +63,7 @@ def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
 def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
     """Keys, values, heads and documents, forward and backward, and gradients.
 
-    Documents are the same in every layer: XLA may move some of them once for all.
+    Documents are the same in every layer: XLA may move some of them only once.
     """
     step, state = step_of(case)
     rows = text_batch(packed=packing == "documents")
@@ -91,7 +91,7 @@ def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
 def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
     """On 80-GB GPUs with a tenth to spare, by a mesh whose attention is cuDNN's.
 
-    What is planned is near what was compiled. Of exchanged heads the output is kept twice.
+    Planned memory is near compiled memory. With exchanged heads the output is kept twice.
     """
     config = stored_run(CONFIGS / f"{name}.toml")
     job = Job.of(
@@ -137,7 +137,7 @@ def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
 
 
 def test_activations_of_a_row_fall_with_the_devices_that_share_it():
-    """As committed: of the half as many devices' half, within a tenth."""
+    """Twice the devices halve the committed activations, within a tenth."""
     page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
     table = page.partition("## Memory of one row")[2].partition("##")[0]
     shares = re.findall(r"^\| \d+ \|.*\| (\d+) % \|$", table, re.M)
@@ -153,19 +153,19 @@ TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
     [(6, 6, "hybrid"), (32, 8, "all_to_all")],
 )
 def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
-    """Also where the rule, which knows no links, takes the ring (6 heads over 16 devices)."""
+    """Also if the rule, which ignores links, chooses the ring (6 heads over 16 devices)."""
     config, spec = long_rows(heads, kv_heads), MeshSpec(context=16)
-    found = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)
-    name = found.job.config.mesh.context_attention
-    assert name == found.job.exchange.exchange == fastest
-    assert found.flags(config)["mesh.context_attention"] == name
-    for other in exchanges(found.job):
-        changed = Candidate.of(found.job.changed("mesh", context_attention=other))
-        assert not changed.fits or found.time.seconds <= changed.time.seconds
+    best = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)
+    name = best.job.config.mesh.context_attention
+    assert name == best.job.exchange.exchange == fastest
+    assert best.flags(config)["mesh.context_attention"] == name
+    for other in exchanges(best.job):
+        changed = Candidate.of(best.job.changed("mesh", context_attention=other))
+        assert not changed.fits or best.time.seconds <= changed.time.seconds
 
 
-def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
-    """cuDNN's causal mask does not know all keys at once."""
+def test_an_exchange_without_the_requested_kernel_is_refused():
+    """cuDNN's causal mask does not support all keys at once."""
     config, spec = long_rows(3, 3), MeshSpec(context=2)
     named = dataclasses.replace(config.model, attention="cudnn")
     cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=2)
@@ -174,15 +174,15 @@ def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
     assert exchanges(job) == ["ring"]
     with refused("attention='cudnn'", "all gathered keys"):
         _ = job.changed("mesh", context_attention="all_gather").attention
-    # Heads that are wider than parts of packed rows may have, and whole packed rows have.
+    # Wider heads than parts of packed rows support; complete packed rows support them.
     wide = dataclasses.replace(named, head_dim=192)
-    found = search(dataclasses.replace(config, model=wide, data=PACKED), cluster, stages=False)
-    assert "attention='cudnn'" in found.refused[spec] and found.choices
+    results = search(dataclasses.replace(config, model=wide, data=PACKED), cluster, stages=False)
+    assert "attention='cudnn'" in results.refused[spec] and results.choices
 
 
 @pytest.mark.parametrize(("num_nodes", "waits_long"), [(1, False), (2, True)])
-def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_long):
-    """All but the part of the row that a device holds itself; the rest of the time it waits."""
+def test_a_ring_overlaps_with_attention(num_nodes, waits_long):
+    """Every chunk except the device's own overlaps; the remaining time is waiting."""
     mesh = MeshConfig(context_attention="ring")
     cluster = dataclasses.replace(TWO_NODES, num_nodes=num_nodes)
     size = cluster.num_gpus
@@ -190,16 +190,16 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
     parts = estimate_time(job).parts
     permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
     moving = sum(f.seconds for f in permutes) / OURS.links
-    beside = parts["attention"] * (size - 1) / size
-    assert (OURS.hidden * moving > beside) == waits_long
+    overlapped = parts["attention"] * (size - 1) / size
+    assert (OURS.hidden * moving > overlapped) == waits_long
     waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
-    late = max(0.0, OURS.hidden * moving - beside)
+    late = max(0.0, OURS.hidden * moving - overlapped)
     assert waited == pytest.approx((1 - OURS.hidden) * moving + late)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "hybrid"])
-def test_a_window_does_not_change_what_a_ring_sends(exchange):
-    """Layers with a window run block by block, and their keys go past all devices."""
+def test_a_window_does_not_change_ring_traffic(exchange):
+    """Layers with a window run block by block, and their keys pass all devices."""
     config = long_rows(6, 6, mesh=MeshConfig(context_attention=exchange))
     sent = []
     for window, every, kernel in [(0, 0, "cudnn"), (4096, 0, "blockwise"), (4096, 2, "blockwise")]:
@@ -212,11 +212,11 @@ def test_a_window_does_not_change_what_a_ring_sends(exchange):
 
 
 def test_times_count_the_work_of_the_busiest_device():
-    """Of packed rows a ring's is uneven, a hybrid's less, exchanged heads' not; of causal, none."""
+    """Packed rows: a ring is unbalanced, a hybrid less, exchanged heads not. Causal: balanced."""
     job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)
     spent = lambda job: estimate_time(job).parts["attention"]
     by = lambda job, name: job.changed("mesh", context_attention=name)
-    said = lambda job: next(advice._exchange(SimpleNamespace(choice=Candidate.of(job)))).text
+    remark_of = lambda job: next(advice._exchange(SimpleNamespace(choice=Candidate.of(job)))).text
     assert imbalance(by(job, "ring")) == 0
     packed = dataclasses.replace(job, config=dataclasses.replace(job.config, data=PACKED))
     uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]
@@ -225,7 +225,7 @@ def test_times_count_the_work_of_the_busiest_device():
     # A little less, as the kernel is faster where it sees more keys.
     assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring), rel=0.02)
     shares = [f"{name} {percent(imbalance(by(packed, name)), 0)}" for name in exchanges(packed)]
-    assert all(share in said(packed_ring) and share not in said(ring) for share in shares)
+    assert all(share in remark_of(packed_ring) and share not in remark_of(ring) for share in shares)
 
 
 SMALL = RunConfig(
@@ -244,7 +244,7 @@ SMALL = RunConfig(
 def test_traffic_of_the_gpu_program_is_the_planned(exchange):
     """Keys, values, heads and their gradients, in bfloat16 and float32 as the GPU sends them.
 
-    Every permute of a ring has a product beside it.
+    Every permute of a ring overlaps with a product.
     """
     mesh = MeshConfig(context_attention=exchange)
     config = dataclasses.replace(SMALL, mesh=mesh)
