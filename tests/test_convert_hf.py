@@ -1,4 +1,4 @@
-"""`convert from-hf` and `to-hf` against transformers: same logits, and every bit there and back."""
+"""`convert from-hf` and `to-hf` against transformers: equal logits, bit-identical round trips."""
 
 import dataclasses
 import json
@@ -34,8 +34,8 @@ QUIET = {"log": lambda line: None}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def theirs(request, tmp_path_factory):
-    """A model saved by transformers (two shards), its logits, and where it lies."""
+def source_model(request, tmp_path_factory):
+    """Save a model with transformers (two shards); return family, folder, tokens and logits."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     pytest.importorskip("transformers", reason="needs the reference extra")
     from test_model_families import reference_of
@@ -51,19 +51,19 @@ def theirs(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def converted(theirs, tmp_path_factory):
+def converted(source_model, tmp_path_factory):
     out = tmp_path_factory.mktemp("ours") / "run"
-    assert main(["from-hf", str(theirs[1]), str(out)]) == 0
+    assert main(["from-hf", str(source_model[1]), str(out)]) == 0
     return out
 
 
-def test_the_sizes_are_the_model_s(theirs, converted):
-    assert stored_run(converted / "config.toml").model == FAMILIES[theirs[0]]
+def test_the_converted_config_equals_the_model(source_model, converted):
+    assert stored_run(converted / "config.toml").model == FAMILIES[source_model[0]]
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "dp=2,tp=2"])
-def test_logits_equal_transformers_after_loading_onto_a_mesh(theirs, converted, mesh):
-    name, _, tokens, expected = theirs
+def test_logits_equal_transformers_after_loading_onto_a_mesh(source_model, converted, mesh):
+    name, _, tokens, expected = source_model
     settings = stored_run(converted / "config.toml")
     settings = dataclasses.replace(
         settings, mesh=dataclasses.replace(settings.mesh, shape=mesh), precision=settings.precision
@@ -77,8 +77,8 @@ def test_logits_equal_transformers_after_loading_onto_a_mesh(theirs, converted, 
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_there_and_back_every_tensor_has_the_same_bits(theirs, converted, tmp_path):
-    name, source, tokens, expected = theirs
+def test_a_round_trip_keeps_the_bits_of_every_tensor(source_model, converted, tmp_path):
+    name, source, tokens, expected = source_model
     out = tmp_path / "back"
     assert main(["to-hf", str(converted), str(out), "--shard_gb=0.00004"]) == 0
     before, after = safetensors.open_all(source), safetensors.open_all(out)
@@ -98,7 +98,7 @@ def test_there_and_back_every_tensor_has_the_same_bits(theirs, converted, tmp_pa
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
+def test_rare_variants_equal_transformers_both_ways(name, tmp_path):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     pytest.importorskip("transformers", reason="needs the reference extra")
     from test_model_families import reference_of
@@ -116,13 +116,13 @@ def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
     stored = safetensors.open_all(tmp_path)
     for piece in pieces(config, family_of(config)):
-        theirs = [stored[source].read() for source in piece.tensor_names]
-        for back, tensor in zip(piece.split(piece.join(theirs)), theirs, strict=True):
+        tensors = [stored[source].read() for source in piece.tensor_names]
+        for back, tensor in zip(piece.split(piece.join(tensors)), tensors, strict=True):
             np.testing.assert_array_equal(back, tensor)
 
 
 def tree_of(folder) -> dict:
-    """Our parameters from whole tensors, on the host."""
+    """Return our parameters from complete tensors, on the host."""
     from test_huggingface import joined
 
     params: dict = {}
@@ -162,7 +162,7 @@ def test_phi3_is_read_from_fused_tensors_and_written_as_llama_or_mistral(tmp_pat
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
-def test_configs_survive_the_way_there_and_back(name):
+def test_configs_survive_a_round_trip(name):
     config = {**FAMILIES, **VARIANTS}[name]
     assert read_config(write_config(config, "float32")) == config
     assert write_config(config, "float32")["model_type"] == family_of(config)
@@ -170,7 +170,7 @@ def test_configs_survive_the_way_there_and_back(name):
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_pieces_cover_every_array_and_split_what_they_join(name):
-    """Without transformers: random arrays of ours, split into theirs and joined again."""
+    """Without transformers: split random arrays of ours into its tensors and join them again."""
     config = {**FAMILIES, **VARIANTS}[name]
     shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
     ours = {
@@ -209,8 +209,8 @@ def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
     params = parts.stored_params(str(tmp_path / "run"))
     table = params["embed"]["table"]
     assert table.dtype == np.float32 and len(table.sharding.device_set) == 8
-    theirs = safetensors.open_all(tmp_path / "in")["model.embed_tokens.weight"].read()
-    np.testing.assert_array_equal(table[: len(theirs)], theirs.astype(np.float32))
+    expected = safetensors.open_all(tmp_path / "in")["model.embed_tokens.weight"].read()
+    np.testing.assert_array_equal(table[: len(expected)], expected.astype(np.float32))
     other = dataclasses.replace(settings.model, mlp_dim=64)
     wrong = assemble(dataclasses.replace(settings, mesh=mesh, model=other), jax.devices()[:8])
     with refused("params/layers/mlp/up", "[2, 32, 2, 48]", "[2, 32, 2, 64]", num_problems=2):
@@ -251,7 +251,7 @@ def test_weights_keep_their_dtype(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_base_models_without_the_prefix_are_found(tmp_path):
+def test_base_models_without_the_prefix_are_converted(tmp_path):
     source = tmp_path / "in"
     write_model(source, FAMILIES["gpt2"])
     tensors = {
@@ -322,7 +322,7 @@ print("peak", next(line for line in lines if line.startswith("VmHWM")).split()[1
 
 
 def peak_bytes(*words) -> int:
-    """The most memory that a conversion in a process of its own ever had resident."""
+    """Return the peak resident memory of a conversion in a separate process."""
     command = [sys.executable, "-c", MEASURED, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr
@@ -333,7 +333,7 @@ def peak_bytes(*words) -> int:
 def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(tmp_path):
     """500 MB of weights, 201 MB the largest tensors (one kept, one transposed): 2x that, 64 MB.
 
-    Beside what the command takes for a model of a few KB: imports and threads.
+    This excludes the memory of a conversion of a few KB: imports and threads.
     """
     if not Path("/proc/self/status").exists():
         pytest.skip("needs Linux's /proc to know the peak")

@@ -44,7 +44,7 @@ def example(**args):
 
 
 def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
-    """Losses and gradient norms of some steps, and the last state."""
+    """Return losses and gradient norms of some steps, and the last state."""
     model = example()
     spec = MeshSpec.parse(mesh)
     layout = Layout(
@@ -94,7 +94,7 @@ def one_device():
     ],
     ids=["dp8", "fsdp8", "dp4_zero3", "tp4", "dp2_fsdp2_tp2"],
 )
-def test_the_example_trains_alike_on_every_mesh(mesh, options, one_device):
+def test_the_example_trains_equally_on_every_mesh(mesh, options, one_device):
     history, state = train(mesh, **options)
     # float32 sums in another order, two Adam steps.
     np.testing.assert_allclose(history, one_device, rtol=1e-5)
@@ -105,7 +105,7 @@ def test_the_example_trains_alike_on_every_mesh(mesh, options, one_device):
 
 
 def test_the_tensor_axis_is_used_and_not_only_stored():
-    """Under automatic partitioning too, no device multiplies by whole kernels."""
+    """Under automatic partitioning too, no device multiplies by complete kernels."""
     model, mesh = example(), MeshSpec.parse("tp=4").build(jax.devices()[:4])
     layout = Layout(mesh=mesh, rules=model.rules, auto_tensor=True)
     schedule = lambda step: jnp.float32(1e-2)
@@ -119,12 +119,12 @@ def test_the_tensor_axis_is_used_and_not_only_stored():
     assert "f32[64,64]" not in text and "f32[8,8,64]" not in text
 
 
-def test_weights_without_names_stay_whole():
+def test_weights_without_names_are_replicated():
     _, axes, _ = layers.functional(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
     assert axes == {"kernel": Dims((None, None)), "bias": Dims((None,))}
 
 
-def test_state_beside_parameters_is_refused():
+def test_state_other_than_parameters_is_refused():
     with refused("BatchNorm", "BatchStat", error=ValueError):
         layers.functional(lambda rngs: nnx.BatchNorm(4, rngs=rngs))
 
@@ -147,8 +147,8 @@ def test_tokens_beyond_the_vocabulary_of_a_model_are_refused():
             check_data_fits(parts, data)
 
 
-def test_a_model_of_ones_own_says_its_classes_and_how_it_attends():
-    """What the settings cannot know is asked of the model, as of the package's own."""
+def test_a_custom_model_reports_its_classes_and_attention():
+    """Facts that are not in the settings come from the model, as for built-in models."""
     config = read_run(["--model=custom", "--model.factory=m:build", "--mesh=cp=2"], command="")
     images = dataclasses.replace(example(), unit="images", num_classes=10)
     data = SimpleNamespace(kind="images", vocab_size=11)
@@ -162,11 +162,11 @@ def test_a_model_of_ones_own_says_its_classes_and_how_it_attends():
 
 
 def test_a_model_without_head_or_objective_is_rejected():
-    """Models written for `head_loss` are told the replacement, before anything runs."""
+    """Models written for `head_loss` get an error that names the replacement."""
     rest = {"name": "m", "init": None, "axes": {}, "dims": {}}
-    for given in ({"head_loss": print}, {"head": print}, {"objective": print}):
-        with refused("model 'm'", "head=", "objective=", "TokenHead", *(given.keys() - {"head"})):
-            Model(**rest, **given)
+    for fields in ({"head_loss": print}, {"head": print}, {"objective": print}):
+        with refused("model 'm'", "head=", "objective=", "TokenHead", *(fields.keys() - {"head"})):
+            Model(**rest, **fields)
 
 
 @pytest.mark.parametrize("name, replacement", _RENAMED.items())
@@ -183,7 +183,7 @@ def test_a_removed_collective_is_rejected_by_name():
 
 
 def test_replacements_of_removed_members_exist():
-    """And the record that models see stays small."""
+    """The record that models receive stays small."""
     named = re.findall(r"Context\.(\w+)", " ".join(_RENAMED.values()))
     assert named and all(hasattr(Context(), name) for name in named)
     assert len(dataclasses.fields(Context)) <= 15
@@ -207,7 +207,7 @@ def test_the_example_is_short():
         ("builtins:dict", {}, "returned dict, not a jaxdist.core.types.Model"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_named_with_the_reason(factory, args, message):
+def test_a_factory_that_returns_no_model_is_named_with_the_reason(factory, args, message):
     with pytest.raises(ConfigError, match=message):
         build(CustomConfig(factory=factory, args=args), seq_len=SEQ)
 

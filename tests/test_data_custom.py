@@ -1,4 +1,4 @@
-"""A pipeline of the user's own, written with grain, named as module:function."""
+"""A custom data pipeline, written with grain, named as module:function."""
 
 import contextlib
 import dataclasses
@@ -188,7 +188,7 @@ def test_a_grain_pipeline_is_shuffled_and_batched_like_files():
     assert batches[0]["tokens"].dtype == np.int32
 
 
-def test_images_of_ones_own():
+def test_custom_images():
     train, held = open_function("images")
     assert (train.kind, train.vocab_size, held) == ("images", 12, None)
     batch = train.rows(np.array([3, 1]))
@@ -226,7 +226,7 @@ def test_functions_that_cannot_be_used_are_refused(name, error):
         train.rows(np.arange(train.num_rows))
 
 
-def test_what_a_function_needs_is_said_at_once():
+def test_all_requirements_of_a_function_are_reported_together():
     with pytest.raises(ConfigError, match="the only source"):
         open_function("pipeline", eval_sources=["stdlib"])
     with refused("no_such:rows", "named 'no_such'"):
@@ -251,16 +251,16 @@ def test_fields_keep_their_values(name, workers):
     options = {"global_batch_size": 6, "sharding": on_two_devices()}
     loader = Loader(train, seed=1, num_workers=workers, **options)
     for batch in (next(loader), next(eval_batches(held, **options))):
-        found = {field: np.asarray(value) for field, value in batch.items() if field in FIELDS}
-        assert {field: str(value.dtype) for field, value in found.items()} == FIELDS
-        number = found["tokens"][:, 0].astype(np.float64)
-        np.testing.assert_array_equal(found["targets"], number[:, None] + np.full(8, 0.25))
-        np.testing.assert_array_equal(found["half"], number + 0.5)
-        np.testing.assert_array_equal(found["brain"][:, 1], number + 0.5)
-        np.testing.assert_array_equal(found["single"], number.astype(np.float32) / np.float32(3))
-        np.testing.assert_array_equal(found["small"], number)
-        np.testing.assert_array_equal(found["long"], -number)
-        np.testing.assert_array_equal(found["mask"], number % 2 == 0)
+        fields = {field: np.asarray(value) for field, value in batch.items() if field in FIELDS}
+        assert {field: str(value.dtype) for field, value in fields.items()} == FIELDS
+        number = fields["tokens"][:, 0].astype(np.float64)
+        np.testing.assert_array_equal(fields["targets"], number[:, None] + np.full(8, 0.25))
+        np.testing.assert_array_equal(fields["half"], number + 0.5)
+        np.testing.assert_array_equal(fields["brain"][:, 1], number + 0.5)
+        np.testing.assert_array_equal(fields["single"], number.astype(np.float32) / np.float32(3))
+        np.testing.assert_array_equal(fields["small"], number)
+        np.testing.assert_array_equal(fields["long"], -number)
+        np.testing.assert_array_equal(fields["mask"], number % 2 == 0)
     loader.close()
 
 
@@ -300,7 +300,7 @@ def test_a_row_without_a_field_is_named():
         CustomRows(rows, "my_rows").rows(np.arange(99))
 
 
-def test_only_a_model_of_ones_own_takes_targets_that_are_no_classes():
+def test_only_a_custom_model_accepts_targets_that_are_no_classes():
     train, _ = open_function("values")
     for flags, is_rejected in (
         ([], True),
@@ -312,7 +312,7 @@ def test_only_a_model_of_ones_own_takes_targets_that_are_no_classes():
 
 
 def train_regression(**settings):
-    """Gradient descent on all rows at once, a row on each device."""
+    """Train by gradient descent on all rows at once, one row on each device."""
     optim = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "peak_lr": 0.1}
     settings = {
         "model": {"kind": "custom", "factory": "my_rows:regression"},
@@ -363,12 +363,12 @@ def test_a_stream_trains_in_its_own_order_and_resumes_exactly():
     assert (train.kind, held.num_rows) == ("text", 5)
     assert train.fingerprint == open_function("stream")[0].fingerprint
     settings = {"seed": 1, "sharding": on_two_devices()}
-    whole = Loader(train, global_batch_size=4, **settings)
-    batches = starts(whole, 6)
+    complete = Loader(train, global_batch_size=4, **settings)
+    batches = starts(complete, 6)
     assert batches[0] != sorted(batches[0])
     assert all(start % 3 for batch in batches for start in batch)
-    assert whole.rows(8) == [8, 9, 10, 11]
-    whole.close()
+    assert complete.rows(8) == [8, 9, 10, 11]
+    complete.close()
     loader = Loader(train, global_batch_size=4, prefetch=3, **settings)
     assert starts(loader, 2) == batches[:2]
     state = json.loads(json.dumps(loader.state()))
@@ -396,7 +396,7 @@ def test_a_stream_that_ends_is_an_error_and_not_an_epoch():
     loader.close()
 
 
-def test_a_stream_takes_no_workers_and_other_streams_are_refused_on_resume():
+def test_a_stream_rejects_workers_and_a_resume_rejects_other_streams():
     train, _ = open_function("stream")
     settings = {"global_batch_size": 4, "seed": 0, "sharding": on_two_devices()}
     with pytest.raises(ConfigError, match=r"data\.num_workers=2"):

@@ -1,4 +1,4 @@
-"""The data ledger: the same chain on every mesh and across restarts, and no other data under it."""
+"""The data ledger: the same chain on every mesh and across restarts; other data are rejected."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def dataset(tmp_path):
 
 
 def walk(dataset, steps, *, mesh="dp=2", seed=3, **start) -> tuple[list[Link], dict]:
-    """Links of so many batches, and the loader's state as a checkpoint holds it."""
+    """Return the links of `steps` batches, and the loader's state as stored in a checkpoint."""
     loader = Loader(
         dataset, global_batch_size=BATCH, seed=seed, sharding=sharding_on(mesh), **start
     )
@@ -46,7 +46,7 @@ def chain_by_hand(dataset, seed, first_samples) -> list[str]:
     return digests[1:]
 
 
-def test_the_chain_is_the_one_by_hand_on_every_mesh_and_across_a_restart(dataset):
+def test_the_chain_equals_the_reference_on_every_mesh_and_across_a_restart(dataset):
     steps = NUM_LINKS + 4
     links, state = walk(dataset, steps)
     expected = chain_by_hand(dataset, 3, range(0, steps * BATCH, BATCH))
@@ -58,10 +58,10 @@ def test_the_chain_is_the_one_by_hand_on_every_mesh_and_across_a_restart(dataset
     assert walk(dataset, 2, seed=4)[0] != links[:2]
 
 
-@pytest.mark.parametrize("place", [1, 5, -1])
-def test_a_resume_with_another_ledger_is_refused(dataset, place):
+@pytest.mark.parametrize("index", [1, 5, -1])
+def test_a_resume_with_another_ledger_is_refused(dataset, index):
     _, state = walk(dataset, 10)
-    state["ledger"][place][2] = "0" * 32
+    state["ledger"][index][2] = "0" * 32
     with pytest.raises(ConfigError, match="data ledger"):
         resume_position(state, dataset, seed=3)
 
@@ -78,7 +78,7 @@ def test_a_resume_whose_rows_come_in_another_order_is_refused(dataset, monkeypat
     order._keys.cache_clear()
 
 
-def test_new_data_go_on_with_the_chain(dataset, tmp_path):
+def test_new_data_continue_the_chain(dataset, tmp_path):
     (tmp_path / "other.txt").write_text("something else altogether, and more of it. " * 60)
     other = open_text(tmp_path / "other.txt", seq_len=8)[0]
     links, state = walk(dataset, 3)

@@ -1,4 +1,4 @@
-"""How texts begin: with the tokens that the tokenizer's files specify, once, everywhere."""
+"""Texts begin with the tokens that the tokenizer's files specify, once, everywhere."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ TEXTS = ["return x", "ab\ncd"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer of the Llama 2 kind: sentencepiece's spaces, bytes, and <s> before each text."""
+    """Create a tokenizer like Llama 2's: sentencepiece spaces, bytes, and <s> before each text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -83,7 +83,9 @@ def test_a_text_begins_as_it_does_in_transformers(folder, tmp_path, settings, pr
     assert ids[: len(ids) - (ids[-1] == EOS)] == expected
 
 
-def test_documents_token_folders_and_prompts_begin_alike_once(folder, documents, tmp_path):
+def test_documents_token_folders_and_prompts_begin_with_equal_tokens_once(
+    folder, documents, tmp_path
+):
     name = str(folder / "tokenizer.json")
     tokenizer, out = load_tokenizer(name), tmp_path / "tokens"
     expected = np.concatenate([[BOS, *tokenizer.encode(text), EOS] for text in TEXTS])
@@ -145,7 +147,7 @@ PAIRS = [("def f", "oo()"), ("return (", "x)"), ("return x", " y"), ("a\n", "b")
 
 
 def spaced_tokenizer(folder, target, kind):
-    """A tokenizer that puts a space in front of each text, in one of the published ways."""
+    """Create a tokenizer that puts a space before each text, in one of the published ways."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     path = with_settings(folder, target)

@@ -1,4 +1,4 @@
-"""The doctor: what it says, of variables and versions, and the command."""
+"""Tests of the doctor: findings on variables and versions, and the command."""
 
 import json
 import os
@@ -37,15 +37,17 @@ def severities(findings: list[Finding]) -> list[str]:
 
 def test_equal_findings_of_many_processes_are_one_and_keep_their_hosts():
     shm = warning("shared memory", "64 MiB", "more")
-    said = merge([("a", [ok("disk", "1 GB/s"), shm]), ("a", [shm]), ("b", [ok("disk", "2 GB/s")])])
-    assert [(s.finding.text, s.processes, s.hosts) for s in said] == [
+    merged = merge(
+        [("a", [ok("disk", "1 GB/s"), shm]), ("a", [shm]), ("b", [ok("disk", "2 GB/s")])]
+    )
+    assert [(s.finding.text, s.processes, s.hosts) for s in merged] == [
         ("1 GB/s", (0,), ("a",)),
         ("2 GB/s", (2,), ("b",)),
         ("64 MiB", (0, 1), ("a",)),
     ]
-    text = text_of(said, num_processes=3)
+    text = text_of(merged, num_processes=3)
     assert "WARN  shared memory      64 MiB [process 0, 1 on a]" in text
-    assert "2 GB/s" not in text  # what is fine is told once
+    assert "2 GB/s" not in text  # a value that is fine is reported once
     assert text.splitlines()[-1].startswith("1 warning: ")
 
 
@@ -132,14 +134,14 @@ def test_a_harmful_variable_is_reported_with_its_fix(environ, severity, words):
     ids=lambda environ: next(iter(environ)),
 )
 def test_harmless_variables_are_not_reported(environ):
-    found = variables.check_variables(
+    findings = variables.check_variables(
         environ,
         num_gpus=8,
         coordinator_address="node1:29400",
         num_hosts=2,
         interfaces=["lo", "eth0"],
     )
-    assert severities(found) == ["ok"]
+    assert severities(findings) == ["ok"]
 
 
 def test_settings_of_gpus_do_not_matter_on_a_laptop_or_in_a_simulation():
@@ -207,9 +209,9 @@ def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
 def test_the_process_with_other_code_is_reported():
     same = {"code": "aaa", "jax": "0.10.2", "tokenizers": "1"}
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
-    found = software.compare(everyone)
-    assert severities(found) == ["error", "warning"]
-    assert missing(found[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
+    findings = software.compare(everyone)
+    assert severities(findings) == ["error", "warning"]
+    assert missing(findings[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
     assert severities(software.compare([("n0", same), ("n1", same)])) == ["ok"]
 
 
@@ -247,7 +249,7 @@ def test_the_command_reports_a_healthy_simulation_as_json(simulated):
             "devices", "all-reduce data", "all-reduce tensor"} <= checks.keys()  # fmt: skip
     assert record["worst"] != "error" and record["exit_code"] == 0
     assert checks["all-reduce data"]["numbers"]["bytes_per_s"] > 0
-    assert list(folder.iterdir()) == []  # nothing is left in the run directory's place
+    assert list(folder.iterdir()) == []  # no files remain in the run directory's folder
 
 
 @pytest.mark.slow
@@ -291,16 +293,16 @@ def processes(tmp_path: Path, *, shared: bool, **environ: str):
                 env={**environment(), **environ},
             )
         )  # fmt: skip
-    said = [process.communicate(timeout=120) for process in started]
-    assert said[1][0].strip() == ""  # process 0 speaks for all
-    return [p.returncode for p in started], json.loads(said[0][0]), said
+    outputs = [process.communicate(timeout=120) for process in started]
+    assert outputs[1][0].strip() == ""  # process 0 reports for all
+    return [p.returncode for p in started], json.loads(outputs[0][0]), outputs
 
 
 @pytest.mark.slow
 def test_two_real_processes_connect_compare_and_reduce(tmp_path):
-    # A proxy that leads nowhere must not keep them apart.
-    codes, record, said = processes(tmp_path, shared=True, http_proxy="http://127.0.0.1:1")
-    assert codes == [0, 0], said
+    # An unreachable proxy must not prevent the connection.
+    codes, record, outputs = processes(tmp_path, shared=True, http_proxy="http://127.0.0.1:1")
+    assert codes == [0, 0], outputs
     checks = {f["check"]: f for f in record["findings"]}
     assert "all 2 connections" in checks["network"]["text"]
     assert checks["clocks"]["numbers"]["skew_s"] < 0.2
@@ -314,8 +316,10 @@ def test_two_real_processes_connect_compare_and_reduce(tmp_path):
 
 @pytest.mark.slow
 def test_two_real_processes_with_two_directories_exit_with_1(tmp_path):
-    codes, record, said = processes(tmp_path, shared=False)
-    assert codes == [1, 1], said
+    codes, record, outputs = processes(tmp_path, shared=False)
+    assert codes == [1, 1], outputs
     (wrong,) = [f for f in record["findings"] if f["severity"] == "error"]
     assert wrong["check"] == "shared directory" and wrong["numbers"]["groups"] == [[0], [1]]
-    assert "process 0" not in said[1][1]  # an exit code of all is no failure of one
+    assert (
+        "process 0" not in outputs[1][1]
+    )  # a common exit code is not reported as a failure of one process

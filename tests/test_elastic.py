@@ -1,4 +1,4 @@
-"""Runs on fewer devices than their mesh names: which mesh and microbatches, and equal numbers."""
+"""Runs on fewer devices than their mesh names: mesh, microbatches, and equal losses."""
 
 import dataclasses
 import itertools
@@ -37,23 +37,27 @@ def a_run(
 # --- the mesh: against all possibilities ----------------------------------------------------------
 
 
-def best_by_search(asked: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:
-    """(data, fsdp) of every best mesh, from the rules as the README states them."""
-    found = []
-    fixed = asked["pipeline"] * asked["context"] * asked["tensor"]
+def best_by_search(requested: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:
+    """Return (data, fsdp) of every best mesh by the rules in the README."""
+    candidates = []
+    fixed = requested["pipeline"] * requested["context"] * requested["tensor"]
     for data, fsdp in itertools.product(range(1, num_devices + 1), repeat=2):
         if data * fsdp * fixed > num_devices:
             continue
-        splits = fsdp * asked["context"] * (data if zero else 1)
+        splits = fsdp * requested["context"] * (data if zero else 1)
         if batch % (data * fsdp) or DIVISIBLE.d_model % splits:
             continue
-        # Most devices; then fsdp as asked; then less state on a device rather than more.
-        closeness = -abs(fsdp - asked["fsdp"])
-        found.append(
-            ((data * fsdp, fsdp == asked["fsdp"], fsdp > asked["fsdp"], closeness), data, fsdp)
+        # Most devices; then fsdp as requested; then less state on a device rather than more.
+        closeness = -abs(fsdp - requested["fsdp"])
+        candidates.append(
+            (
+                (data * fsdp, fsdp == requested["fsdp"], fsdp > requested["fsdp"], closeness),
+                data,
+                fsdp,
+            )
         )
-    best = max((value for value, *_ in found), default=None)
-    return {(data, fsdp) for value, data, fsdp in found if value == best}
+    best = max((value for value, *_ in candidates), default=None)
+    return {(data, fsdp) for value, data, fsdp in candidates if value == best}
 
 
 @pytest.mark.parametrize("batch", [24, 40])
@@ -61,23 +65,23 @@ def best_by_search(asked: MeshSpec, num_devices: int, batch: int, zero: int) -> 
 @pytest.mark.parametrize("total", [2, 4, 8, 12, 16])
 def test_the_shrunk_mesh_is_the_best_of_all(total, zero, batch):
     compared = 0
-    for asked in factorisations(total):
-        config = a_run(str(asked), batch, zero, model=DIVISIBLE)
+    for requested in factorisations(total):
+        config = a_run(str(requested), batch, zero, model=DIVISIBLE)
         try:
-            config.check_mesh(asked)
+            config.check_mesh(requested)
         except ConfigError:
             continue
         for num_devices in range(1, total):
-            expected = best_by_search(asked, num_devices, batch, zero)
+            expected = best_by_search(requested, num_devices, batch, zero)
             try:
                 fitted = fit_devices(config, num_devices)
             except ConfigError:
-                assert not expected, (asked, num_devices)
+                assert not expected, (requested, num_devices)
                 continue
             spec = MeshSpec.parse(fitted.mesh.shape)
-            assert {(spec["data"], spec["fsdp"])} == expected, (asked, num_devices)
+            assert {(spec["data"], spec["fsdp"])} == expected, (requested, num_devices)
             for axis in ("pipeline", "context", "tensor"):
-                assert spec[axis] == asked[axis]
+                assert spec[axis] == requested[axis]
             assert fitted.mesh_problems(spec) == []
             compared += 1
     assert compared
@@ -86,15 +90,17 @@ def test_the_shrunk_mesh_is_the_best_of_all(total, zero, batch):
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,fsdp=4", "fsdp=8", "dp=4,pp=2", "dp=4,tp=2"])
 @pytest.mark.parametrize("eval_batch", [0, 48])
-def test_no_device_takes_more_rows_at_once_and_the_batch_stays(mesh, microbatches, eval_batch):
+def test_no_device_takes_more_rows_at_once_and_the_batch_size_is_kept(
+    mesh, microbatches, eval_batch
+):
     config = a_run(mesh, 48, microbatches=microbatches)
     config = dataclasses.replace(
         config, eval=EvalConfig(global_batch_size=eval_batch, max_batches=5)
     )
-    asked = MeshSpec.parse(mesh)
-    config.check_mesh(asked)
-    before = rows_at_once(config, asked)
-    for num_devices in range(asked["pipeline"] * asked["tensor"], asked.num_devices):
+    requested = MeshSpec.parse(mesh)
+    config.check_mesh(requested)
+    before = rows_at_once(config, requested)
+    for num_devices in range(requested["pipeline"] * requested["tensor"], requested.num_devices):
         fitted = fit_devices(config, num_devices)
         spec = MeshSpec.parse(fitted.mesh.shape)
         count = 48 // spec.num_replicas // rows_at_once(fitted, spec)
@@ -105,13 +111,13 @@ def test_no_device_takes_more_rows_at_once_and_the_batch_stays(mesh, microbatche
         assert all(rows % n or rows // n > before for n in range(1, count))
         evaluation = fitted.eval
         assert evaluation.global_batch_size % spec.num_replicas == 0
-        assert evaluation.global_batch_size // spec.num_replicas <= 48 // asked.num_replicas
+        assert evaluation.global_batch_size // spec.num_replicas <= 48 // requested.num_replicas
         assert evaluation.global_batch_size * evaluation.max_batches == 48 * 5
         assert evaluation.final_max_batches == 0
 
 
 def rows_at_once(config: RunConfig, spec: MeshSpec) -> int:
-    """Rows of one microbatch on one replica."""
+    """Return the rows of one microbatch on one replica."""
     rows = config.train.global_batch_size // spec.num_replicas
     if spec["pipeline"] == 1:
         return rows // config.train.num_microbatches
@@ -142,7 +148,7 @@ def test_the_reason_has_the_numbers():
     assert missing(reason, *facts, "over 4 devices") == []
 
 
-def test_nothing_changes_where_nothing_is_missing():
+def test_nothing_changes_if_no_device_is_missing():
     config = a_run("dp=4")
     assert fit_devices(config, 4) is config and fit_devices(config, 5) is config
     rigid = dataclasses.replace(config, mesh=MeshConfig(shape="dp=4"))
@@ -158,11 +164,11 @@ def test_sizes_are_those_that_leave_no_device_idle():
         assert (used == num_devices) == (num_devices in legal_sizes(config))
 
 
-def test_nothing_legal_is_none():
-    asked = MeshSpec(data=4, tensor=2)
-    assert shrink(asked, 1, lambda _: True) is None
-    assert shrink(asked, 7, lambda _: False) is None
-    assert shrunk_sizes(asked, lambda _: False) == []
+def test_no_legal_mesh_gives_none():
+    requested = MeshSpec(data=4, tensor=2)
+    assert shrink(requested, 1, lambda _: True) is None
+    assert shrink(requested, 7, lambda _: False) is None
+    assert shrunk_sizes(requested, lambda _: False) == []
 
 
 @pytest.mark.parametrize(
@@ -174,12 +180,12 @@ def test_nothing_legal_is_none():
         (["--mesh=tp=4", "--simulate=2"], ["mesh tp=4", "2 of its 4 devices", "Wait for 4"]),
     ],
 )
-def test_what_cannot_shrink_says_so(flags, facts):
+def test_settings_that_cannot_shrink_are_rejected(flags, facts):
     with refused(*facts):
         read_run(["--mesh.elastic=true", *flags], command="jaxdist.train")
 
 
-def test_fewer_simulated_devices_are_no_problem_where_the_mesh_is_elastic():
+def test_fewer_simulated_devices_are_accepted_for_an_elastic_mesh():
     flags = ["--mesh=dp=4", "--simulate=2"]
     assert read_run([*flags, "--mesh.elastic=true"], command="x").mesh.shape == "dp=4"
     with refused("dp=4", "4 devices", "2 are visible"):
@@ -190,7 +196,7 @@ def test_fewer_simulated_devices_are_no_problem_where_the_mesh_is_elastic():
 
 
 def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float], dict, object]:
-    """Losses of some steps, an evaluation after them, and the parts."""
+    """Return losses of some steps, an evaluation after them, and the parts."""
     parts = assemble(config, jax.devices()[:num_devices])
     train, held_out = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
     state = parts.init_state()
@@ -229,13 +235,13 @@ def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float
         ("dp=2,pp=2", 0, 2, "pp=2"),
     ],
 )
-def test_losses_are_those_of_the_whole_mesh(mesh, zero, num_devices, shrunk):
+def test_losses_equal_those_of_the_complete_mesh(mesh, zero, num_devices, shrunk):
     config = a_run(mesh, 24, zero, eval=EvalConfig(max_batches=2))
-    whole = MeshSpec.parse(mesh).num_devices
-    expected, evaluated, _ = numbers(config, whole, 20)
+    num_requested = MeshSpec.parse(mesh).num_devices
+    expected, evaluated, _ = numbers(config, num_requested, 20)
     losses, again, parts = numbers(config, num_devices, 20)
     assert str(parts.spec) == shrunk and parts.is_shrunk
-    assert parts.mesh_reason.startswith(f"elastic: {num_devices} of the {whole} devices")
+    assert parts.mesh_reason.startswith(f"elastic: {num_devices} of the {num_requested} devices")
     # The numerics contract across meshes: 20 steps in float32.
     assert losses == pytest.approx(expected, rel=2e-5)
     assert again["loss"] == pytest.approx(evaluated["loss"], rel=2e-5)
@@ -248,7 +254,7 @@ def test_one_process_leaves_devices_idle():
     assert parts.devices == jax.devices()[:4]
 
 
-def test_several_processes_are_told_how_many_to_start(monkeypatch):
+def test_the_number_of_processes_to_start_is_reported(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Device:
         process_index: int

@@ -1,4 +1,4 @@
-"""What training does with the estimate on GPUs: says it, refuses what cannot fit, compares.
+"""Training on GPUs reports the estimate, refuses runs that cannot fit, and compares.
 
 There is no GPU here: devices are described.
 """
@@ -30,7 +30,7 @@ LLAMA = DecoderConfig(
 
 
 def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> list:
-    """Devices as JAX shows them."""
+    """Return devices with the attributes that JAX gives them."""
     return [
         types.SimpleNamespace(
             platform="gpu",
@@ -44,7 +44,7 @@ def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> l
 
 
 def stats(arguments: float, output: float = 0, alias: float = 0) -> types.SimpleNamespace:
-    """What `memory_analysis()` says."""
+    """Return a result of `memory_analysis()`."""
     return types.SimpleNamespace(
         argument_size_in_bytes=arguments,
         output_size_in_bytes=output,
@@ -60,7 +60,7 @@ def run(**train) -> RunConfig:
 
 @pytest.mark.parametrize(("hosts", "num_nodes"), [("aaaaaaaabbbbbbbb", 2), ("abcdefgh" * 2, 8)])
 def test_nodes_are_hosts_and_not_processes(hosts, num_nodes):
-    """The launcher starts a process for each GPU, so processes say nothing about links."""
+    """The launcher starts a process for each GPU, so processes do not indicate the links."""
     devices = gpus(16, 72)
     for process, device in enumerate(devices):
         device.process_index = process
@@ -93,19 +93,19 @@ def test_the_change_that_is_named_makes_it_fit():
         Budget.of(tighter, MeshSpec(fsdp=8), gpus(8, 72), None).check()
 
 
-def test_another_mesh_is_named_where_settings_do_not_help():
+def test_another_mesh_is_named_if_settings_do_not_help():
     budget = Budget.of(run(remat="full"), MeshSpec(data=8), gpus(8, 72), None)
     with refused("--mesh fsdp="):
         budget.check()
 
 
-def test_what_no_mesh_holds_is_sent_to_the_planner():
+def test_a_model_too_large_for_every_mesh_is_referred_to_the_planner():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=2), gpus(2, 14, "NVIDIA L4"), None)
     with refused("`jaxdist plan`"):
         budget.check()
 
 
-def test_within_the_estimates_own_error_nothing_is_refused():
+def test_nothing_is_refused_within_the_error_of_the_estimate():
     config, spec = run(remat="full", num_microbatches=8), MeshSpec(fsdp=8)
     needed = Budget.of(config, spec, gpus(8, 80), None).memory.total_bytes / GIB
     Budget.of(config, spec, gpus(8, needed * 0.96), None).check()
@@ -113,7 +113,7 @@ def test_within_the_estimates_own_error_nothing_is_refused():
         Budget.of(config, spec, gpus(8, needed * 0.94), None).check()
 
 
-def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
+def test_the_start_reports_the_estimate_and_compares_the_compiled_step():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
     assert "72.0 GiB" in budget.line()
     total = budget.memory.total_bytes
@@ -132,12 +132,12 @@ def test_donated_arguments_count_once():
     assert executable_bytes(stats(10, output=6, alias=5)) == 11
 
 
-def test_a_gpu_that_is_not_known_is_judged_by_its_memory():
+def test_an_unknown_gpu_is_checked_by_its_memory():
     devices = gpus(8, 72, "NVIDIA Something New")
     assert Budget.of(run(remat="full"), MeshSpec(fsdp=8), devices, None).limit_bytes == 72 * GIB
 
 
-def test_simulated_devices_are_not_judged():
+def test_simulated_devices_are_not_checked():
     import jax
 
     assert Budget.of(run(), MeshSpec(data=8), jax.devices(), None) is None
@@ -161,7 +161,7 @@ SMALL = (
 )
 
 
-def test_force_starts_all_the_same(monkeypatch, tmp_path):
+def test_override_memory_starts_anyway(monkeypatch, tmp_path):
     """The one line of train.py: `budget.check()` unless `--override=memory`."""
     from jaxdist import train
     from jaxdist.plan.estimate import memory_check as room
@@ -202,7 +202,7 @@ def test_a_rejected_kernel_reopens_the_choice_of_remat():
 
 
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
-    """On CPU devices that pose as GPUs: the account is the executable's, whatever made it."""
+    """On CPU devices that pose as GPUs, memory is that of the executable."""
     from jaxdist import train
     from jaxdist.plan.estimate import memory_check as room
 
@@ -225,7 +225,9 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     monkeypatch.setattr(room.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     (needed,) = seen  # once, and not after each step
-    assert policies and set(policies) <= set(POLICIES)  # one step, with what auto stands for
+    assert policies and set(policies) <= set(
+        POLICIES
+    )  # one step, with the policy that auto selects
     assert f"compared: {needed}" in capsys.readouterr().out
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     events = [record["event"] for record in records if record["kind"] == "event"]
@@ -235,7 +237,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
 
     too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
     monkeypatch.setattr(room.Budget, "of", too_little)
-    monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
+    monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not used here
     same = ["--train.remat", policies[-1]]  # with less memory, auto would choose another
     with refused("compiled step", in_bytes(needed), "--override=memory"):
         train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
@@ -281,7 +283,7 @@ def test_training_takes_the_next_policy_before_the_state_is_made(monkeypatch, tm
 
 
 def needed_state(run_dir) -> int:
-    """Bytes of the float32 parameters and AdamW's two moments, from the run's own settings."""
+    """Return bytes of the float32 parameters and AdamW's two moments, from the run's settings."""
     from jaxdist.config import stored_run
 
     return 12 * num_params(stored_run(run_dir / "config.toml").build_model())

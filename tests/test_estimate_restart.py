@@ -1,4 +1,4 @@
-"""The planned restart: its closed form, and the restarts that were measured."""
+"""The estimated restart time: its closed form, and comparison with measured restarts."""
 
 import dataclasses
 import re
@@ -23,15 +23,15 @@ def test_parts_are_those_that_a_run_reports():
 def test_restores_are_bytes_over_bandwidth():
     """840 GB at 20 GB/s; 8 processes verify 1.5 GB/s and copy 10 GB/s each."""
     read, verify, copy = 840 / 20, 840 / 8 / 1.5, 840 / 8 / 10
-    found = restore_seconds(840e9, 8, 20e9)
-    assert found.low == pytest.approx(0.55 + read)
-    assert found.likely == pytest.approx(1.1 + verify + copy)
-    assert found.high == pytest.approx(2.2 + 2 * read + verify + copy)
+    estimate = restore_seconds(840e9, 8, 20e9)
+    assert estimate.low == pytest.approx(0.55 + read)
+    assert estimate.likely == pytest.approx(1.1 + verify + copy)
+    assert estimate.high == pytest.approx(2.2 + 2 * read + verify + copy)
     many = restore_seconds(840e9, 64, 20e9)  # storage is the slower one
     assert many.likely == pytest.approx(1.1 + read + copy / 8)
 
 
-def test_what_a_plan_knows_enters():
+def test_facts_of_the_plan_enter_the_estimate():
     one = restart_of(job("fsdp=8"), **BIG)
     assert one.parts["first_step"].likely == pytest.approx(10.34)
     assert one.parts["compile"].likely == 12.0 and one.parts["compile"].high == 60.0
@@ -47,24 +47,24 @@ def test_the_nearest_tier_is_read():
     there = job("fsdp=8")
     saving = dataclasses.replace(there.config.checkpoint, local_dir="/nvme")
     here = dataclasses.replace(there, config=dataclasses.replace(there.config, checkpoint=saving))
-    found = [restart_of(one, **{**BIG, "storage_bytes_per_s": 1e9}) for one in (there, here)]
-    assert [one.tier for one in found] == ["run directory", "local disks"]
+    estimates = [restart_of(one, **{**BIG, "storage_bytes_per_s": 1e9}) for one in (there, here)]
+    assert [one.tier for one in estimates] == ["run directory", "local disks"]
     expected = [restore_seconds(840e9, 8, rate) for rate in (1e9, LOCAL_BYTES_PER_S)]
-    assert [one.parts["restore"] for one in found] == expected
+    assert [one.parts["restore"] for one in estimates] == expected
 
 
 def rows() -> list[list[float]]:
-    """Measured medians: of each part, and the total."""
-    found = re.findall(r"^\| forked, [^|]*\|(.*)\|[^|]*\|$", MEASURED, flags=re.M)
-    return [[float(cell) for cell in row.split("|")] for row in found]
+    """Return measured medians: of each part, and the total."""
+    matches = re.findall(r"^\| forked, [^|]*\|(.*)\|[^|]*\|$", MEASURED, flags=re.M)
+    return [[float(cell) for cell in row.split("|")] for row in matches]
 
 
 def test_measured_restarts_are_within_the_stated_error():
-    """The tiny model has no bytes, no time of a step, and compiles in about 2.5 s."""
+    """The tiny model has no bytes and no step time, and compiles in about 2.5 s."""
     tiny = {"checkpoint_bytes": 1e6, "storage_bytes_per_s": 1e9, "step_s": 0.0, "compile_s": 2.5}
-    found = restart_of(job("dp=4"), **tiny).total
+    estimate = restart_of(job("dp=4"), **tiny).total
     assert len(rows()) >= 3
     for *parts, total in rows():
         assert sum(parts) == pytest.approx(total, rel=0.1)
-        assert found.low < total < found.high
-        assert found.likely == pytest.approx(total, rel=STATED_ERROR)
+        assert estimate.low < total < estimate.high
+        assert estimate.likely == pytest.approx(total, rel=STATED_ERROR)

@@ -50,7 +50,7 @@ def config_of(family: str) -> DecoderConfig:
 
 
 def make_directory(path, family: str):
-    """A model directory with a tokenizer, its chat template, and conversations."""
+    """Create a model directory with a tokenizer, its chat template, and conversations."""
     talks = [talk(number) for number in range(60)]
     write_model(path, config_of(family), scale=0.1)
     texts = [message["content"] for t in talks for message in t["messages"]]
@@ -68,7 +68,7 @@ def tune(path, run_dir, *flags) -> subprocess.CompletedProcess:
 
 
 def transformers_loss(path, rows) -> float:
-    """Mean loss of answers: each conversation's piece alone, through transformers."""
+    """Return the mean loss of answers by transformers, each conversation alone."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -121,9 +121,9 @@ def test_one_command_tunes_a_hugging_face_directory(tmp_path, family, mesh):
     import torch
     import transformers
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     with torch.no_grad():
-        expected = theirs.eval()(torch.from_numpy(first["tokens"]).long()).logits.numpy()
+        expected = exported.eval()(torch.from_numpy(first["tokens"]).long()).logits.numpy()
     ours = logits_of(
         build(config_of(family), seq_len=64),
         jax.tree.map(np.asarray, params),
@@ -178,7 +178,7 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(tmp_p
         read_run(["--init-from", str(tmp_path / "nowhere")], command="jaxdist.train")
 
 
-def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
+def test_dropout_of_the_directory_is_not_applied_silently(tmp_path):
     make_directory(tmp_path, "gpt2")
     sizes = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "resid_pdrop": 0.1}))
@@ -189,22 +189,22 @@ def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tuned_run_goes_on_with_the_same_command(tmp_path, monkeypatch):
-    """The second start reads the checkpoint and no weights; its settings are the first one's."""
+def test_a_tuned_run_resumes_with_the_same_command(tmp_path, monkeypatch):
+    """The second start reads the checkpoint and no weights; settings are those of the first."""
     source, run_dir = tmp_path / "model", tmp_path / "run"
     make_directory(source, "llama2")
     job = ["--init-from", source, f"--data.sources={source / 'chats.jsonl'}", *FLAGS]
     job += ["--run-dir", run_dir, "--mesh=dp=4,fsdp=2"]
     assert run_here("train", *job, "--steps=2") == 0
-    monkeypatch.setattr(Parts, "stored_params", None)  # what reads weights
+    monkeypatch.setattr(Parts, "stored_params", None)  # the function that reads weights
     assert run_here("train", *job, "--steps=3") == 0
     restored = [e["step"] for e in records(run_dir, "event") if e["event"] == "restore"]
     assert restored == [2]
     assert [record["step"] for record in records(run_dir, "train")] == [1, 2, 3]
 
 
-def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
-    """A tied model gets a head of its own: refused until it is named, and then the seed's."""
+def test_a_new_head_is_random_and_omitted_weights_are_named(tmp_path):
+    """A separate head of a tied model is refused until it is named; the seed initializes it."""
     from jaxdist.run.setup import assemble
 
     source = tmp_path / "model"

@@ -35,7 +35,7 @@ FORMATS = {fp8.E4M3: (ml_dtypes.float8_e4m3fn, 448.0), fp8.E5M2: (ml_dtypes.floa
 
 
 def rounded(x: np.ndarray, dtype=fp8.E4M3) -> np.ndarray:
-    """What 8 bits and one scale keep of x [...], in float64; written apart from the product."""
+    """Round x [...] to 8 bits with one scale, in float64, independently of the product."""
     kind, top = FORMATS[dtype]
     scale = 2.0 ** np.ceil(np.log2(np.max(np.abs(x)).astype(np.float64) / top))
     return (x.astype(np.float64) / scale).astype(np.float32).astype(kind).astype(np.float64) * scale
@@ -68,7 +68,7 @@ def test_the_largest_value_fits_and_uses_the_last_bit_of_the_range(dtype):
     assert (scales[: len(tops)] == tops / top).all()
 
 
-def test_zeros_have_a_scale_and_nothing_hides_what_is_not_finite():
+def test_zeros_have_a_scale_and_non_finite_values_stay_visible():
     scales = fp8.scale_of(jnp.array([0.0, np.inf, np.nan], jnp.float32), fp8.E4M3)
     np.testing.assert_array_equal(scales, [1, np.nan, np.nan])
     dot = fp8.make_dot((), "cpu")
@@ -105,12 +105,12 @@ def test_one_product_is_that_of_rounded_values_forward_and_backward(chooses):
         np.einsum("abde,cde->abc", g8, w8),
         np.einsum("abc,abde->cde", x8, g8),
     ]
-    for found, right in zip((out, dx, dw), expected, strict=True):
+    for actual, right in zip((out, dx, dw), expected, strict=True):
         # Sums of at most 15 float32 products of exact numbers.
-        np.testing.assert_allclose(found, right, rtol=0, atol=2e-6 * np.abs(right).max())
+        np.testing.assert_allclose(actual, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
-def test_a_wide_layer_multiplies_what_it_was_given():
+def test_a_wide_layer_multiplies_unrounded_inputs():
     x, w = (jax.random.normal(jax.random.key(i), (4, 4)) for i in (0, 1))
     product = lambda dot: jax.value_and_grad(
         lambda x, w: dot("a b, b c -> a c", x, w).sum(), (0, 1)
@@ -120,11 +120,11 @@ def test_a_wide_layer_multiplies_what_it_was_given():
     np.testing.assert_allclose(wide[1][1], x.T @ jnp.ones((4, 4)), rtol=1e-6)
 
 
-def test_a_weight_takes_its_own_rounding_and_one_unknown_is_rounded_here():
+def test_a_weight_rounds_itself_and_a_plain_array_is_rounded_by_the_product():
     first, second, unknown = (jnp.full((4, 4), value) for value in (1.0, 3.0, 5.0))
     near = lambda w: fp8.RoundedWeight(w, (w.astype(fp8.E4M3), jnp.float32(2)))
     multiply = lambda w: fp8.make_dot((), "cpu")("a b, b c -> a c", jnp.eye(4), w)
-    # Those rounded before stand for twice as much.
+    # The weight that was rounded before represents twice the values.
     for w, value in ((near(first), 2), (near(second), 6), (unknown, 5)):
         assert (multiply(w) == value).all()
 
@@ -133,7 +133,7 @@ def test_every_device_scales_by_the_largest_value_of_all():
     mesh = MeshSpec(fsdp=2, tensor=2).build(jax.devices()[:4])
     x = np.geomspace(1e-6, 1e3, 64, dtype=np.float32).reshape(4, 16)
     w = np.geomspace(1e3, 1e-6, 64, dtype=np.float32).reshape(1, 16, 4)
-    spec, whole = P("fsdp", "tensor"), P(None, "tensor", "fsdp")
+    spec, gathered = P("fsdp", "tensor"), P(None, "tensor", "fsdp")
 
     def both(x, w):
         own = fp8_weights.round_weights(w, P("tensor", "fsdp"), True, jnp.float32)
@@ -147,7 +147,7 @@ def test_every_device_scales_by_the_largest_value_of_all():
         return *outs, dx, jax.lax.psum(dw, "fsdp"), own[1]
 
     out_specs = (P("fsdp"), P("fsdp"), spec, P("tensor"), P())
-    split = jax.shard_map(both, mesh=mesh, in_specs=(spec, whole), out_specs=out_specs)
+    split = jax.shard_map(both, mesh=mesh, in_specs=(spec, gathered), out_specs=out_specs)
     out, same, dx, dw, scale = jax.jit(split)(x, w)
     x8, w8 = rounded(x), rounded(w[0])
     assert scale == 4.0
@@ -159,8 +159,8 @@ def test_every_device_scales_by_the_largest_value_of_all():
         np.testing.assert_allclose(dw[half], x8[:, half].T @ g8, rtol=1e-6)
 
 
-# Float32 sums in another order move a value over the edge between two 8 bit numbers now and then:
-# one value in 1e5 then differs by 1/8 or 1/4 of itself.
+# Float32 sums in another order sometimes round a value to the neighboring 8-bit number: one value
+# in 1e5 then differs by 1/8 or 1/4 of itself.
 LOSSES, GRADIENTS = 1e-4, 1e-2
 
 
@@ -195,7 +195,7 @@ def test_every_mesh_rounds_as_one_device_does(case, one_device):
         (0, "cpu", "", 1),
     ],
 )
-def test_it_is_refused_where_no_layer_or_no_unit_is_there(layers, platform, capability, refusals):
+def test_fp8_is_refused_without_suitable_layer_or_hardware(layers, platform, capability, refusals):
     assert len(problems("fp8", layers, platform, capability)) == refusals
 
 
@@ -217,7 +217,7 @@ def job(matmul_dtype: str, **train) -> Job:
     return Job.of(config, MeshSpec(fsdp=8), parse_gpus("h100:8")[0])
 
 
-def test_the_plan_counts_8_bits_where_they_are():
+def test_the_plan_counts_8_bits_in_middle_layers_only():
     plain, narrow = job("auto", remat="none"), job("fp8", remat="none")
     weights = 1024 * (4 * 1024 + 3 * 4096)
     # Eight of ten layers gather a byte an element, forward and backward.
@@ -230,7 +230,7 @@ def test_the_plan_counts_8_bits_where_they_are():
     assert 1 < seconds[0] / seconds[1] < 2
 
 
-def test_a_plan_is_refused_where_the_gpus_lack_8_bits():
+def test_a_plan_is_refused_for_gpus_without_fp8():
     config = PlanConfig(precision=PrecisionConfig(matmul_dtype="fp8"))
     with refused("capability 8.0"):
         make_plan(config, parse_gpus("a100:8")[0], "")

@@ -1,6 +1,6 @@
-"""Input of any kind gives a result or one clear refusal: no traceback, no hang, no memory taken.
+"""Any input gives a result or one clear refusal: no traceback, no hang, no excessive memory.
 
-A corpus of what once went wrong, and hypothesis for what nobody thought of. `scripts/bench/fuzz.py`
+A corpus of inputs that once failed, and hypothesis for new ones. `scripts/bench/fuzz.py`
 runs the second part for longer.
 """
 
@@ -43,7 +43,7 @@ EXAMPLES = int(os.environ.get("JAXDIST_FUZZ_EXAMPLES", "40"))
 settings.register_profile(
     "jaxdist",
     max_examples=EXAMPLES,
-    deadline=None,  # of other processes' load; `bounded` counts this one's processor time
+    deadline=None,  # other processes add load; `bounded` counts the CPU time of this one
     database=None,
     derandomize=EXAMPLES <= 40,  # CI tries the same each time
     suppress_health_check=list(HealthCheck),
@@ -53,7 +53,7 @@ settings.load_profile("jaxdist")
 
 @contextlib.contextmanager
 def bounded():
-    """Fails on more than two seconds of processor time or a GiB of memory."""
+    """Fail on more than two seconds of CPU time or a GiB of memory."""
     began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - began < CPU_S
@@ -160,7 +160,7 @@ COMMANDS += [(name, argv) for name, cases in OTHERS.items() for argv in cases]
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    # A bomb is cut off after 64 MiB; as much again for a line. Here less shows the same.
+    # The real limits are 64 MiB for decompression and for a line. Smaller ones test the same.
     monkeypatch.setattr("jaxdist.data.documents._EXPANSION_FROM", 4 << 20)
     monkeypatch.setattr("jaxdist.data.documents.LINE_BYTES", 1 << 20)
     texts = {
@@ -193,20 +193,20 @@ MODULES = {
     COMMANDS,
     ids=[f"{name}-{number}" for number, (name, _) in enumerate(COMMANDS)],
 )
-def test_a_command_refuses_with_exit_code_2_and_few_words(
+def test_a_command_refuses_with_exit_code_2_and_a_short_message(
     command, argv, files, capsys, monkeypatch
 ):
     main = importlib.import_module(MODULES.get(command, f"jaxdist.{command}")).main
     monkeypatch.setattr("faulthandler.enable", lambda: None)
     monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
-    with bounded(), pytest.raises(SystemExit) as left:
+    with bounded(), pytest.raises(SystemExit) as raised:
         run_command(lambda: main(argv))
-    said = capsys.readouterr().err
-    assert left.value.code == 2, said
-    assert "Traceback" not in said and 0 < len(said) < 6000
+    stderr = capsys.readouterr().err
+    assert raised.value.code == 2, stderr
+    assert "Traceback" not in stderr and 0 < len(stderr) < 6000
     if argv[0].endswith(("jsonl", ".gz")):
-        assert argv[0] in said
-        assert (":2" in said) == argv[0].startswith("sur")
+        assert argv[0] in stderr
+        assert (":2" in stderr) == argv[0].startswith("sur")
 
 
 def test_a_closed_stdout_ends_help_quietly():
@@ -347,7 +347,7 @@ VALUES = st.text(max_size=20) | st.integers().map(str) | st.floats().map(str) | 
 
 
 def refusal_or(function, *refused):
-    """Runs the function within bounds; refusals that the user would read are fine."""
+    """Run the function within bounds; clear refusals are accepted."""
     with bounded(), contextlib.suppress(ConfigError, *refused):
         return function()
 
@@ -401,20 +401,20 @@ def test_files_of_text(name, content):
     "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 8,
     "rms_norm_eps": 1e-5, **more,
 }))  # fmt: skip
-def test_configs_of_models(theirs):
-    refusal_or(lambda: read_config(theirs))
+def test_configs_of_models(config):
+    refusal_or(lambda: read_config(config))
 
 
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=8))
-def test_damaged_safetensors(place, content):
+def test_damaged_safetensors(offset, content):
     folder = Path("weights")
     if not folder.exists():
         sizes = dict(vocab_size=8, d_model=8, num_layers=1, num_heads=2, mlp_dim=8, max_seq_len=8)
         write_model(folder, DecoderConfig(**sizes))
         Path("whole").write_bytes((folder / "model.safetensors").read_bytes())
-    whole = bytearray(Path("whole").read_bytes())
-    whole[place : place + len(content)] = content
-    (folder / "model.safetensors").write_bytes(whole)
+    damaged = bytearray(Path("whole").read_bytes())
+    damaged[offset : offset + len(content)] = content
+    (folder / "model.safetensors").write_bytes(damaged)
 
     def read():
         for tensor in open_weights(folder).tensors.values():

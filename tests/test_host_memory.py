@@ -1,4 +1,4 @@
-"""Freed memory that a process keeps: how much, where, and when it goes back."""
+"""Freed memory that a process keeps, and when it is returned to the system."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def run(script: str, **environ: str) -> list[str]:
-    """Words that a fresh process prints."""
+    """Return the words that a new process prints."""
     command, environ = [sys.executable, "-c", BEGIN + script], {**os.environ, **environ}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -40,11 +40,11 @@ print(kept, (faults() - before) / pages)
 """
 
 
-@pytest.mark.parametrize("given", [{}, {"MALLOC_ARENA_TEST": "8"}])
-def test_a_step_on_cpus_reuses_its_pages_unless_the_environment_says_otherwise(given):
+@pytest.mark.parametrize("environ", [{}, {"MALLOC_ARENA_TEST": "8"}])
+def test_a_step_on_cpus_reuses_its_pages_unless_malloc_variables_are_set(environ):
     """Ten steps, in page faults for each page of their temporaries of 100 MiB or more."""
-    kept, faults = run(STEPS, JAX_PLATFORMS="cpu", **given)
-    assert kept == str(not given)
+    kept, faults = run(STEPS, JAX_PLATFORMS="cpu", **environ)
+    assert kept == str(not environ)
     assert float(faults) < 4 if kept == "True" else float(faults) > 8
 
 
@@ -74,7 +74,7 @@ print(usual, kept, resident(), count)
 """
 
 
-def test_a_process_that_has_doubled_gives_back_what_is_free():
+def test_a_process_that_has_doubled_returns_free_memory():
     words = run(GROWTH, JAX_PLATFORMS="cpu")
     assert words[:5] == ["True", "True", "False", "False", "False"]
     usual, kept, after, count = map(int, words[5:])
@@ -101,7 +101,7 @@ libc.fclose(stream)
 
 
 @pytest.mark.parametrize(
-    ("platforms", "device", "given", "arenas"),
+    ("platforms", "device", "environ", "arenas"),
     [
         ("cpu", "/dev/nvidiactl", {}, 1),
         ("", "", {}, 1),
@@ -109,8 +109,6 @@ libc.fclose(stream)
         ("cuda", "", {"MALLOC_ARENA_MAX": "9"}, 9),
     ],
 )
-def test_threads_share_arenas_unless_the_environment_says_otherwise(
-    platforms, device, given, arenas
-):
-    words = run(ARENAS, PLATFORM=platforms, DEVICE=device, **given)
+def test_threads_share_arenas_unless_malloc_variables_are_set(platforms, device, environ, arenas):
+    words = run(ARENAS, PLATFORM=platforms, DEVICE=device, **environ)
     assert words.count("<heap") == arenas

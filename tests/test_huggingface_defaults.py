@@ -15,7 +15,7 @@ SIZES = dict(
 
 
 def minimal(family: str, **keys) -> dict:
-    """A `config.json` with no key that has a default."""
+    """Return a `config.json` without keys that have a default."""
     sizes = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4) if family == "gpt2" else SIZES
     return {"model_type": family, **sizes, **keys}
 
@@ -69,10 +69,10 @@ def test_every_key_of_the_class_in_transformers_has_its_default_here(family):
     from transformers import AutoConfig
 
     sizes = minimal(family)
-    theirs = AutoConfig.for_model(**sizes).to_dict()
+    reference = AutoConfig.for_model(**sizes).to_dict()
     absent = read_config(sizes)
-    assert read_config(theirs) == absent
-    differ = [key for key in theirs if read_config({**sizes, key: theirs[key]}) != absent]
+    assert read_config(reference) == absent
+    differ = [key for key in reference if read_config({**sizes, key: reference[key]}) != absent]
     assert differ == []
 
 
@@ -113,12 +113,12 @@ def test_a_value_that_changes_the_model_is_rejected(family, key, value):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
-def test_what_is_written_means_the_same_to_transformers(name):
+def test_transformers_reads_written_configs_equally(name):
     """transformers fills absent keys with its defaults, and writes every key."""
     pytest.importorskip("transformers", reason="needs the reference extra")
     from transformers import AutoConfig
 
     config = {**FAMILIES, **VARIANTS}[name]
     written = write_config(config, "float32")
-    theirs = AutoConfig.for_model(**written)
-    assert read_config(json.loads(theirs.to_json_string(use_diff=False))) == config
+    reference = AutoConfig.for_model(**written)
+    assert read_config(json.loads(reference.to_json_string(use_diff=False))) == config

@@ -1,8 +1,8 @@
-"""What a pod sees, played by real processes on networks of their own.
+"""Pods simulated by real processes in separate networks.
 
-Runs of two pods live through what a cluster does to them, and have the bits of one that is left
-alone. `scripts/bench/kubernetes_pods.py` plays all of it on a bucket, where a start after a crash
-first watches the lock of the one before for 30 s.
+Runs of two pods survive events of a cluster and stay bit-identical to an undisturbed run.
+`scripts/bench/kubernetes_pods.py` runs all of them on a bucket, on which a start after a crash
+first watches the lock of the previous run for 30 s.
 """
 
 import json
@@ -51,7 +51,7 @@ def hosts(tmp_path):
 
 @pytest.fixture
 def bucket(hosts, monkeypatch):
-    """Address of an S3 server as the pods reach it; this process reaches it too."""
+    """Return the address of an S3 server that pods and this process can reach."""
     with (
         object_servers.s3(monkeypatch) as address,
         object_servers.passing_on(
@@ -63,7 +63,7 @@ def bucket(hosts, monkeypatch):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Waits for the bits of the same training under a launcher, which nothing happens to."""
+    """Return a function that waits for the bits of the same, undisturbed training by a launcher."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [sys.executable, "-m", "jaxdist.launch", "--nproc-per-node=2", "--", *TRAIN]
     process = subprocess.Popen(
@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory):
 
 
 def cluster_for(hosts: Hosts, folder: Path, *flags: str, **fields) -> Cluster:
-    """A cluster with a job of two pods, which pace themselves by a file in `folder`."""
+    """Return a cluster with a job of two pods, whose pace a file in `folder` sets."""
     own = [flag.partition("=")[0].replace("-", "_") for flag in flags]
     train = [flag for flag in TRAIN if flag.partition("=")[0].replace("-", "_") not in own]
     (folder / "pace").write_text(str(PACE_S))
@@ -94,7 +94,7 @@ def cluster_for(hosts: Hosts, folder: Path, *flags: str, **fields) -> Cluster:
         **{name: os.environ[name] for name in HANDED_ON if name in os.environ},
         **fields.pop("env", {}),
     }
-    found = job_set(
+    manifest = job_set(
         config(
             name="pods",
             nodes=2,
@@ -106,7 +106,7 @@ def cluster_for(hosts: Hosts, folder: Path, *flags: str, **fields) -> Cluster:
         )
     )
     secret = {key: os.environ.get(name, "") for key, name in keys.items()}
-    return Cluster(hosts, found, folder / "pods", {"keys": secret})
+    return Cluster(hosts, manifest, folder / "pods", {"keys": secret})
 
 
 def records_in(run_dir) -> list[dict]:
@@ -114,13 +114,13 @@ def records_in(run_dir) -> list[dict]:
 
 
 def bits_of(records: list[dict]) -> dict[int, tuple[str, str]]:
-    """Step -> loss and gradient norm to the last bit."""
+    """Return step -> loss and gradient norm to the last bit."""
     numbers = lambda r: tuple(float(r[name]).hex() for name in ("loss", "grad_norm"))
     return {r["step"]: numbers(r) for r in records if r["kind"] == "train"}
 
 
 def restores_of(records: list[dict]) -> list[tuple[int, str]]:
-    """Step and tier of each."""
+    """Return step and tier of each restore."""
     return [(r["step"], r.get("tier", "run")) for r in records if r.get("event") == "restore"]
 
 

@@ -1,10 +1,9 @@
-"""One elastic training: a host is killed, the other continues with the same batches, both grow.
+"""One elastic training: a host is killed, the other continues with the same batches, then both run.
 
 The two devices of each host share rows, in a ring.
 
-What else may happen to the hosts is tested without training: `test_launch_elastic`
-with launchers of real processes, `test_launch_rendezvous` with launchers in one process and a clock
-of its own.
+Other events are tested without training: `test_launch_elastic` with launchers of real processes,
+`test_launch_rendezvous` with launchers in one process and a simulated clock.
 """
 
 import json
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 
 class Launcher:
-    """One host's launcher of an elastic job of two, with its output in a file."""
+    """Launcher of one host in an elastic job of two, with its output in a file."""
 
     def __init__(self, run_dir: Path, rank: int):
         self.log = run_dir.parent / f"host-{rank}-{time.monotonic_ns()}.log"
@@ -80,7 +79,7 @@ def records(run_dir: Path) -> list[dict]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Step -> loss; of a step done twice the last."""
+    """Return step -> loss; of a repeated step the last."""
     return {r["step"]: float(r["loss"]) for r in records(run_dir) if r["kind"] == "train"}
 
 
@@ -90,7 +89,7 @@ def elastic_events(run_dir: Path) -> list[dict]:
 
 @pytest.fixture
 def hosts():
-    """Launchers that are ended with the test, whatever becomes of it."""
+    """Return launchers that are killed at the end of the test in any case."""
     started: list[Launcher] = []
     yield started
     for host in started:
@@ -113,7 +112,7 @@ def test_a_job_shrinks_to_one_host_and_grows_again_with_the_same_batches(tmp_pat
     reached = max(losses(run_dir))
     left.wait_until(lambda: max(losses(run_dir)) > reached, "no step was done alone")
 
-    # It must not be done before the other is back, however slow this machine starts that one.
+    # It must not finish before the other has rejoined, even on a slow machine.
     left.signal_processes(signal.SIGSTOP)
     hosts.append(Launcher(run_dir, 0))
     left.wait_for("4 devices can be used")
@@ -125,6 +124,6 @@ def test_a_job_shrinks_to_one_host_and_grows_again_with_the_same_batches(tmp_pat
     flags = [f"--run-dir={reference}", "--simulate=1", "--mesh=dp=1", *TRAIN]
     done = subprocess.run([sys.executable, "-m", "jaxdist.train", *flags], cwd=ROOT, timeout=300)
     assert done.returncode == 0
-    expected, found = losses(reference), losses(run_dir)
-    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
-    assert found == {step: pytest.approx(loss, rel=2e-5) for step, loss in expected.items()}
+    expected, losses_of_run = losses(reference), losses(run_dir)
+    assert sorted(losses_of_run) == sorted(expected) == list(range(1, STEPS + 1))
+    assert losses_of_run == {step: pytest.approx(loss, rel=2e-5) for step, loss in expected.items()}

@@ -1,4 +1,4 @@
-"""Launchers that meet, without training: who is lost, who waits, who leads, who ends."""
+"""Rendezvous of launchers without training: lost hosts, waiting, leaders and ends."""
 
 import signal
 import time
@@ -27,7 +27,7 @@ class Clock:
 
 
 class FakeGroup:
-    """What `watch` may do to an attempt."""
+    """Stand-in for a process group, with the operations that `watch` uses."""
 
     def __init__(self) -> None:
         self.is_stopping = False
@@ -41,7 +41,7 @@ class FakeGroup:
 
 
 class Participant:
-    """A launcher, a step at a time: it polls while it waits and watches while it runs."""
+    """Launcher that runs step by step: it polls while it waits and watches while it runs."""
 
     def __init__(self, world: "World", rank: int):
         self.world, self.rank, self.lines = world, rank, []
@@ -63,7 +63,7 @@ class Participant:
         self.agent.offer_host()
 
     def step(self) -> None:
-        self.agent.rendezvous.publish()  # as the beating thread does
+        self.agent.rendezvous.publish()  # as the heartbeat thread does
         if self.group is not None:
             self.agent.watch(self.group)
             if self.group.cause:
@@ -72,17 +72,17 @@ class Participant:
             return
         if self.code is not None:
             return
-        found = self.agent.poll()
-        if isinstance(found, Round):
-            self.place = self.agent.join_round(found)
-            self.rounds.append(found)
+        outcome = self.agent.poll()
+        if isinstance(outcome, Round):
+            self.placement = self.agent.join_round(outcome)
+            self.rounds.append(outcome)
             self.group = FakeGroup()
-        elif found is not None:
-            self.code = found
-            self.agent.close(found, 0)
+        elif outcome is not None:
+            self.code = outcome
+            self.agent.close(outcome, 0)
 
     def ends(self, code: int) -> None:
-        """Its processes end, and it goes on as the supervisor would after a failure or a save."""
+        """End its processes and continue as the supervisor would after a failure or a save."""
         cause = self.group.cause
         self.group = None
         self.agent.on_group_end(GroupResult(exit_code=code, attempt=0, cause=cause))
@@ -99,7 +99,7 @@ class Participant:
 
 
 class World:
-    """A directory, a clock and the launchers that live."""
+    """Directory, clock and live launchers."""
 
     def __init__(self, folder: Path, plan: ElasticConfig, sizes: LegalSizes):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class World:
         return self.living[rank]
 
     def kill(self, rank: int) -> None:
-        """Without a word, as a power failure does."""
+        """Remove a launcher without notice, like a power failure."""
         del self.living[rank]
 
     def run(self, seconds: float) -> None:
@@ -134,8 +134,8 @@ def test_all_hosts_start_at_once(world):
     world.run(4)
     assert [h.ranks for h in hosts] == [[0, 1, 2]] * 3
     assert len({h.rounds[0].id for h in hosts}) == 1
-    assert [h.place.node_rank for h in hosts] == [0, 1, 2]
-    assert {h.place.coordinator_address for h in hosts} == {
+    assert [h.placement.node_rank for h in hosts] == [0, 1, 2]
+    assert {h.placement.coordinator_address for h in hosts} == {
         f"n0:{hosts[0].rounds[0].members[0].port}"
     }
 
@@ -154,7 +154,7 @@ def test_the_leader_waits_for_a_host_that_still_counts_its_gpus(world):
     early = world.start(0)
     late = Rendezvous(world.folder, 1, "n1", heartbeat_timeout_s=LOST_S, clock=world.clock)
     for _ in range(5):
-        late.publish()  # as from its claim on
+        late.publish()  # as after its claim
         world.run(1)
     assert not early.is_running
     hosts = [early, world.start(1)]
@@ -175,11 +175,11 @@ def test_stale_files_are_ignored(world, tmp_path):
     world.start(0), world.start(1), world.start(2)
     world.run(3)
     for rank in range(3):
-        world.kill(rank)  # files say: round 0 runs on 0, 1, 2
+        world.kill(rank)  # the files record that round 0 runs on 0, 1, 2
     world.clock.now += 1000
     host = world.start(1)
     world.run(3)
-    assert not host.is_running  # waits for the others, who only seem to be there
+    assert not host.is_running  # waits for the others, which only seem to exist
     world.run(JOIN_S)
     assert host.ranks == [1] and host.rounds[-1].number == 1
 
@@ -217,11 +217,13 @@ def test_the_next_rank_replaces_a_lost_leader(world):
     world.kill(0)
     world.run(LOST_S + JOIN_S + 6)
     assert [h.ranks for h in hosts[1:]] == [[1, 2]] * 2
-    assert hosts[1].place.node_rank == 0 and hosts[1].place.coordinator_address.startswith("n1:")
+    assert hosts[1].placement.node_rank == 0 and hosts[1].placement.coordinator_address.startswith(
+        "n1:"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_host_that_comes_back_joins_without_a_failure(world, rank):
+def test_a_returning_host_joins_without_a_failure(world, rank):
     hosts = {r: world.start(r) for r in range(3)}
     world.run(4)
     world.kill(rank)
@@ -230,7 +232,7 @@ def test_a_host_that_comes_back_joins_without_a_failure(world, rank):
     assert all(h.is_running and rank not in h.ranks for h in others)
     hosts[rank] = world.start(rank)
     world.run(4)
-    # One host's processes are asked; they tell the others themselves.
+    # The processes of one host get the request; they forward it to the others.
     assert [h.group.is_stopping for h in others] == [True, False]
     for h in others:
         h.ends(75)
@@ -263,7 +265,7 @@ def test_a_surplus_host_waits_as_a_spare_and_ends_with_the_job(world):
     assert hosts[2].code == 0
 
 
-def test_a_spare_takes_the_place_of_a_lost_host(world):
+def test_a_spare_replaces_a_lost_host(world):
     world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
@@ -273,7 +275,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(world):
 
 
 @pytest.mark.parametrize("code", [2, 85, 87, 1])
-def test_a_final_failure_ends_spares_and_members_alike(world, code):
+def test_a_final_failure_ends_spares_and_members(world, code):
     world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
@@ -331,7 +333,7 @@ def test_the_job_is_done_after_all_members_are(world):
     assert all(h.agent.all_hosts_done(never) for h in hosts)
 
 
-def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
+def test_returning_gpus_make_the_next_round_larger(tmp_path, monkeypatch):
     there = [8]
     monkeypatch.setattr(host_module, "count_gpus", lambda: there[0])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -339,11 +341,11 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     world = World(tmp_path / "launch", plan, LegalSizes(legal=[4, 8]))
     host = world.start(0)
     world.run(2)
-    assert (host.place.nproc_per_node, host.place.visible_gpus) == (8, "")
+    assert (host.placement.nproc_per_node, host.placement.visible_gpus) == (8, "")
     there[0] = 7
     host.ends(1)
     world.run(2)
-    assert (host.place.nproc_per_node, host.place.visible_gpus) == (4, "0,1,2,3")
+    assert (host.placement.nproc_per_node, host.placement.visible_gpus) == (4, "0,1,2,3")
     there[0] = 8
     world.run(50)
     assert not host.group.is_stopping
@@ -352,8 +354,8 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     host.ends(75)
     assert host.agent.continues_after_save()
     world.run(2)
-    assert host.place.nproc_per_node == 8
-    there[0] = 0  # a driver that fails is no CPU
+    assert host.placement.nproc_per_node == 8
+    there[0] = 0  # a failing driver must not look like a CPU machine
     host.ends(1)
     world.run(JOIN_S + 3)
     assert host.code == 75

@@ -1,4 +1,4 @@
-"""Local saves: which one a restart takes, its files, and their way to another host."""
+"""Local saves: the one that a restart uses, its files, and their transfer to another host."""
 
 import dataclasses
 import os
@@ -28,11 +28,14 @@ from jaxdist.runtime.storage import locate
 # -- which save is taken ---------------------------------------------------------------------------
 
 
-def test_the_newest_generation_goes_before_the_newest_step():
-    said = [["x", [[0, 90, "x"], [1, 60, "x"], [1, 70, "y"]]], ["y", [[0, 90, "y"], [1, 60, "y"]]]]
-    assert newest(said, 0)[:3] == (1, 60, [0, 1])  # of 70 the shards x are nowhere
-    assert newest(said, 61)[:3] == (0, 90, [0, 1])
-    nothing = newest(said, 91)
+def test_the_newest_generation_precedes_the_newest_step():
+    inventories = [
+        ["x", [[0, 90, "x"], [1, 60, "x"], [1, 70, "y"]]],
+        ["y", [[0, 90, "y"], [1, 60, "y"]]],
+    ]
+    assert newest(inventories, 0)[:3] == (1, 60, [0, 1])  # shards x of step 70 are missing
+    assert newest(inventories, 61)[:3] == (0, 90, [0, 1])
+    nothing = newest(inventories, 91)
     assert not nothing.sources and not nothing.reason
     gone = newest([["x", []], ["y", [[1, 70, "y"]]]], 0)
     assert not gone.sources and missing(gone.reason, "step 70", "1 of 2 processes") == []
@@ -40,20 +43,20 @@ def test_the_newest_generation_goes_before_the_newest_step():
     assert not other.sources and missing(other.reason, "step 70", "layout") == []
 
 
-def test_saves_of_steps_that_were_done_again_do_not_count(tmp_path):
-    known = Lineage("a", [-1, 40, 60])
-    assert known.counts(0, 40) and not known.counts(0, 41)
-    assert known.counts(1, 60) and not known.counts(1, 61)
-    assert known.counts(2, 99) and not known.counts(3, 10)
+def test_saves_of_repeated_steps_do_not_count(tmp_path):
+    history = Lineage("a", [-1, 40, 60])
+    assert history.counts(0, 40) and not history.counts(0, 41)
+    assert history.counts(1, 60) and not history.counts(1, 61)
+    assert history.counts(2, 99) and not history.counts(3, 10)
     directory = locate(tmp_path)
-    lineage.write(directory, known)
-    assert lineage.read(directory) == known
+    lineage.write(directory, history)
+    assert lineage.read(directory) == history
     (tmp_path / lineage.FILE_NAME).write_text("{")
     stranger = lineage.read(directory)
     assert stranger.run != "a" and stranger.resumed_from == []
 
 
-# -- files and their way to another host -----------------------------------------------------------
+# -- files and their transfer to another host ------------------------------------------------------
 
 
 def store_with(path: Path, *saves: Save) -> LocalStore:
@@ -83,7 +86,7 @@ def test_the_newest_two_saves_are_kept_of_all_shards(tmp_path):
     assert sorted(store.held()) == saves[1:]
 
 
-def test_files_come_over_the_network_to_those_who_know_the_secret(tmp_path):
+def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
     save = Save(0, 1, "x")
     store = store_with(tmp_path / "a", save, Save(0, 2, "x"))
     (tmp_path / "outside").write_bytes(b"private")
@@ -147,16 +150,16 @@ def test_a_connection_that_is_cut_in_a_file_leaves_no_save(tmp_path):
 def state_of(step: int, mesh: str = "fsdp=2") -> dict:
     spec = MeshSpec.parse(mesh)
     built = spec.build(jax.devices()[: spec.num_devices])
-    split, whole = NamedSharding(built, P(None, "fsdp")), NamedSharding(built, P())
+    split, replicated = NamedSharding(built, P(None, "fsdp")), NamedSharding(built, P())
     w = np.random.default_rng(step).standard_normal((4, 8)).astype(np.float32)
     return {
         "params": {
             "w": jax.device_put(w, split),
-            "b": jax.device_put(jnp.asarray(w[0], jnp.bfloat16), whole),
+            "b": jax.device_put(jnp.asarray(w[0], jnp.bfloat16), replicated),
         },
         "rest": {
-            "step": jax.device_put(jnp.int32(step), whole),
-            "key": jax.device_put(jax.random.key(step), whole),
+            "step": jax.device_put(jnp.int32(step), replicated),
+            "key": jax.device_put(jax.random.key(step), replicated),
         },
     }
 
@@ -173,7 +176,7 @@ def bits(state: dict) -> list[bytes]:
 
 @dataclasses.dataclass
 class Job:
-    """One run of one process, opened again and again."""
+    """One run of one process, opened repeatedly."""
 
     path: Path
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -199,15 +202,15 @@ class Job:
         opened.close()
 
     def resume(self, mesh: str = "fsdp=2", **settings) -> tuple[int | None, Checkpointer]:
-        """The step that a start goes on from, its bits checked; the caller closes."""
+        """Return the step that a start resumes from and check its bits; the caller closes."""
         opened = self.open(**settings)
         target = target_of(state_of(0, mesh))
         step = opened.choose(lambda: target)
         if step is not None:
-            state, meta, found = opened.restore(target, step=step)
-            assert meta == {"next": found} and found <= step
-            assert bits(state) == bits(state_of(found, mesh))
-            step = found
+            state, meta, restored_step = opened.restore(target, step=step)
+            assert meta == {"next": restored_step} and restored_step <= step
+            assert bits(state) == bits(state_of(restored_step, mesh))
+            step = restored_step
         return step, opened
 
     def resumed(self, mesh: str = "fsdp=2", **settings) -> int | None:
@@ -225,7 +228,7 @@ def files(job: Job) -> list[Path]:
     return sorted(path for path in job.disk.rglob("0*.*"))
 
 
-def test_a_restart_takes_the_newer_of_the_two_tiers(job):
+def test_a_restart_uses_the_newer_of_the_two_tiers(job):
     job.save([2, 4, 6, 8], durable=[4])
     steps = {path.parent.name for path in files(job)}
     assert steps == {"6", "8"}  # the newest two
@@ -272,25 +275,25 @@ def test_wrong_bits_that_its_files_do_not_show_are_passed_over(job):
     assert any(missing(line, "step 6", "wrong checksum") == [] for line in job.lines)
 
 
-def test_another_layout_takes_the_durable_tier_and_says_so(job):
+def test_another_layout_restores_the_durable_tier_and_reports_it(job):
     job.save([2, 4], durable=[2])
     assert job.resumed("fsdp=4") == 2
     assert any(missing(line, "step 4", "layout") == [] for line in job.lines)
 
 
-def test_steps_that_are_done_again_forget_the_local_saves_of_before(job):
+def test_repeated_steps_invalidate_earlier_local_saves(job):
     job.save([2, 4, 6], durable=[2])
     away = job.path / "away"
     shutil.copytree(job.disk, away)
     shutil.rmtree(job.disk)
-    assert job.resumed() == 2  # the host with the saves was away
+    assert job.resumed() == 2  # the host with the saves was missing
     shutil.rmtree(job.disk)
-    shutil.copytree(away, job.disk)  # and comes back
+    shutil.copytree(away, job.disk)  # and returns
     assert job.resumed() == 2
     assert not files(job)
 
 
-def test_a_run_that_goes_on_without_local_saves_forgets_them(job):
+def test_a_run_that_continues_without_local_saves_invalidates_them(job):
     job.save([2, 4], durable=[2])
     assert job.resumed(local_dir="") == 2
     assert job.resumed() == 2
@@ -339,7 +342,7 @@ def test_a_full_disk_fails_the_local_save_and_keeps_the_ones_before(job, monkeyp
 
 
 def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
-    """As where a copy of it cannot be made."""
+    """As if a copy of it could not be made."""
     job.save([2])
     step, opened = job.resume()
 

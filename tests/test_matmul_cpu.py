@@ -1,4 +1,4 @@
-"""Products on CPU: values and gradients against numpy, and what the compiled step computes once."""
+"""Products on CPU: values and gradients against numpy, and values that a step computes once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.run.setup import assemble
 
 QKV = "batch seq d_model, d_model kv_heads group head_dim -> batch seq kv_heads group head_dim"
 OUT = "batch seq heads head_dim, heads head_dim d_model -> batch seq d_model"
-CASES = {  # dims: shapes of x and w, how numpy writes it
+CASES = {  # dims: shapes of x and w, einsum subscripts
     QKV: ((2, 5, 4), (4, 3, 2, 6), "abc,cdef->abdef"),
     OUT: ((2, 5, 3, 6), (3, 6, 4), "abcd,cde->abe"),  # wider inside than outside
     "batch seq mlp, mlp d_model -> batch seq d_model": ((2, 5, 8), (8, 3), "abc,cd->abd"),
@@ -32,8 +32,8 @@ def _arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def test_gradient_of_activations_reads_the_weight_as_it_lies() -> None:
-    """A dot over several dims of it would be given a transposed copy by the compiler."""
+def test_gradient_of_activations_reads_the_weight_without_transposing() -> None:
+    """For a dot over several dims of it the compiler would make a transposed copy."""
     x, w = _arrays((2, 64, 32), (32, 4, 3, 16))
     back = lambda w, g: jax.vjp(lambda x: cpu.dot(QKV, x, w), x)[1](g)[0]
     g = jnp.zeros((2, 64, 4, 3, 16))
@@ -43,7 +43,7 @@ def test_gradient_of_activations_reads_the_weight_as_it_lies() -> None:
 
 
 @pytest.mark.parametrize("dims", CASES)
-def test_product_and_gradients_are_numpys(dims: str) -> None:
+def test_product_and_gradients_equal_numpy(dims: str) -> None:
     x_shape, w_shape, letters = CASES[dims]
     inputs, out = letters.split("->")
     left, right = inputs.split(",")
@@ -57,20 +57,20 @@ def test_product_and_gradients_are_numpys(dims: str) -> None:
         np.einsum(f"{out},{right}->{left}", wide[2], wide[1]),
         np.einsum(f"{left},{out}->{right}", wide[0], wide[2]),
     ]
-    for found, known in zip((product, dx, dw), expected, strict=True):
+    for actual, reference in zip((product, dx, dw), expected, strict=True):
         # Sums of up to 36 float32 products: each rounds by 6e-8 of its terms.
-        np.testing.assert_allclose(found, known, rtol=0, atol=3e-6)
+        np.testing.assert_allclose(actual, reference, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("rows, inner, outer", [(7, 3, 5), (7, 5, 3), (4, 4, 4)])
-def test_weight_gradient_is_numpys(rows: int, inner: int, outer: int) -> None:
+def test_weight_gradient_equals_numpy(rows: int, inner: int, outer: int) -> None:
     x, g = _arrays((rows, inner), (rows, outer))
-    found = jax.jit(cpu.weight_gradient)(x, g)
-    np.testing.assert_allclose(found, np.float64(x).T @ np.float64(g), rtol=0, atol=2e-6)
+    actual = jax.jit(cpu.weight_gradient)(x, g)
+    np.testing.assert_allclose(actual, np.float64(x).T @ np.float64(g), rtol=0, atol=2e-6)
 
 
-def _is_turned(dims: str, x: jax.Array, w: jax.Array, **options) -> bool:
-    """Whether the product's gradient is made here rather than by JAX."""
+def _has_custom_gradient(dims: str, x: jax.Array, w: jax.Array, **options) -> bool:
+    """Return whether the product has a custom gradient rather than JAX's."""
     total = lambda x, w: jnp.sum(cpu.dot(dims, x, w, **options))
     return "optimization_barrier" in str(jax.make_jaxpr(jax.grad(total, 1))(x, w))
 
@@ -80,14 +80,14 @@ def test_other_dims_and_dtypes_are_left_to_the_plain_product() -> None:
     np.testing.assert_array_equal(cpu.dot(TURNED, x, w), types.dot(TURNED, x, w))
     plain = "batch seq d_model, d_model vocab -> batch seq vocab"
     low = x.astype(jnp.bfloat16)
-    assert _is_turned(plain, x, w.T)
-    assert not _is_turned(TURNED, x, w)
-    assert not _is_turned(plain, low, w.T)
-    assert not _is_turned(plain, low, w.T, out_dtype=jnp.float32)
+    assert _has_custom_gradient(plain, x, w.T)
+    assert not _has_custom_gradient(TURNED, x, w)
+    assert not _has_custom_gradient(plain, low, w.T)
+    assert not _has_custom_gradient(plain, low, w.T, out_dtype=jnp.float32)
 
 
 def _num_cosines(num_layers: int) -> int:
-    """Places where the compiled step computes cosines."""
+    """Count the cosine operations in the compiled step."""
     config = RunConfig(
         model=DecoderConfig(
             vocab_size=64, d_model=32, num_layers=num_layers, num_heads=2, num_kv_heads=2

@@ -28,7 +28,7 @@ TOLERANCE = 2e-5
 
 
 def reference_of(name, config):
-    """The Hugging Face model of a config, every weight random."""
+    """Return the Hugging Face model of a config with random weights."""
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
     common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
     if name.startswith("gpt2"):
@@ -87,7 +87,7 @@ def reference_of(name, config):
 
 
 def gemma_keys(name, config):
-    """What a Gemma's config has besides the sizes."""
+    """Return the keys of a Gemma config other than the sizes."""
     keys = dict(
         head_dim=config.head_width,
         query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_width,
@@ -104,7 +104,7 @@ def gemma_keys(name, config):
 
 
 def params_of(reference, name, config):
-    """Our parameters from the weights of a Hugging Face model."""
+    """Return our parameters from the weights of a Hugging Face model."""
     weights = {key: value.numpy() for key, value in reference.state_dict().items()}
     read = gpt2_layer if name == "gpt2" else llama_layer
     layers = [read(weights, index, config) for index in range(config.num_layers)]
@@ -142,7 +142,7 @@ def stack(leaves):
 
 
 def fuse_qkv(query, key, value, config):
-    """[heads·width, ...] products -> [..., kv_heads, group + 2, width]."""
+    """Fuse [heads·width, ...] weights -> [..., kv_heads, group + 2, width]."""
     kv, width = config.kv_heads, config.head_width
     parts = [x.reshape(kv, -1, width, *x.shape[1:]) for x in (query, key, value)]
     return np.moveaxis(np.concatenate(parts, axis=1), (0, 1, 2), (-3, -2, -1))
@@ -197,7 +197,7 @@ def gpt2_layer(weights, index, config):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    """Name, config, reference, our record and parameters, tokens, the reference's logits."""
+    """Return name, config, reference, our model and parameters, tokens, reference logits."""
     config = FAMILIES[request.param]
     reference = reference_of(request.param, config)
     params = params_of(reference, request.param, config)
@@ -211,7 +211,7 @@ def leaves_of(tree):
     return {str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_parameters_are_the_reference_s(family):
+def test_parameters_have_the_shapes_of_the_initialization(family):
     name, model, params, _, _ = family
     config = FAMILIES[name]
     own = leaves_of(jax.eval_shape(model.init, jax.random.key(0)))
@@ -270,20 +270,20 @@ def test_summed_loss_equals_torch(family):
     ],
     ids=lambda scaling: f"{scaling['type']}{len(scaling)}",
 )
-def test_scaled_rope_turns_as_hugging_face_s_and_is_written_as_it_is_read(scaling):
-    """A reference that is not scaled, or of another length, is off by more than 1e-2."""
+def test_scaled_rope_equals_hugging_face_and_survives_a_round_trip(scaling):
+    """A reference that is not scaled, or of another length, differs by more than 1e-2."""
     config = DecoderConfig(
         d_model=128, num_heads=2, rope_theta=5e5, rope_scaling=scaling, max_seq_len=2048
     )
     assert config.problems() == []
-    theirs = json.loads(json.dumps(write_config(config, "float32")))
-    assert read_config(theirs).rope_scaling == scaling
+    written = json.loads(json.dumps(write_config(config, "float32")))
+    assert read_config(written).rope_scaling == scaling
     kind = scaling["type"]
-    given = {"rope_theta": config.rope_theta, **theirs["rope_scaling"]}
-    asked = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048, rope_parameters=given
+    rope = {"rope_theta": config.rope_theta, **written["rope_scaling"]}
+    llama = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048, rope_parameters=rope
     )
-    expected, length = ROPE_INIT_FUNCTIONS[kind](asked, "cpu")
+    expected, length = ROPE_INIT_FUNCTIONS[kind](llama, "cpu")
     positions = jnp.arange(2048)
     stretch, ours = layers.rope_stretch(scaling, 64, config.rope_theta)
     cos, sin = layers.rotary_angles(positions, 64, config.rope_theta, stretch, ours)
