@@ -70,7 +70,7 @@ def fork_server() -> tuple[ForkServer, dict[str, str]]:
 
 
 def run(name: str, *arguments: object, cwd=None, timeout_s=300) -> subprocess.CompletedProcess:
-    """Run a command to its end in a process of its own.
+    """Run a command to its end in a separate process.
 
     The process is a fork of one that has imported jax, which takes 3 s of CPU time. It is a
     new one if a variable that jax reads at import differs.

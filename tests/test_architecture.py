@@ -140,7 +140,7 @@ SHARED_NAMES = {
     "Block": "models",  # each model has its own
     "Config": "tools.convert",  # the options of each of its commands
 }
-"""Classes of one name in several files, and the room that holds them all."""
+"""Class names that several files use, and the package that contains them all."""
 
 
 def test_class_names_are_unique():
@@ -152,8 +152,8 @@ def test_class_names_are_unique():
                 definitions.setdefault(node.name, []).append(module)
     several = {name: modules for name, modules in definitions.items() if len(modules) > 1}
     assert set(several) == set(SHARED_NAMES)
-    for name, room in SHARED_NAMES.items():
-        assert all(module.startswith(room) for module in several[name]), several[name]
+    for name, package in SHARED_NAMES.items():
+        assert all(module.startswith(package) for module in several[name]), several[name]
 
 
 def test_the_package_holds_its_layers_and_entry_points():

@@ -64,7 +64,7 @@ def spread(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
-def test_values_are_rounded_as_ml_dtypes_rounds_them(kind, dtype):
+def test_values_are_rounded_as_by_ml_dtypes(kind, dtype):
     x = spread(np.random.default_rng(0), 2, 3, 80).astype(dtype)
     x[0, 0, :32] = 0
     blocks = jax.jit(round_as, static_argnums=1)(x, kind)
@@ -99,7 +99,7 @@ def test_non_finite_values_stay_visible(kind):
 
 @pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_one_product_is_that_of_rounded_values_forward_and_backward(kind, chooses):
+def test_a_product_equals_that_of_rounded_values_forward_and_backward(kind, chooses):
     rng = np.random.default_rng(0)
     x, w, g = spread(rng, 3, 5, 40), spread(rng, 40, 2, 24), spread(rng, 3, 5, 2, 24)
     dims = "batch seq d, d ways mlp -> batch seq ways mlp"

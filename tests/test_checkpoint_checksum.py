@@ -23,7 +23,7 @@ pytestmark = pytest.mark.smoke
 @pytest.mark.parametrize(
     "dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4", "complex64"]
 )
-def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
+def test_a_checksum_is_the_same_on_every_mesh_and_covers_every_bit(dtype):
     host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
     specs = P(), P("fsdp", "tensor"), P("tensor"), P(("tensor", "fsdp"))
@@ -129,7 +129,7 @@ def test_sums_of_equal_shardings_share_one_program():
     assert compiled, "the listener hears compilations"
 
 
-def test_the_crc_of_a_large_file_is_that_of_its_blocks_together(tmp_path, monkeypatch):
+def test_the_crc_of_a_large_file_combines_those_of_its_blocks(tmp_path, monkeypatch):
     content = np.random.default_rng(2).bytes(1000)
     file = locate(tmp_path / "file")
     for size in (0, 1, 64, 65, 1000):
@@ -139,7 +139,7 @@ def test_the_crc_of_a_large_file_is_that_of_its_blocks_together(tmp_path, monkey
             assert crc32.fingerprint(file) == [size, zlib.crc32(content[:size])]
 
 
-def test_a_checksum_sees_swapped_elements_and_another_shape():
+def test_a_checksum_detects_swapped_elements_and_another_shape():
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     swapped = x.copy()
     swapped[0, 0], swapped[2, 3] = x[2, 3], x[0, 0]

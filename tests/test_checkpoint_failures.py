@@ -49,7 +49,7 @@ def test_a_leftover_that_is_no_checkpoint_is_replaced(run):
     assert opened.steps() == [2, 4, 6, 8]
 
 
-def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
+def test_a_file_size_limit_fails_the_background_save(run, pristine):
     opened = resume_then(run)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -296,7 +296,7 @@ def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
     Checkpointer(tmp_path, CheckpointConfig()).close()
 
 
-def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(tmp_path):
+def test_a_lock_is_refused_while_its_process_lives_and_taken_over_after_a_kill(tmp_path):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -311,7 +311,7 @@ def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(tmp
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeypatch, alive):
+def test_a_lock_holder_on_another_host_is_watched_for_heartbeats(tmp_path, monkeypatch, alive):
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.2)
     record = {"pid": 1, "host": "elsewhere", "boot": "another", "state": "held", "beat": 0}
     file = tmp_path / lock.FILE_NAME
@@ -330,7 +330,7 @@ def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeyp
         Checkpointer(tmp_path, CheckpointConfig())
 
 
-def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
+def test_the_lock_holder_writes_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
     held = lock.DirectoryLock(locate(tmp_path), print)
     held.acquire()

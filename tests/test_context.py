@@ -231,7 +231,7 @@ def test_block_by_block_is_exact_in_float64():
     np.testing.assert_allclose(np.moveaxis(actual.lse, 1, 2), np.log(total), rtol=1e-12)
 
 
-def test_layers_of_long_rows_never_have_a_matrix_of_scores():
+def test_layers_of_long_rows_never_allocate_a_score_matrix():
     """In a loop over layers with equal masks, jax would hoist a full mask out of the loop."""
     length = 4096
     kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (2, 1, 1)]
@@ -299,7 +299,7 @@ NUM_FAST = 4
     [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[NUM_FAST:])],
     ids=str,
 )
-def test_every_mesh_with_shared_rows_computes_what_one_device_computes(case):
+def test_every_mesh_with_shared_rows_equals_one_device(case):
     check(run(case), reference(case.model))
 
 

@@ -121,7 +121,7 @@ def committed(exchange: str) -> float:
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "hybrid"])
-def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
+def test_the_memory_of_each_exchange_equals_the_compiled_program(exchange):
     """Two layers of a million tokens on 32 devices; after an all-gather all keys have gradients."""
     config = stored_run(CONFIGS / "llama3_8b_1m.toml")
     config = dataclasses.replace(
@@ -152,7 +152,7 @@ TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
     ("heads", "kv_heads", "fastest"),
     [(6, 6, "hybrid"), (32, 8, "all_to_all")],
 )
-def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
+def test_the_search_selects_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
     """Also if the rule, which ignores links, chooses the ring (6 heads over 16 devices)."""
     config, spec = long_rows(heads, kv_heads), MeshSpec(context=16)
     best = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)

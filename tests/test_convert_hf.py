@@ -169,7 +169,7 @@ def test_configs_survive_a_round_trip(name):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
-def test_pieces_cover_every_array_and_split_what_they_join(name):
+def test_pieces_cover_every_array_and_split_inverts_join(name):
     """Without transformers: split random arrays of ours into its tensors and join them again."""
     config = {**FAMILIES, **VARIANTS}[name]
     shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
@@ -286,7 +286,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path, case):
+def test_unsupported_models_are_refused_and_nothing_is_written(tmp_path, case):
     write_model(tmp_path / "in", FAMILIES["llama2"])
     spoil, expected = WRONG[case]
     spoil(tmp_path / "in")
@@ -296,7 +296,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_dropout_that_is_left_out_is_said(tmp_path, capsys):
+def test_ignored_dropout_is_reported(tmp_path, capsys):
     write_model(tmp_path / "in", FAMILIES["gpt2"])
     change(tmp_path / "in", resid_pdrop=0.1)
     assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
@@ -306,7 +306,7 @@ def test_dropout_that_is_left_out_is_said(tmp_path, capsys):
     assert f"19,200 parameters, {in_bytes(4 * (19_200 + 31 * 32))}:" in text
 
 
-def test_a_model_of_no_family_is_refused():
+def test_a_model_of_unknown_family_is_refused():
     config = DecoderConfig(norm="layer")
     with refused("llama, mistral"):
         family_of(config)

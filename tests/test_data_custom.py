@@ -325,7 +325,7 @@ def train_regression(**settings):
     return jaxdist.train(settings, mesh="dp=8", run_dir="run", progress=False)
 
 
-def test_a_regression_learns_from_float_targets_as_numpy_does():
+def test_a_regression_on_float_targets_equals_numpy():
     result = train_regression(steps=4)
     import my_rows
 
@@ -340,7 +340,7 @@ def test_a_regression_learns_from_float_targets_as_numpy_does():
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_run_on_rows_that_were_cut_to_integers_is_not_resumed_on_floats(monkeypatch):
+def test_a_run_on_rows_truncated_to_integers_is_not_resumed_on_floats(monkeypatch):
     with monkeypatch.context() as patch:  # the dtypes of earlier versions
         floats = ("weights", "images")
         old = lambda field, dtype: np.dtype(np.float32 if field in floats else np.int32)

@@ -66,7 +66,7 @@ def test_a_resume_with_another_ledger_is_refused(dataset, index):
         resume_position(state, dataset, seed=3)
 
 
-def test_a_resume_whose_rows_come_in_another_order_is_refused(dataset, monkeypatch):
+def test_a_resume_with_another_row_order_is_refused(dataset, monkeypatch):
     from jaxdist.data import order
 
     _, state = walk(dataset, 10)

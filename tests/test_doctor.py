@@ -35,7 +35,7 @@ def severities(findings: list[Finding]) -> list[str]:
 # -- findings --------------------------------------------------------------------------------------
 
 
-def test_equal_findings_of_many_processes_are_one_and_keep_their_hosts():
+def test_equal_findings_of_many_processes_are_merged_and_keep_their_hosts():
     shm = warning("shared memory", "64 MiB", "more")
     merged = merge(
         [("a", [ok("disk", "1 GB/s"), shm]), ("a", [shm]), ("b", [ok("disk", "2 GB/s")])]
@@ -190,7 +190,7 @@ def test_compatible_versions_are_fine():
     assert severities(software.check_versions(GOOD, CUDA)) == ["ok"]
 
 
-def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
+def test_the_digest_of_the_code_depends_on_every_byte_and_name(tmp_path):
     (tmp_path / "sub").mkdir()
     file = tmp_path / "sub" / "a.py"
     file.write_text("x = 1\n")
@@ -206,7 +206,7 @@ def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
     assert code_digest(tmp_path) not in (before, changed)
 
 
-def test_the_process_with_other_code_is_reported():
+def test_the_process_with_different_code_is_reported():
     same = {"code": "aaa", "jax": "0.10.2", "tokenizers": "1"}
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
     findings = software.compare(everyone)
@@ -320,6 +320,4 @@ def test_two_real_processes_with_two_directories_exit_with_1(tmp_path):
     assert codes == [1, 1], outputs
     (wrong,) = [f for f in record["findings"] if f["severity"] == "error"]
     assert wrong["check"] == "shared directory" and wrong["numbers"]["groups"] == [[0], [1]]
-    assert (
-        "process 0" not in outputs[1][1]
-    )  # a common exit code is not reported as a failure of one process
+    assert "process 0" not in outputs[1][1]  # an exit code of all is not one process's failure

@@ -63,7 +63,7 @@ def best_by_search(requested: MeshSpec, num_devices: int, batch: int, zero: int)
 @pytest.mark.parametrize("batch", [24, 40])
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("total", [2, 4, 8, 12, 16])
-def test_the_shrunk_mesh_is_the_best_of_all(total, zero, batch):
+def test_the_shrunk_mesh_equals_exhaustive_search(total, zero, batch):
     compared = 0
     for requested in factorisations(total):
         config = a_run(str(requested), batch, zero, model=DIVISIBLE)
@@ -141,7 +141,7 @@ def test_an_evaluation_batch_that_does_not_divide_is_not_legal():
     assert legal_sizes(config) == [1, 2, 4]
 
 
-def test_the_reason_has_the_numbers():
+def test_the_reason_contains_the_numbers():
     config = a_run("fsdp=8", 32)
     reason = shrink_reason(config, fit_devices(config, 7), 7)
     facts = "7 of the 8", "fsdp=8", "2 microbatches of 4", "1 of 4", "batch 32", "3 idle"
@@ -155,7 +155,7 @@ def test_nothing_changes_if_no_device_is_missing():
     assert fit_devices(rigid, 2) is rigid
 
 
-def test_sizes_are_those_that_leave_no_device_idle():
+def test_legal_sizes_leave_no_device_idle():
     assert legal_sizes(a_run("dp=8", 24)) == [1, 2, 3, 4, 6, 8]
     assert legal_sizes(a_run("dp=4,tp=2", 24)) == [2, 4, 6, 8]
     config = a_run("dp=8", 24)

@@ -121,7 +121,7 @@ def test_the_start_reports_the_estimate_and_compares_the_compiled_step():
     assert "(-9 %)" in budget.compare(stats(total * 1.1))
 
 
-def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():
+def test_a_compiled_step_beyond_the_limit_is_refused_with_a_fix():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
     budget.fit(lambda _: stats(72 * GIB))
     with refused("80.0 GiB", "72.0 GiB", "Add --"):
@@ -164,7 +164,7 @@ SMALL = (
 def test_override_memory_starts_anyway(monkeypatch, tmp_path):
     """The one line of train.py: `budget.check()` unless `--override=memory`."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check as room
+    from jaxdist.plan.estimate import memory_check
 
     class Refusing:
         remat = None
@@ -182,7 +182,7 @@ def test_override_memory_starts_anyway(monkeypatch, tmp_path):
         def compare(self, stats):
             return ""
 
-    monkeypatch.setattr(room.Budget, "of", classmethod(lambda *args: Refusing()))
+    monkeypatch.setattr(memory_check.Budget, "of", classmethod(lambda *args: Refusing()))
     flags = [*SMALL, "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match="memory: refused"):
         train.main(flags)
@@ -204,10 +204,10 @@ def test_a_rejected_kernel_reopens_the_choice_of_remat():
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs, memory is that of the executable."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check as room
+    from jaxdist.plan.estimate import memory_check
 
     seen, policies = [], []
-    of, build = room.Budget.of, setup.make_step
+    of, build = memory_check.Budget.of, setup.make_step
 
     def judged(config, spec, devices, model, host_of, limit_gib=72.0):
         return of(config, spec, gpus(len(devices), limit_gib), model, host_of)
@@ -221,13 +221,11 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         return build(*arguments, **options)
 
     monkeypatch.setattr(setup, "make_step", built)
-    monkeypatch.setattr(room.Budget, "of", judged)
-    monkeypatch.setattr(room.Budget, "compare", compare)
+    monkeypatch.setattr(memory_check.Budget, "of", judged)
+    monkeypatch.setattr(memory_check.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     (needed,) = seen  # once, and not after each step
-    assert policies and set(policies) <= set(
-        POLICIES
-    )  # one step, with the policy that auto selects
+    assert policies and set(policies) <= set(POLICIES)  # one step, with the selected policy
     assert f"compared: {needed}" in capsys.readouterr().out
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     events = [record["event"] for record in records if record["kind"] == "event"]
@@ -236,8 +234,8 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     assert state_bytes < needed < 100 * state_bytes
 
     too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
-    monkeypatch.setattr(room.Budget, "of", too_little)
-    monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not used here
+    monkeypatch.setattr(memory_check.Budget, "of", too_little)
+    monkeypatch.setattr(memory_check.Budget, "check", lambda self: None)  # estimate unused here
     same = ["--train.remat", policies[-1]]  # with less memory, auto would choose another
     with refused("compiled step", in_bytes(needed), "--override=memory"):
         train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
@@ -245,13 +243,13 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     assert train.main([*SMALL, *forced]) == 0
 
 
-def test_training_takes_the_next_policy_before_the_state_is_made(monkeypatch, tmp_path, capsys):
+def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs, of which the first executable takes too much."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check as room
+    from jaxdist.plan.estimate import memory_check
     from jaxdist.run import session
 
-    order, of, restore, build = [], room.Budget.of, session.restore_or_init, setup.make_step
+    order, of, restore, build = [], memory_check.Budget.of, session.restore_or_init, setup.make_step
     judged = lambda config, spec, devices, *rest: of(config, spec, gpus(len(devices), 72.0), *rest)
 
     def measured(stats):
@@ -266,9 +264,9 @@ def test_training_takes_the_next_policy_before_the_state_is_made(monkeypatch, tm
         order.append(arguments[4].remat)
         return build(*arguments)
 
-    monkeypatch.setattr(room.Budget, "of", judged)
-    monkeypatch.setattr(room.Budget, "compare", lambda self, stats: "")
-    monkeypatch.setattr(room, "executable_bytes", measured)
+    monkeypatch.setattr(memory_check.Budget, "of", judged)
+    monkeypatch.setattr(memory_check.Budget, "compare", lambda self, stats: "")
+    monkeypatch.setattr(memory_check, "executable_bytes", measured)
     monkeypatch.setattr(session, "restore_or_init", restored)
     monkeypatch.setattr(setup, "make_step", built)
     flags = ["--override=audit", "--run-dir", str(tmp_path / "run")]

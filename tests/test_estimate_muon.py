@@ -13,7 +13,7 @@ from jaxdist.plan.estimate.job import with_section
 from jaxdist.plan.estimate.time import estimate_time, orthogonalization_flops
 
 
-def test_muons_matrices_are_divided_over_shards_and_multiplied_in_float32():
+def test_muon_matrices_are_divided_over_shards_and_multiplied_in_float32():
     """16 layers: 8 devices divide the matrices of each stack evenly; replicas repeat them."""
     muon = {"optim": {"optimizer": "muon"}}
     alone, divided = job("dp=8", **muon), job("fsdp=8", **muon)

@@ -15,12 +15,12 @@ STATED_ERROR = 0.35
 MEASURED = (ROOT / "scripts" / "bench" / "results" / "restart.md").read_text()
 
 
-def test_parts_are_those_that_a_run_reports():
+def test_estimated_parts_equal_those_that_a_run_reports():
     reported = re.findall(r"^    \| `(\w+)` \|", StartTimes.__doc__, flags=re.M)
     assert list(restart_of(job("fsdp=8"), **BIG).parts) == ["notice", *reported]
 
 
-def test_restores_are_bytes_over_bandwidth():
+def test_restore_time_is_bytes_over_bandwidth():
     """840 GB at 20 GB/s; 8 processes verify 1.5 GB/s and copy 10 GB/s each."""
     read, verify, copy = 840 / 20, 840 / 8 / 1.5, 840 / 8 / 10
     estimate = restore_seconds(840e9, 8, 20e9)

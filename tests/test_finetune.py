@@ -132,7 +132,7 @@ def test_one_command_tunes_a_hugging_face_directory(tmp_path, family, mesh):
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # logits of order 10
 
 
-def test_a_directory_gives_model_and_tokenizer_and_the_user_the_rest(tmp_path):
+def test_a_directory_sets_model_and_tokenizer_and_the_user_the_rest(tmp_path):
     make_directory(tmp_path, "llama3.1")
     for spelled in ("--init-from", "--init_from"):
         config = read_run([spelled, str(tmp_path), "--model.dropout=0.1"], command="jaxdist.train")
@@ -155,7 +155,7 @@ def test_a_directory_gives_model_and_tokenizer_and_the_user_the_rest(tmp_path):
         (["--model=cnn", "--data.sources=stdlib"], r"model.kind='cnn' with init_from"),
     ],
 )
-def test_settings_against_the_weights_are_refused(tmp_path, flags, error):
+def test_settings_that_contradict_the_weights_are_refused(tmp_path, flags, error):
     make_directory(tmp_path, "llama3.1")
     with pytest.raises(ConfigError, match=error):
         read_run(["--init-from", str(tmp_path), *flags], command="jaxdist.train")

@@ -43,7 +43,7 @@ def rounded(x: np.ndarray, dtype=fp8.E4M3) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
-def test_values_are_rounded_as_ml_dtypes_rounds_them(dtype, kind):
+def test_values_are_rounded_as_by_ml_dtypes(dtype, kind):
     reference, _ = FORMATS[dtype]
     grid = np.arange(256, dtype=np.uint8).view(reference).astype(np.float32)
     grid = np.unique(grid[np.isfinite(grid)])  # subnormals and both ends among them
@@ -88,7 +88,7 @@ def test_the_compiler_keeps_the_rounding_of_bfloat16():
 
 
 @pytest.mark.parametrize("chooses", [False, True])
-def test_one_product_is_that_of_rounded_values_forward_and_backward(chooses):
+def test_a_product_equals_that_of_rounded_values_forward_and_backward(chooses):
     rng = np.random.default_rng(0)
     # Values over many powers of two, so that some are subnormal in 8 bits.
     spread = lambda *shape: (rng.normal(size=shape) * np.exp(rng.normal(size=shape) * 3)).astype(
@@ -223,7 +223,7 @@ def test_the_plan_counts_8_bits_in_middle_layers_only():
     # Eight of ten layers gather a byte an element, forward and backward.
     moved = [sum(f.bytes for f in flows_of(j) if f.kind == "all-gather") for j in (plain, narrow)]
     assert moved[0] - moved[1] == 2 * 8 * weights
-    # Inputs of products: both norms' and the MLP's, less attention's, kept as it is besides.
+    # Inputs of products: those after both norms and in the MLP; attention's output is not rounded.
     kept = [estimate_memory(j).phases["loss"]["kept activations"] for j in (plain, narrow)]
     assert kept[0] - kept[1] == 8 * 1024 * (2 * 1024 + 4096 - 1024)
     seconds = [estimate_time(j).parts["products"] for j in (plain, narrow)]

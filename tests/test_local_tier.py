@@ -79,7 +79,7 @@ def test_a_save_without_a_manifest_or_with_other_bytes_does_not_count(tmp_path):
     assert not (tmp_path / one.path).exists() and not store.held()
 
 
-def test_the_newest_two_saves_are_kept_of_all_shards(tmp_path):
+def test_the_newest_two_saves_of_all_shards_are_kept(tmp_path):
     saves = [Save(*each) for each in ((0, 9, "x"), (1, 4, "x"), (1, 4, "y"), (1, 6, "x"))]
     store = store_with(tmp_path, *saves)
     store.retain()
@@ -119,7 +119,7 @@ def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
         connected("127.0.0.1", server.port, "secret").__enter__()
 
 
-def test_a_connection_that_is_cut_in_a_file_leaves_no_save(tmp_path):
+def test_a_connection_cut_within_a_file_leaves_no_save(tmp_path):
     store = store_with(tmp_path / "a", Save(0, 1, "x"))
     server = FileServer(store.root, "secret", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as cutter:
@@ -249,7 +249,7 @@ def test_a_first_restart_needs_no_durable_checkpoint(job):
     opened.close()
 
 
-def test_a_damaged_local_save_is_passed_over_and_named(job):
+def test_a_damaged_local_save_is_skipped_and_named(job):
     job.save([2, 4, 6], durable=[2])
     largest = max((p for p in files(job) if p.parent.name == "6"), key=os.path.getsize)
     data = bytearray(largest.read_bytes())
@@ -262,7 +262,7 @@ def test_a_damaged_local_save_is_passed_over_and_named(job):
     assert any(missing(line, "step 6", largest.name, "CRC-32") == [] for line in job.lines)
 
 
-def test_wrong_bits_that_its_files_do_not_show_are_passed_over(job):
+def test_wrong_bits_in_intact_files_are_skipped(job):
     job.save([2, 4, 6], durable=[2])
     store = LocalStore(locate(next(path for path in job.disk.iterdir())))
     newest_save = max(store.held())
@@ -299,13 +299,13 @@ def test_a_run_that_continues_without_local_saves_invalidates_them(job):
     assert job.resumed() == 2
 
 
-def test_a_new_run_of_the_same_name_sees_no_local_save_of_the_old_one(job):
+def test_a_new_run_of_the_same_name_ignores_local_saves_of_the_old_one(job):
     job.save([2, 4])
     shutil.rmtree(job.path / "checkpoints")
     assert job.resumed() is None
 
 
-def test_a_save_is_skipped_while_the_one_before_is_written(job, monkeypatch):
+def test_a_save_is_skipped_while_the_previous_one_is_written(job, monkeypatch):
     written = threading.Event()
     write = LocalStore.write
     monkeypatch.setattr(
@@ -321,7 +321,7 @@ def test_a_save_is_skipped_while_the_one_before_is_written(job, monkeypatch):
     assert job.resumed() == 1
 
 
-def test_a_full_disk_fails_the_local_save_and_keeps_the_ones_before(job, monkeypatch):
+def test_a_full_disk_fails_the_local_save_and_keeps_earlier_ones(job, monkeypatch):
     job.save([2])
     step, opened = job.resume()
     assert step == 2
@@ -387,7 +387,7 @@ def test_a_bucket_is_no_local_directory():
     assert CheckpointConfig(local_dir="/nvme").problems() == []
 
 
-def test_with_corrupt_checkpoints_alone_a_local_save_is_enough(job):
+def test_a_local_save_suffices_if_all_checkpoints_are_corrupt(job):
     job.save([4, 6], durable=[6])
     for file in (job.path / "checkpoints" / "6" / "arrays").rglob("*"):
         if file.is_file():

@@ -1,4 +1,4 @@
-"""What people read: the console while it runs, after bad steps and at the end."""
+"""Output for people: the console during a run, after bad steps and at the end."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from refusals import missing
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import device_seconds, read_records
-from jaxdist.run.monitoring import monitor as monitor_room
+from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.console import plain, step_line
 from jaxdist.run.run_directory import RunDirectory
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("propagating")
 # -- the console -----------------------------------------------------------------------------------
 
 
-def test_header_says_what_the_run_is(tmp_path, caplog):
+def test_header_describes_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     monitor = start(tmp_path)
     header(monitor)
@@ -45,7 +45,7 @@ def test_header_says_what_the_run_is(tmp_path, caplog):
     assert record["global_batch_size"] == 32 and record["num_parameters"] == 124_439_808
 
 
-def test_step_lines_align_and_say_everything(tmp_path, caplog):
+def test_step_lines_align_and_are_complete(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     config = MonitoringConfig(tensorboard=False, log_interval_steps=1, peak_tflops=1e-6)
     monitor = start(tmp_path, config, total_steps=1000, flops_per_token={"causal": 10.0})
@@ -60,23 +60,23 @@ def test_step_lines_align_and_say_everything(tmp_path, caplog):
     assert first.index("tok/s") == second.index("tok/s") == third.index("tok/s")
 
 
-def test_step_lines_fit_a_terminal_and_say_no_rate_twice():
+def test_step_lines_fit_a_terminal_and_repeat_no_rate():
     names = ("loss", "accuracy", "grad_norm", "learning_rate", "mfu", "memory_bytes")
     names += ("tokens_per_s", "tokens_per_s_per_device", "step_time_s")
     for value in (0.0123456, 12.3456, 123456.7, 9.87654e10):
         record = {"step": 123_456, **dict.fromkeys(names, value)}
-        asked = dict(total_steps=1_000_000, unit="tokens", eta_s=1e6, metrics=["accuracy"])
+        options = dict(total_steps=1_000_000, unit="tokens", eta_s=1e6, metrics=["accuracy"])
         one, many = (
-            plain(step_line(record, num_devices=number, **asked)).rstrip() for number in (1, 512)
+            plain(step_line(record, num_devices=number, **options)).rstrip() for number in (1, 512)
         )
         assert len(one) <= 80 and len(many) <= 120, (one, many)
         assert "loss" in one and one.count("tok/s") == 1 and "ETA" in one
         assert many.count("/s") == 2
-    without = plain(step_line({"step": 1, "loss": 1.0}, num_devices=1, **asked))
+    without = plain(step_line({"step": 1, "loss": 1.0}, num_devices=1, **options))
     assert without.split() == ["step", "1/1000000", "loss", "1.0000", "ETA", "11d13h"]
 
 
-def test_colour_is_beside_the_plain_text_and_never_in_it(tmp_path, caplog):
+def test_color_is_separate_from_the_plain_text(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     monitor = start(tmp_path)
     header(monitor)
@@ -103,7 +103,7 @@ setup_logging(0, sys.argv[1]).info("plain", extra={"styled": "\\033[1mplain\\033
     ("terminal", "no_color", "seen"),
     [(True, "", b"\033[1mplain\033[0m"), (True, "1", b"plain"), (False, "", b"plain")],
 )
-def test_colour_is_for_terminals_that_want_it(tmp_path, terminal, no_color, seen):
+def test_color_follows_terminal_and_no_color(tmp_path, terminal, no_color, seen):
     read_end, write_end = os.openpty() if terminal else os.pipe()
     log_file = tmp_path / "process-0.log"
     subprocess.run(
@@ -118,7 +118,7 @@ def test_colour_is_for_terminals_that_want_it(tmp_path, terminal, no_color, seen
     assert log_file.read_text().endswith(" plain\n")
 
 
-# -- steps that went wrong -------------------------------------------------------------------------
+# -- steps that failed -----------------------------------------------------------------------------
 
 
 def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
@@ -145,7 +145,7 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def test_summary_says_what_came_of_the_run(tmp_path, caplog):
+def test_summary_describes_the_result_of_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     clock = Clock()
     config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6)
@@ -206,7 +206,7 @@ def test_summary_without_a_price_has_no_cost(tmp_path):
     assert json.loads(monitor.run.summary.text())["error"] == "no_memory"
 
 
-def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
+def test_an_exception_writes_a_summary_with_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="no memory"), start(tmp_path) as monitor:
         train(monitor, 1)
         raise RuntimeError("no memory\nand 300 lines more")
@@ -222,9 +222,9 @@ def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
     assert json.loads(monitor.run.summary.text())["exit_reason"] == "nonfinite_loss"
 
 
-def test_a_summary_that_the_storage_does_not_take_ends_the_run(tmp_path, monkeypatch):
+def test_a_hanging_write_of_the_summary_ends_the_run(tmp_path, monkeypatch):
     hangs = threading.Event()
-    monkeypatch.setattr(monitor_room, "SUMMARY_S", 0.1)
+    monkeypatch.setattr(monitor_module, "SUMMARY_S", 0.1)
     monkeypatch.setattr(RunDirectory, "write_summary", lambda *_: hangs.wait(60))
     with start(tmp_path) as monitor, pytest.raises(TimeoutError) as late:
         monitor.summary("finished")

@@ -1,4 +1,4 @@
-"""The endpoint is fetched and read as Prometheus does it; the dashboard asks for what is there."""
+"""Read the endpoint as Prometheus does; check that the dashboard queries existing metrics."""
 
 import contextlib
 import json
@@ -23,18 +23,18 @@ from jaxdist.run.run_directory import RunDirectory
 
 
 def fetch(port: int) -> dict[str, float]:
-    """`name{label="value",...}` without `run` -> value."""
+    """Return `name{label="value",...}` without `run` -> value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert answer.status == 200
         text = answer.read().decode()
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k != "run"}
             assert sample.labels["run"] == "run"
-            shown = ",".join(f'{k}="{v}"' for k, v in sorted(labels.items()))
-            found[sample.name + (f"{{{shown}}}" if shown else "")] = sample.value
-    return found
+            labels_text = ",".join(f'{k}="{v}"' for k, v in sorted(labels.items()))
+            values[sample.name + (f"{{{labels_text}}}" if labels_text else "")] = sample.value
+    return values
 
 
 def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
@@ -68,7 +68,7 @@ HEADER = dict(
 )
 
 
-def test_what_is_fetched_is_what_was_reported(tmp_path):
+def test_fetched_metrics_equal_the_reported_ones(tmp_path):
     port = free_port()
     monitor = start(tmp_path, port)
     monitor.header(HEADER)
@@ -78,7 +78,7 @@ def test_what_is_fetched_is_what_was_reported(tmp_path):
     monitor.event("save", step=2, quiet=True)
     monitor.event("save", step=2, quiet=True)
     monitor.event("slow_loader", level=logging.WARNING, message="slow")
-    found = fetch(port)
+    values = fetch(port)
     expected = {
         "jaxdist_step": 2,
         "jaxdist_total_steps": 10,
@@ -98,9 +98,9 @@ def test_what_is_fetched_is_what_was_reported(tmp_path):
         'jaxdist_events_total{event="slow_loader"}': 1,
         'jaxdist_run_info{device_kind="cpu",mesh="dp=8",model="decoder"}': 1,
     }
-    assert {name: found.get(name) for name in expected} == expected
-    assert "jaxdist_tokens" not in found  # it grows, so it is a counter and no gauge too
-    assert "jaxdist_finite" not in found and "jaxdist_time_seconds" not in found
+    assert {name: values.get(name) for name in expected} == expected
+    assert "jaxdist_tokens" not in values  # it grows, so it is a counter and no gauge too
+    assert "jaxdist_finite" not in values and "jaxdist_time_seconds" not in values
     train(monitor, 3)
     assert fetch(port)["jaxdist_tokens_total"] == 300
     monitor.close()
@@ -117,7 +117,7 @@ def test_only_process_0_serves(tmp_path):
     monitor.close()
 
 
-def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path, caplog, propagating):
+def test_a_port_in_use_is_a_warning_and_the_run_continues(tmp_path, caplog, propagating):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monitor = start(tmp_path, port)
@@ -133,13 +133,13 @@ def test_an_impossible_address_is_refused(address):
     assert f"prometheus={address!r}" in problem
 
 
-def test_a_port_alone_is_served_on_this_host_alone():
+def test_a_port_without_a_host_is_served_locally_only():
     assert MonitoringConfig(prometheus="9400").prometheus_address == "127.0.0.1:9400"
     assert MonitoringConfig(prometheus="9400").problems() == []
     assert MonitoringConfig(prometheus="0.0.0.0:9400").prometheus_address == "0.0.0.0:9400"
 
 
-def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
+def test_the_dashboard_queries_served_metrics_only(tmp_path, monkeypatch):
     class GpuStats:
         def __init__(self, *_):
             pass
@@ -154,9 +154,9 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor_module, "GpuStats", GpuStats)
     monkeypatch.setattr(monitor_module, "device_memory", lambda _: memory)
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
-    asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
-    asked += [v["query"]["query"] for v in dashboard["templating"]["list"]]
-    names = {name for text in asked for name in re.findall(r"jaxdist_\w+", text)}
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    queries += [v["query"]["query"] for v in dashboard["templating"]["list"]]
+    names = {name for text in queries for name in re.findall(r"jaxdist_\w+", text)}
     assert len(names) >= 15
     port = free_port()
     config = MonitoringConfig(tensorboard=False, prometheus=f"127.0.0.1:{port}", peak_tflops=1.0)

@@ -1,7 +1,7 @@
-"""Shares of communication against a count of single nanoseconds, in profiles made by hand.
+"""Shares of communication against a count of single nanoseconds, in synthetic profiles.
 
-No GPU is here: the profiles have the form in which jax's profiler writes those of GPUs (a plane per
-device, a line per stream, NCCL's kernels by their names), which no trace of a real one has checked.
+There is no GPU here: the profiles have the format of jax's profiler for GPUs (a plane per device, a
+line per stream, NCCL's kernels by name). No trace of a real GPU has confirmed the format.
 """
 
 import numpy as np
@@ -25,45 +25,45 @@ def line(name: str, events: list[tuple[str, int, int]], names: list[str]) -> str
 
 
 def plane(name: str, lines: dict[str, list[tuple[str, int, int]]]) -> str:
-    """Streams or other lines -> (kernel, begin, end), nanoseconds, as an XSpace's text."""
+    """Return streams or other lines -> (kernel, begin, end) in nanoseconds as an XSpace's text."""
     names = sorted({kind for events in lines.values() for kind, _, _ in events})
-    known = "".join(
+    event_names = "".join(
         f'event_metadata {{ key: {i} value {{ id: {i} name: "{kind}" }} }}'
         for i, kind in enumerate(names, start=1)
     )
     rows = "".join(line(name, events, names) for name, events in lines.items())
-    return f'planes {{ name: "{name}" {rows} {known} }}'
+    return f'planes {{ name: "{name}" {rows} {event_names} }}'
 
 
 def times(*planes: str):
     return device_times(ProfileData.from_text_proto(" ".join(planes)))
 
 
-def test_a_collective_counts_as_exposed_only_where_nothing_else_runs():
+def test_a_collective_is_exposed_only_while_nothing_else_runs():
     lines = {
         "Stream #7(Compute)": [(GEMM, 0, 40), (GEMM, 60, 100)],
         "Stream #12(Compute)": [(ALL_REDUCE, 30, 70)],
     }
-    (found,) = times(plane("/device:GPU:3", lines))
-    assert found.device == 3 and found.total_s == pytest.approx(100e-9)
-    assert found.record()["communication_share"] == pytest.approx(0.4)
-    assert found.record()["exposed_share"] == pytest.approx(0.2)
-    assert found.record()["idle_share"] == pytest.approx(0.0)
-    assert "40.0 %" in str(found) and "20.0 %" in str(found)
+    (shares,) = times(plane("/device:GPU:3", lines))
+    assert shares.device == 3 and shares.total_s == pytest.approx(100e-9)
+    assert shares.record()["communication_share"] == pytest.approx(0.4)
+    assert shares.record()["exposed_share"] == pytest.approx(0.2)
+    assert shares.record()["idle_share"] == pytest.approx(0.0)
+    assert "40.0 %" in str(shares) and "20.0 %" in str(shares)
 
 
-def test_lines_that_repeat_the_kernels_and_copies_are_left_out():
+def test_lines_that_repeat_kernels_and_copies_are_skipped():
     lines = {
         "Stream #7(Compute)": [(GEMM, 0, 40), ("MemcpyD2H", 40, 90), (GEMM, 90, 100)],
         "XLA Ops": [("all-reduce.7", 0, 100)],
     }
-    (found,) = times(plane("/device:GPU:0", lines), plane("/host:CPU", {"Stream": [(GEMM, 0, 9)]}))
-    assert found.communication_s == found.exposed_s == 0.0
-    assert found.record()["idle_share"] == pytest.approx(0.5)
+    (shares,) = times(plane("/device:GPU:0", lines), plane("/host:CPU", {"Stream": [(GEMM, 0, 9)]}))
+    assert shares.communication_s == shares.exposed_s == 0.0
+    assert shares.record()["idle_share"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_kernels_against_a_count_of_nanoseconds(seed):
+def test_random_kernels_equal_a_count_of_nanoseconds(seed):
     chance = np.random.default_rng(seed)
     busy = {GEMM: np.zeros(1000, bool), ALL_REDUCE: np.zeros(1000, bool)}
     streams: dict[str, list[tuple[str, int, int]]] = {}
@@ -73,20 +73,20 @@ def test_random_kernels_against_a_count_of_nanoseconds(seed):
         end = begin + int(chance.integers(1, 20))
         busy[kind][begin:end] = True
         streams.setdefault(f"Stream #{i % 3}", []).append((kind, begin, end))
-    (found,) = times(plane("/device:GPU:0", streams))
+    (shares,) = times(plane("/device:GPU:0", streams))
     either = np.flatnonzero(busy[GEMM] | busy[ALL_REDUCE])
-    assert found.total_s == pytest.approx(1e-9 * (either[-1] + 1 - either[0]))
-    assert found.busy_s == pytest.approx(1e-9 * len(either))
-    assert found.communication_s == pytest.approx(1e-9 * busy[ALL_REDUCE].sum())
-    assert found.exposed_s == pytest.approx(1e-9 * (busy[ALL_REDUCE] & ~busy[GEMM]).sum())
+    assert shares.total_s == pytest.approx(1e-9 * (either[-1] + 1 - either[0]))
+    assert shares.busy_s == pytest.approx(1e-9 * len(either))
+    assert shares.communication_s == pytest.approx(1e-9 * busy[ALL_REDUCE].sum())
+    assert shares.exposed_s == pytest.approx(1e-9 * (busy[ALL_REDUCE] & ~busy[GEMM]).sum())
 
 
-def test_spans_that_touch_are_one():
+def test_adjacent_spans_are_merged():
     assert merged([(5, 6), (0, 2), (2, 4), (1, 3)]) == [(0, 4), (5, 6)]
 
 
 def test_a_trace_ends_with_the_shares_of_its_gpus(tmp_path, monkeypatch, propagating, caplog):
-    """What a GPU would have left is laid beside the trace of this CPU."""
+    """The synthetic profile of a GPU is written next to the trace of this CPU."""
     profiler = Profiler((1, 1), tmp_path)
     assert profiler.reaches(1)
     profiler.turn(1)
@@ -101,7 +101,7 @@ def test_a_trace_ends_with_the_shares_of_its_gpus(tmp_path, monkeypatch, propaga
     assert device["exposed_share"] == pytest.approx(0.4)
 
 
-def test_a_trace_without_gpus_says_nothing_of_them(tmp_path):
+def test_a_trace_without_gpus_reports_no_shares(tmp_path):
     profiler = Profiler((1, 1), tmp_path)
     profiler.turn(1)
     profiler.stop(1)

@@ -1,4 +1,4 @@
-"""How a checkpoint goes to an object store: what training waits for, and requests side by side."""
+"""Checkpoints in object stores: what blocks training, and concurrent requests."""
 
 import threading
 import time
@@ -41,8 +41,8 @@ def test_nothing_is_uploaded_before_all_is_copied(server, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
-def test_chunks_are_the_bits_of_the_array(server, monkeypatch, dtype):
-    """Cut along both dims, so that chunks do not lie in one piece; and of no dim."""
+def test_chunks_keep_the_bits_of_the_array(server, monkeypatch, dtype):
+    """Chunks along both dims, which are not contiguous in memory, and an array without dims."""
     monkeypatch.setattr(object_io, "CHUNK_BYTES", 16)
     folder = locate(f"s3://bucket/bits-{dtype}")
     arrays = {"w": jnp.arange(3 * 64).reshape(3, 64).astype(dtype), "n": jnp.asarray(7, dtype)}
@@ -51,14 +51,14 @@ def test_chunks_are_the_bits_of_the_array(server, monkeypatch, dtype):
     writer.wait()
     writer.close()
     for name, array in arrays.items():
-        found = open_array(folder, "state", [name]).read()
-        assert found.dtype == array.dtype
-        np.testing.assert_array_equal(found, np.asarray(array))
+        restored = open_array(folder, "state", [name]).read()
+        assert restored.dtype == array.dtype
+        np.testing.assert_array_equal(restored, np.asarray(array))
     assert all(size <= 16 for name, size in folder.sizes().items() if ".zarray" not in name)
 
 
-def test_a_save_after_a_failed_one_leaves_its_uploads_what_they_read(server, monkeypatch):
-    """Copies lie in memory that is used again, but for uploads that still run."""
+def test_a_save_does_not_overwrite_pending_uploads_of_a_failed_one(server, monkeypatch):
+    """Memory of copies is reused, except for uploads that still run."""
     begun, goes_on, read = threading.Event(), threading.Event(), []
     store = type(locate("s3://bucket/a")).write
 
@@ -86,7 +86,7 @@ def test_a_save_after_a_failed_one_leaves_its_uploads_what_they_read(server, mon
     assert np.asarray(ones["b"]).tobytes() in read and np.asarray(twos["b"]).tobytes() not in read
 
 
-def test_a_file_in_parts_and_one_in_one_request_are_alike(server, monkeypatch):
+def test_a_multipart_upload_equals_a_single_request(server, monkeypatch):
     content = bytes(range(256)) * (24 << 10)  # 6 MiB
     folder = locate("s3://bucket/parts")
     (folder / "one").write(memoryview(content))
@@ -95,8 +95,8 @@ def test_a_file_in_parts_and_one_in_one_request_are_alike(server, monkeypatch):
     assert (folder / "one").read() == (folder / "parts").read() == content
 
 
-def test_files_are_verified_side_by_side(server, monkeypatch):
-    """Eight wait for each other: one after the other none would be answered."""
+def test_files_are_verified_concurrently(server, monkeypatch):
+    """Eight requests wait for each other: if they were sequential, none would be answered."""
     names = [f"{i}" for i in range(8)]
     folder = locate("s3://bucket/verified")
     for name in names:
@@ -113,13 +113,13 @@ def test_files_are_verified_side_by_side(server, monkeypatch):
     with object_servers.passing_on(server, answer) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = objects._make_store("s3", "bucket", max_retries=0)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        monkeypatch.setattr(objects, "_store", lambda *args: store)
         (problem,) = manifest.content_problems(folder, files, names)
     assert problem.startswith("3 ")
 
 
-def test_a_store_that_hangs_after_a_commit_keeps_no_run(server, monkeypatch, caplog):
-    """What retention would delete stays; the next run deletes it."""
+def test_a_store_that_hangs_after_a_commit_does_not_block_the_run(server, monkeypatch, caplog):
+    """Checkpoints that retention would delete stay; the next run deletes them."""
     hangs, over = threading.Event(), threading.Event()
 
     def answer(request, ask):

@@ -27,26 +27,26 @@ def folder(server, request):
     return locate(f"gs://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
 
 
-def test_google_answers_as_a_local_directory_does(folder, tmp_path):
+def test_google_storage_behaves_like_a_local_directory(folder, tmp_path):
     assert history(folder) == history(locate(tmp_path / "run"))
     assert locate("gs:/bucket/a/") == folder.parent / "a"
 
 
 @pytest.mark.slow
-def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tmp_path):
+def test_throttling_and_cut_connections_change_no_result(server, monkeypatch, tmp_path):
     with object_servers.troubled(server, every=3) as (address, done):
         monkeypatch.setenv("GOOGLE_BASE_URL", address)
         store = objects._make_store("gs", "bucket", max_retries=5)
-        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        monkeypatch.setattr(objects, "_store", lambda *args: store)
         assert history(locate("gs://bucket/troubled")) == history(locate(tmp_path / "run"))
     assert {*done} == {"503", "cut"} and len(done) > 10
 
 
-def test_of_two_that_take_a_lock_at_once_one_is_refused(folder):
+def test_of_two_concurrent_lock_requests_one_is_refused(folder):
     take_a_lock_twice(folder)
 
 
-def test_of_many_that_create_an_object_at_once_one_succeeds(folder):
+def test_of_many_concurrent_creations_of_an_object_one_succeeds(folder):
     with ThreadPoolExecutor(8) as pool:
         for number in range(10):
             file = folder / number
@@ -63,7 +63,7 @@ def test_an_object_of_any_size_is_one_request(folder):
     assert (folder / "large").part(5 << 20, 3) == content[5 << 20 : (5 << 20) + 3]
 
 
-def test_text_is_read_when_it_is_new_and_not_again(folder, monkeypatch):
+def test_text_is_read_once_and_again_after_a_change(folder, monkeypatch):
     rows = lambda: open_datasets(DataConfig(sources=[f"{folder}/*.txt"]), seq_len=16)[0].fingerprint
     (folder / "a.txt").write("one text\n" * 100)
     first = rows()
@@ -74,24 +74,24 @@ def test_text_is_read_when_it_is_new_and_not_again(folder, monkeypatch):
     assert rows() != first
 
 
-def test_a_tree_that_another_process_is_deleting_is_deleted_whole(folder, monkeypatch):
+def test_a_tree_that_another_process_is_deleting_is_deleted_completely(folder, monkeypatch):
     for name in ("a", "b", "c"):
         (folder / name).write(name)
     below, listed = objects.ObjectLocation._below, []
 
     def list_and_lose_one(location):
-        found = below(location)
+        locations = below(location)
         if not listed:
             (folder / "a").delete()
-        listed.append(found)
-        return found
+        listed.append(locations)
+        return locations
 
     monkeypatch.setattr(objects.ObjectLocation, "_below", list_and_lose_one)
     folder.delete_tree()
     assert below(folder) == [] and len(listed) > 1
 
 
-def test_a_bucket_that_is_not_there_and_missing_credentials_are_said_in_a_line(server, monkeypatch):
+def test_a_missing_bucket_and_missing_credentials_give_one_line_errors(server, monkeypatch):
     with refused("gs://absent-bucket/run", "no such bucket"):
         locate("gs://absent-bucket/run")
     objects._reach.cache_clear()
@@ -108,14 +108,14 @@ def test_a_bucket_that_is_not_there_and_missing_credentials_are_said_in_a_line(s
 
 
 @pytest.mark.slow
-def test_kills_at_named_points_lose_no_whole_checkpoint_and_load_nothing_else(server, tmp_path):
+def test_kills_at_named_points_lose_no_complete_checkpoint_and_load_no_other(server, tmp_path):
     points = ["during_upload", "during_retention"]
     kills = kill_at("gs://bucket/kills/checkpoints", tmp_path, points, async_save=False)
     assert [kill.point for kill in kills] == points
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server, tmp_path):
+def test_a_run_killed_during_an_upload_resumes_with_the_same_bits(server, tmp_path):
     url = "gs://bucket/runs/killed"
     kill_and_resume(url, tmp_path)
     assert run_here("tools.report.__main__", url) == run_here("evaluate", url) == 0

@@ -1,4 +1,4 @@
-"""Objectives of one's own: log-probabilities of tokens on every mesh, and pairs of rows."""
+"""Custom objectives: log-probabilities of tokens on every mesh, and pairs of rows."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -34,18 +34,18 @@ SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """Prefer each even row over the row behind it; reward uncertain predictions."""
+    """Objective that prefers each even row over the next one and rewards uncertain predictions."""
 
     forgets: bool = False
     rows_per_example = 2
 
     def __call__(self, output, batch, context):
-        found = context.token_logps(output, batch["targets"])
+        tokens = context.token_logps(output, batch["targets"])
         sum_row = lambda x: context.sum(x.sum(1), "seq")
-        picked = found.logps * batch["weights"]
+        picked = tokens.logps * batch["weights"]
         ratio = (picked.sum(1) if self.forgets else sum_row(picked)) - batch["reference"]
         losses = -jax.nn.log_sigmoid(BETA * (ratio[::2] - ratio[1::2]))
-        uncertain = sum_row(found.entropy * batch["weights"])
+        uncertain = sum_row(tokens.entropy * batch["weights"])
         return {
             "loss": losses.sum() - ENTROPY * uncertain.sum(),
             "weight": jnp.float32(len(losses)),
@@ -53,8 +53,8 @@ class Preferences:
         }
 
 
-def by_hand(output, batch, context):
-    """The same from full logits on one device."""
+def preferences_on_one_device(output, batch, context):
+    """Compute `Preferences` from full logits on one device."""
     logps = jax.nn.log_softmax((output.x @ output.kernel)[..., : output.vocab_size])
     picked = jnp.take_along_axis(logps, batch["targets"][..., None], -1)[..., 0]
     ratio = (picked * batch["weights"]).sum(1) - batch["reference"]
@@ -79,9 +79,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_preferences_equal_one_device_by_hand(case):
+def test_preferences_equal_the_reference_on_one_device(case):
     batch = pair_batch()
-    expected = train_by_hand(case.model, batch, 1, by_hand)
+    expected = train_by_hand(case.model, batch, 1, preferences_on_one_device)
     ours = tiny.run(case, 1, batch, objective=Preferences(), loss_chunk_tokens=5)
     np.testing.assert_allclose(ours.losses, expected.losses, rtol=1e-6)
     assert distance(ours.grads, expected.grads) <= 1e-5 * largest(expected.grads)
@@ -100,9 +100,9 @@ def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
     audit = audit_of(case, Preferences())
     assert audit.violations == []
     violations = audit_of(case, Preferences(forgets=True)).violations
-    found = {(one.kind, one.axis) for one in violations}
-    # Behind the first, sums that are right elsewhere seem to be taken twice.
-    assert (("omitted sum", "context") in found) == bool(found) == ("cp=2" in case.mesh)
+    kinds = {(one.kind, one.axis) for one in violations}
+    # After the first, sums that are correct elsewhere seem to be doubled.
+    assert (("omitted sum", "context") in kinds) == bool(kinds) == ("cp=2" in case.mesh)
 
 
 # --- examples of several rows ---
@@ -141,8 +141,8 @@ def test_evaluation_spreads_complete_examples_over_the_data():
     config = DataConfig(sources=["python:rows"])
     data, held = open_datasets(config, seq_len=tiny.SEQ, python_source=(rows, rows))
     batches = EvalBatches(held.in_examples(2), 4, Held(np.arange(4)), 2)
-    found = [batches[i][1]["reference"] for i in range(len(batches))]
-    assert np.array_equal(found, [[0, 1, 6, 7], [12, 13, 18, 19]])
+    references = [batches[i][1]["reference"] for i in range(len(batches))]
+    assert np.array_equal(references, [[0, 1, 6, 7], [12, 13, 18, 19]])
     with refused("24 rows", "multiple of 5"):
         data.in_examples(5)
 
@@ -197,7 +197,7 @@ def test_the_planner_cuts_no_example():
 
 
 @pytest.mark.parametrize("size", [0, "2", 1.5])
-def test_an_example_has_a_number_of_rows(size):
+def test_an_invalid_number_of_rows_per_example_is_rejected(size):
     with refused(f"rows_per_example={size!r}"):
         rows_per_example(SimpleNamespace(rows_per_example=size))
 
@@ -214,7 +214,7 @@ def head_of(softcap=0.0, vocab_size=29, dtype=jnp.float32):
 
 
 def filtered(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Logits [..., vocab] by temperature, then top-k, then top-p; -inf if left out. In numpy."""
+    """Filter logits [..., vocab] by temperature, top-k, then top-p in numpy; -inf if removed."""
     logits = np.asarray(logits, np.float64) / temperature
     if top_k:
         logits = np.where(logits >= np.sort(logits)[..., [-top_k]], logits, -np.inf)
@@ -236,12 +236,12 @@ def test_log_probabilities_equal_numpy(sampling, softcap, chunk):
     logits = np.asarray(soft_cap(head.x @ head.kernel, softcap))[..., : head.vocab_size]
     logits = filtered(logits, **sampling)
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    found = jax.jit(lambda: make_token_logps(chunk=chunk)(head, targets, **sampling))()
+    actual = jax.jit(lambda: make_token_logps(chunk=chunk)(head, targets, **sampling))()
     picked = np.take_along_axis(logps, targets[..., None], -1)[..., 0]
-    np.testing.assert_allclose(found.logps, picked, rtol=1e-5)
+    np.testing.assert_allclose(actual.logps, picked, rtol=1e-5)
     entropy = -np.sum(np.exp(logps) * np.maximum(logps, -99), -1)
-    np.testing.assert_allclose(found.entropy, entropy, rtol=1e-5, atol=1e-6)
-    assert np.isinf(found.logps).any() == ("top_k" in sampling or "top_p" in sampling)
+    np.testing.assert_allclose(actual.entropy, entropy, rtol=1e-5, atol=1e-6)
+    assert np.isinf(actual.logps).any() == ("top_k" in sampling or "top_p" in sampling)
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING | {"top_k": 9}], ids=str)
@@ -264,26 +264,26 @@ def test_gradients_equal_those_of_full_logits(sampling):
 
     def chunked(x, kernel):
         logps = make_token_logps(chunk=4)
-        found = logps(TokenHead(x, kernel, head.vocab_size, 4.0), targets, **sampling)
-        return jnp.sum(found.logps * mix[0] + found.entropy * mix[1])
+        tokens = logps(TokenHead(x, kernel, head.vocab_size, 4.0), targets, **sampling)
+        return jnp.sum(tokens.logps * mix[0] + tokens.entropy * mix[1])
 
     expected = jax.jit(jax.grad(plain, (0, 1)))(head.x, head.kernel)
-    found = jax.jit(jax.grad(chunked, (0, 1)))(head.x, head.kernel)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(jnp.abs(theirs).max()))
+    gradients = jax.jit(jax.grad(chunked, (0, 1)))(head.x, head.kernel)
+    for ours, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5 * float(jnp.abs(reference).max()))
 
 
 DRAWN = SAMPLING | {"top_k": 9}
 
 
 def sampled(output, batch, context):
-    """Log-probabilities of the targets that sampling keeps, and the entropy of each token."""
+    """Return log-probabilities of the targets that sampling keeps, and entropies of tokens."""
     logps, entropy = context.token_logps(output, batch["targets"], **DRAWN)
     return sums_of(logps, entropy, batch["weights"])
 
 
-def sampled_by_hand(output, batch, _):
-    """The same from full logits on one device; numpy chooses which tokens are kept."""
+def sampled_on_one_device(output, batch, _):
+    """Compute `sampled` from full logits on one device; numpy selects the kept tokens."""
     logits = (output.x @ output.kernel)[..., : output.vocab_size]
     chosen = lambda logits: np.isfinite(filtered(logits, **DRAWN))
     keep = jax.pure_callback(
@@ -307,7 +307,7 @@ def sums_of(logps, entropy, weights):
 )
 def test_sampling_from_a_split_vocabulary_equals_one_device(case):
     batch = text_batch()
-    expected = train_by_hand(case.model, batch, 1, sampled_by_hand)
+    expected = train_by_hand(case.model, batch, 1, sampled_on_one_device)
     ours = tiny.run(case, 1, batch, objective=sampled, loss_chunk_tokens=5)
     np.testing.assert_allclose(ours.losses, expected.losses, rtol=1e-6)
     assert distance(ours.grads, expected.grads) <= 1e-5 * largest(expected.grads)
@@ -346,7 +346,7 @@ def start(path, objective, **changes):
     )
 
 
-def test_a_program_trains_its_own_objective_and_resumes_it(tmp_path, capsys):
+def test_a_program_trains_a_custom_objective_and_resumes_it(tmp_path, capsys):
     run = start(tmp_path / "run", Preferences())
     assert run.metrics[0]["hits"] <= 1 and len(run.losses) == 2
     assert "deep audit: one step" in capsys.readouterr().out
@@ -359,7 +359,7 @@ def test_a_program_trains_its_own_objective_and_resumes_it(tmp_path, capsys):
     assert len(again.losses) == 3
 
 
-def test_a_program_s_wrong_objective_is_rejected_before_anything_is_written(tmp_path):
+def test_an_invalid_custom_objective_is_rejected_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError) as error:
         start(tmp_path / "run", Preferences(forgets=True))
     assert missing(str(error.value), "omitted sum over context", __file__, "--override=audit") == []

@@ -1,4 +1,4 @@
-"""What the pipeline's program holds: its exchanges, its products, its memory."""
+"""The compiled pipeline: its exchanges, products and memory."""
 
 import re
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from jaxdist.core.parallel.pipeline.simulation import simulate
 
 
 def inner(equation) -> list:
-    """Jaxprs that an equation holds."""
-    found = []
+    """Return the jaxprs in an equation."""
+    jaxprs = []
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns"):
-                found.append(item)
+                jaxprs.append(item)
             elif hasattr(item, "jaxpr"):
-                found.append(item.jaxpr)
-    return found
+                jaxprs.append(item.jaxpr)
+    return jaxprs
 
 
 def products(jaxpr) -> float:
-    """FLOPs of matrix products; of a condition, those of its dearest branch."""
+    """Return FLOPs of matrix products; a conditional counts as its most expensive branch."""
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -43,7 +43,7 @@ def products(jaxpr) -> float:
 
 
 def bodies(jaxpr, times: int = 1) -> Iterator[tuple]:
-    """(jaxpr, how often it runs) of everything that holds a ring permute."""
+    """Yield (jaxpr, number of executions) of everything that contains a ring permute."""
     if any(equation.primitive.name == "ppermute" for equation in jaxpr.eqns):
         yield jaxpr, times
     for equation in jaxpr.eqns:
@@ -59,7 +59,7 @@ def program(case: Case):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b_lockstep", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("m", [3, 8])
-def test_the_program_permutes_as_often_as_the_schedule_says(name, m):
+def test_the_number_of_permutes_equals_the_schedule(name, m):
     jaxpr = program(Case(mesh="pp=4", schedule=name, rows=m, microbatches=m))
     forward = backward = 0
     for body, times in bodies(jaxpr):
@@ -72,7 +72,7 @@ def test_the_program_permutes_as_often_as_the_schedule_says(name, m):
     assert (forward, backward) == (report.forward_permutes, report.backward_permutes)
 
 
-def test_idle_ticks_hold_no_products_and_the_rest_only_one_recomputation():
+def test_idle_ticks_have_no_products_and_others_one_recomputation():
     m, pieces = 8, 4
     jaxpr = program(Case(mesh="pp=4", rows=m, microbatches=m))
     switches = [
@@ -90,7 +90,7 @@ def test_idle_ticks_hold_no_products_and_the_rest_only_one_recomputation():
     assert 0 < head < backward
     executed = m * ((pieces - 1) * forward + pieces * backward - (pieces - 1) * head)
     recomputed = m * pieces * forward
-    # The last piece's forward is left to its backward, so one recomputation costs nothing.
+    # The backward pass runs the last chunk's forward, so one recomputation costs nothing.
     assert executed == pytest.approx(ideal + recomputed - m * forward, rel=0.05)
 
 

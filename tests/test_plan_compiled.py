@@ -1,4 +1,4 @@
-"""The compiled proof: one real compilation without a GPU, and every way in which there is none."""
+"""The check by compilation: one real compilation without a GPU, and every way in which it fails."""
 
 import dataclasses
 import json
@@ -52,10 +52,10 @@ def step() -> CompiledStep:
 
 
 @needs_compiler
-def test_a_pipeline_step_compiles_for_gpus_that_are_not_here(step):
+def test_a_pipeline_step_compiles_for_absent_gpus(step):
     assert step.attention == "cudnn"
     state = 3 * 4 * num_params(build(MODEL, seq_len=1)) // (MESH["pipeline"] * MESH["tensor"])
-    # Outside the layers, every stage holds the embedding and the head.
+    # Apart from the layers, every stage contains the embedding and the head.
     assert state < step.memory.argument_bytes < 2 * state
     assert step.memory.temporary_bytes > 0
     assert step.memory.host_bytes == 0
@@ -69,7 +69,7 @@ def test_a_pipeline_step_compiles_for_gpus_that_are_not_here(step):
 
 
 @needs_compiler
-def test_permutes_of_the_gpu_program_are_the_schedules_and_asynchronous(step):
+def test_permutes_of_the_gpu_program_match_the_schedule_and_are_asynchronous(step):
     permutes = [c for c in step.collectives if c.kind == "collective-permute"]
     assert {c.axes for c in permutes} == {("pipeline",)}
     assert all(c.overlapped and not c.in_branch for c in permutes)
@@ -92,7 +92,7 @@ def test_a_stage_gathers_activations_as_often_as_its_layers_run(step):
 
 
 @needs_compiler
-def test_every_axis_carries_what_it_should(step):
+def test_every_axis_has_the_expected_traffic(step):
     sent = step.wire_bytes()
     assert ("reduce-scatter", "tensor") in sent and ("all-gather", "tensor") in sent
     assert ("all-reduce", "data") in sent
@@ -109,12 +109,12 @@ def compile_for_two(config: RunConfig, spec: MeshSpec, gpu: str = "h100"):
 
 @needs_compiler
 @pytest.mark.parametrize("remat, forwards", [("dots", 1), ("names:attention", 1), ("full", 2)])
-def test_attention_runs_forward_once_where_its_result_is_kept(remat, forwards):
+def test_attention_runs_forward_once_if_its_result_is_kept(remat, forwards):
     train = dataclasses.replace(TRAIN, num_microbatches=1, remat=remat)
     config = dataclasses.replace(CONFIG, train=train, simulate=2)
     _, times = compile_for_two(config, MeshSpec(data=2))
     assert times.calls["attention"] == (forwards + 1) * MODEL.num_layers
-    # Every product of the step is seen: those of one that recomputes nothing, and more under full.
+    # All products of the step are counted: those without recomputation, and more under full.
     useful = build(MODEL, seq_len=128).flops_per_token["causal"] * 16 * 128 / 2
     assert times.flops == pytest.approx(useful, rel=0.05) or remat != "dots"
     assert times.seconds >= sum(times.classes.values()) * 0.999
@@ -151,7 +151,7 @@ def test_every_product_of_a_middle_layer_is_in_8_bits_and_so_are_its_weights():
     weights = 128 * (4 * 32 + 2 * 2 * 32 + 4 * 32 + 3 * 256)
     outside = 2 * MODEL.vocab_size * 128  # embedding and head
     gathered = sum(outcome.runs(c) * c.bytes for c in outcome.collectives if c.kind == "all-gather")
-    # In 8 bits those of the middle layers, in 16 those of both ends, each forward and backward.
+    # The middle layers in 8 bits, both ends in 16 bits, each forward and backward.
     assert gathered == 2 * middle * weights + 2 * (2 * 2 * weights + outside)
 
 
@@ -176,7 +176,7 @@ def test_an_illegal_mesh_is_refused_with_its_reason():
 
 
 @needs_compiler
-def test_a_compilation_that_takes_too_long_is_ended():
+def test_a_compilation_that_takes_too_long_is_killed():
     start = time.monotonic()
     outcome = compile_step(CONFIG, MESH, NODES, timeout_s=0.5)
     assert isinstance(outcome, NotCompiled)
@@ -184,14 +184,14 @@ def test_a_compilation_that_takes_too_long_is_ended():
     assert time.monotonic() - start < 60
 
 
-def test_the_mesh_must_take_all_gpus():
+def test_the_mesh_must_use_all_gpus():
     outcome = compile_step(CONFIG, MeshSpec(data=4), NODES)
     assert isinstance(outcome, NotCompiled)
     assert outcome.kind == "refused"
     assert "4 GPUs, h100:2x4 has 8" in outcome.reason
 
 
-def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
+def test_without_the_compiler_reason_and_install_command_are_returned(monkeypatch):
     monkeypatch.setattr(check, "_PACKAGES", ("no-such-plugin", "nor-this"))
     outcome = compile_step(CONFIG, MESH, NODES)
     assert isinstance(outcome, NotCompiled)
@@ -199,7 +199,7 @@ def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
     assert "-e '.[plan]'" in outcome.fix
 
 
-def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
+def test_a_compiler_of_another_version_is_rejected(monkeypatch):
     versions = {"jax": "0.10.2", "jax-cuda13-plugin": "0.9.1", "jax-cuda13-pjrt": "0.9.1"}
     monkeypatch.setattr(check.importlib.metadata, "version", versions.__getitem__)
     missing = check.missing_compiler()
@@ -208,27 +208,27 @@ def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
     assert "jax-cuda13-pjrt==0.10.2" in missing.fix
 
 
-def ask(code: str, timeout_s: float = 60.0) -> NotCompiled:
-    """What a process that runs `code` in the compiler's place comes to."""
+def run_compiler(code: str, timeout_s: float = 60.0) -> NotCompiled:
+    """Return the outcome of a process that runs `code` instead of the compiler."""
     answer = check._ask([sys.executable, "-c", textwrap.dedent(code)], {}, timeout_s)
     outcome = check._interpret(*answer, timeout_s)
     assert isinstance(outcome, NotCompiled)
     return outcome
 
 
-def test_a_crash_of_the_compiler_is_told_in_one_line():
-    outcome = ask("raise RuntimeError('no ptxas')")
+def test_a_crash_of_the_compiler_is_reported_in_one_line():
+    outcome = run_compiler("raise RuntimeError('no ptxas')")
     assert outcome.kind == "failed"
     assert outcome.reason.endswith(": RuntimeError: no ptxas")
     assert "Traceback" in outcome.details
-    outcome = ask("import os; os.abort()")
+    outcome = run_compiler("import os; os.abort()")
     assert (outcome.kind, "signal 6" in outcome.reason) == ("failed", True)
-    assert "exit code 3" in ask("raise SystemExit(3)").reason
+    assert "exit code 3" in run_compiler("raise SystemExit(3)").reason
 
 
-def test_a_compiler_that_is_ended_takes_its_children_along(tmp_path):
+def test_a_killed_compiler_ends_its_children(tmp_path):
     mark = tmp_path / "child"
-    outcome = ask(
+    outcome = run_compiler(
         f"""
         import os, time
         if not os.fork():
@@ -283,15 +283,15 @@ COLLECTIVE = {
 }
 
 
-def answered(log: str = "", **facts) -> CompiledStep:
+def compiled_step(log: str = "", **facts) -> CompiledStep:
     text = json.dumps({**FACTS, **facts})
     outcome = check._interpret(0, text, log, 1.0)
     assert isinstance(outcome, CompiledStep)
     return outcome
 
 
-def test_what_a_branch_sends_counts_by_the_schedules_share():
-    step = answered(collectives=[COLLECTIVE, {**COLLECTIVE, "in_branch": False}])
+def test_traffic_of_a_branch_is_weighted_by_the_schedule():
+    step = compiled_step(collectives=[COLLECTIVE, {**COLLECTIVE, "in_branch": False}])
     assert step.wire_bytes() == {("reduce-scatter", "data+fsdp"): (2 + 4) * 2**29}
 
 
@@ -316,14 +316,14 @@ def test_what_a_branch_sends_counts_by_the_schedules_share():
         ("", {"attention": "xla"}, "attention", "not cuDNN"),
     ],
 )
-def test_what_a_person_should_know_is_said(log, facts, kind, text):
-    found = {remark.kind: remark.text for remark in answered(log, **facts).remarks}
-    assert kind in found
-    assert re.search(text, found[kind]), found[kind]
+def test_relevant_facts_are_remarked(log, facts, kind, text):
+    remarks = {remark.kind: remark.text for remark in compiled_step(log, **facts).remarks}
+    assert kind in remarks
+    assert re.search(text, remarks[kind]), remarks[kind]
 
 
-def test_a_clean_step_has_nothing_to_say():
-    assert answered().remarks == ()
+def test_a_clean_step_has_no_remarks():
+    assert compiled_step().remarks == ()
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_clean_step_has_nothing_to_say():
         ("a100-80", "(bf16[1,32,4096,128], bf16[1,8,4096,128], bf16[1,8,4096,128])", 201_851_008),
     ],
 )
-def test_the_workspace_of_cudnn_is_as_measured(gpu, result, bytes_):
+def test_the_workspace_of_cudnn_equals_measurements(gpu, result, bytes_):
     call = HloInstruction(
         "c", result, "custom-call", "", ' custom_call_target="fmhaSoftmaxBackward"'
     )
@@ -344,7 +344,7 @@ def test_the_workspace_of_cudnn_is_as_measured(gpu, result, bytes_):
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
-def test_every_known_gpu_can_be_described_to_the_compiler(name):
+def test_every_gpu_of_the_catalogue_can_be_described_to_the_compiler(name):
     text = gpu_target.target_text(GPUS[name])
     assert f"core_count: {GPUS[name].num_sms}\n" in text
     assert text.count("{") == text.count("}")

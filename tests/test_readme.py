@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is true: commands run, drawings are the code's, files exist."""
+"""Check README.md and docs/: commands run, drawings match the code, files exist."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ COMMANDS = sorted(
         if line.startswith("python ") and "s3://BUCKET" not in line  # see test_object_storage
     }
 )
-# What makes a command small enough for a test; it must still parse, start and end as printed.
+# Flags that make a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
 LONG = (
     "scripts/bench/step.py",
@@ -51,18 +51,18 @@ NEEDS_GPUS = [
 ]
 
 
-# They touch no device: a process of their own would prove nothing.
+# They use no device: a separate process would prove nothing.
 IN_PROCESS = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan")
 
 
-def test_the_readme_is_a_door():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
     assert len(COMMANDS) >= 12
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A directory like a checkout, with one finished run named runs/NAME."""
+    """Create a directory like a checkout, with one finished run named runs/NAME."""
     home = tmp_path_factory.mktemp("home")
     for name in ("configs", "scripts", "examples", "README.md"):
         (home / name).symlink_to(ROOT / name)
@@ -80,7 +80,7 @@ def run_in(home, words: list[str]) -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
             patch.chdir(home)
             patch.setattr(sys, "argv", words[2:])
-            # Another test may have imported what runs here as a program of its own.
+            # Another test may have imported the module that runs here as a program.
             patch.delitem(sys.modules, f"{words[2]}.__main__", raising=False)
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         assert left.value.code in (0, None)
@@ -100,7 +100,7 @@ def run_in(home, words: list[str]) -> None:
 
 
 def smaller(line: str) -> list[str]:
-    """The command as printed, with a tiny model and two steps where it trains."""
+    """Return the command as printed, with a tiny model and two steps if it trains."""
     words = shlex.split(line.replace(" --steps 20", ""))
     if words[2] == "jaxdist.generate":
         return [*words, "--max_new_tokens", "4"]
@@ -123,13 +123,13 @@ def smaller(line: str) -> list[str]:
     if "--init-from" in words:
         names = {word.replace("-", "_") for word in words}
         name = lambda flag: flag.partition("=")[0].replace("-", "_")
-        given = lambda flag: name(flag) in names or flag.startswith("--model.")
-        return [*words, *(flag for flag in SMALLER if not given(flag))]
+        is_set = lambda flag: name(flag) in names or flag.startswith("--model.")
+        return [*words, *(flag for flag in SMALLER if not is_set(flag))]
     return [*words, *SMALLER]
 
 
 def marked(lines: list[str]) -> list:
-    """The commands to run: long ones marked `slow`, the first other one of each kind `smoke`."""
+    """Mark the commands to run: long ones `slow`, the first other one of each kind `smoke`."""
     long = lambda line: any(word in line for word in LONG)
     kinds = {line.split()[2]: line for line in reversed(lines) if not long(line)}
     marks = lambda line: (
@@ -145,12 +145,12 @@ def test_command_runs_as_printed(home, line):
 
 @pytest.mark.parametrize("line", NEEDS_GPUS)
 def test_command_for_gpus_reads_its_settings(line, monkeypatch):
-    """Too large to run here: what it asks for must be legal on the GPUs that it names."""
+    """Too large to run here; the settings must be valid on the GPUs that the command names."""
     from jaxdist.config import read_run
     from jaxdist.core.mesh import MeshSpec
 
     monkeypatch.chdir(ROOT)
-    data = ["--data.sources=stdlib", "--data.tokenizer=bytes"]  # the corpus is the reader's to make
+    data = ["--data.sources=stdlib", "--data.tokenizer=bytes"]  # the reader creates the corpus
     config = read_run([*shlex.split(line)[3:], *data], command="jaxdist.train")
     shape = config.mesh.shape
     spec = MeshSpec(fsdp=8) if shape == "auto" else MeshSpec.parse(shape, 8)
@@ -160,7 +160,7 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["gpipe", "1f1b_lockstep", "1f1b_lockstep × 2", "1f1b", "zero_bubble"]
 )
-def test_schedule_drawings_are_the_codes_own(name):
+def test_schedule_drawings_are_generated_by_the_code(name):
     from jaxdist.core.parallel.pipeline.schedules import make_schedule
     from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw
 
@@ -183,7 +183,7 @@ def test_names_in_the_reading_order_exist():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_and_pages_that_a_page_names_exist(page):
+def test_files_and_pages_named_by_a_page_exist(page):
     folder = ROOT if page == "README.md" else ROOT / "docs"
     for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", PAGES[page]):
         assert (folder / path).exists(), path
@@ -193,17 +193,17 @@ def test_files_and_pages_that_a_page_names_exist(page):
         assert (ROOT / path).exists(), path
 
 
-def test_the_file_tree_is_the_package():
+def test_the_file_tree_matches_the_package():
     tree = re.search(r"## The code.*?jaxdist/\n(.*?)```", README, flags=re.S)[1]
     named = re.findall(r"(?:^|\s)([a-z]\w*(?:\.py|(?:/\w+)*/))", tree)
     there = {p.name for p in (ROOT / "jaxdist").iterdir() if not p.name.startswith("__")}
     assert there - {"py.typed"} <= {name.rstrip("/") for name in named}
     for name in named:
-        places = (ROOT, ROOT / "jaxdist", *(ROOT / "jaxdist").glob("**/"))
-        assert any((place / name).exists() for place in places), name
+        folders = (ROOT, ROOT / "jaxdist", *(ROOT / "jaxdist").glob("**/"))
+        assert any((folder / name).exists() for folder in folders), name
 
 
-def test_install_commands_are_those_that_ci_runs():
+def test_ci_runs_the_install_commands():
     ci = (ROOT / ".ci" / "run").read_text()
     for extra in ("-c constraints.txt -e '.[dev]'", "-m 'not slow'"):
         assert extra in README

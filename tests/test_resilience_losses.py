@@ -1,4 +1,4 @@
-"""Bad losses are found, written down with their rows, and skipped, gone back from, or the end."""
+"""Bad losses are detected and recorded with their rows; the run skips, rolls back or stops."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ clean, nan, spike = rows(""), rows("nan"), rows("spike")
 
 
 def bad_step(seed: int = 0) -> int:
-    """The step of the first epoch whose batch has the bad row, from the order alone."""
+    """Return the step of the first epoch whose batch has the bad row, from the data order alone."""
     rows = Order([ROWS], [], seed).rows(np.arange(ROWS))
     return int(np.flatnonzero(rows == BAD_ROW)[0]) // BATCH + 1
 
@@ -61,7 +61,7 @@ SEED = next(seed for seed in range(99) if 34 <= bad_step(seed) <= 37)
 
 
 class Rows:
-    """What a guard asks of a loader."""
+    """Stand-in for a loader, with the method that a guard uses."""
 
     left_out = ()
 
@@ -74,11 +74,11 @@ def guard(path=None, **settings) -> LossGuard:
 
 
 def feed(subject: LossGuard, losses, first_step=1, **metrics):
-    found = []
+    results = []
     for step, loss in enumerate(losses, start=first_step):
         values = {"loss": loss, "grad_norm": 1.0, **metrics}
-        found.append(subject.check(step, values, Rows(), 4 * step))
-    return [anomaly for anomaly in found if anomaly]
+        results.append(subject.check(step, values, Rows(), 4 * step))
+    return [anomaly for anomaly in results if anomaly]
 
 
 def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
@@ -86,7 +86,7 @@ def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
     return list(level + slope * np.arange(count) + noise * rng.normal(size=count))
 
 
-def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
+def test_a_spike_is_detected_and_recorded_with_its_rows(tmp_path):
     path = tmp_path / "anomalies.jsonl"
     (anomaly,) = feed(guard(path), [*noisy(40), 5.0, *noisy(20)])
     assert (anomaly.step, anomaly.kind, anomaly.action) == (41, "loss_spike", "report")
@@ -104,7 +104,7 @@ def test_every_parser_of_json_can_read_an_anomaly(tmp_path):
     assert read_anomalies(path)[0].limit == anomaly.limit == math.inf
 
 
-def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path):
+def test_a_line_truncated_by_a_kill_damages_no_other(tmp_path):
     path = tmp_path / "anomalies.jsonl"
     for last in (5.0, 6.0, 7.0):
         assert len(feed(guard(path), [*noisy(40), last])) == 1
@@ -127,20 +127,20 @@ def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path):
     ],
     ids=["noise", "constant", "loud", "falling", "steep", "drifting", "two_levels", "wrinkle"],
 )
-def test_a_sound_run_reports_nothing(values):
+def test_a_normal_run_reports_nothing(values):
     assert feed(guard(), values) == []
 
 
-def test_limit_is_the_median_and_the_deviation_by_hand(monkeypatch):
+def test_limit_equals_median_plus_deviations(monkeypatch):
     monkeypatch.setattr(anomalies, "SPIKE_DEVIATIONS", 5.0)
     monkeypatch.setattr(anomalies, "SPIKE_WINDOW_STEPS", 16)
     subject = guard()
     values = noisy(40, noise=0.3)
     feed(subject, values)
-    known = np.array(values[39 - 17 : 39])  # steps up to 39 are known when 41 is dispatched
-    known = known[-16:]
-    median = np.median(known)
-    expected = median + 5 * 1.4826 * np.median(np.abs(known - median))
+    recent = np.array(values[39 - 17 : 39])  # steps up to 39 are known when 41 is dispatched
+    recent = recent[-16:]
+    median = np.median(recent)
+    expected = median + 5 * 1.4826 * np.median(np.abs(recent - median))
     assert subject.limit(41) == pytest.approx(expected, rel=1e-12)
 
 
@@ -154,7 +154,7 @@ def test_limit_is_the_same_in_a_resumed_run():
     assert resumed.limit(61) == subject.limit(61) < math.inf
 
 
-def test_nan_is_an_anomaly_and_an_overflow_under_a_loss_scale_is_none():
+def test_nan_is_an_anomaly_but_an_overflow_under_a_loss_scale_is_not():
     assert [o.kind for o in feed(guard(), [math.nan, math.inf, 1.0])] == ["nonfinite_loss"] * 2
     assert [o.kind for o in feed(guard(), [1.0], grad_norm=math.inf)] == ["nonfinite_loss"]
     assert feed(guard(), [1.0], grad_norm=math.inf, loss_scale=1024.0) == []
@@ -174,27 +174,27 @@ def dataset(tmp_path, monkeypatch):
     return open_datasets(DataConfig(sources=["bad_rows:clean"]), seq_len=8)[0]
 
 
-def test_left_out_batches_are_missing_and_the_others_come_in_order(dataset):
+def test_skipped_batches_are_missing_and_the_others_keep_their_order(dataset):
     settings = {"global_batch_size": 4, "seed": 3, "sharding": sharding_on("dp=2")}
-    whole = Loader(dataset, **settings)
-    expected = [jax.device_get(next(whole)["tokens"]) for _ in range(7)]
+    complete = Loader(dataset, **settings)
+    expected = [jax.device_get(next(complete)["tokens"]) for _ in range(7)]
     loader = Loader(dataset, **settings, start=Position(0, ((8, 12), (12, 16))))
-    firsts, found = [], []
+    firsts, batches = [], []
     for _ in range(4):
-        found.append(jax.device_get(next(loader)["tokens"]))
+        batches.append(jax.device_get(next(loader)["tokens"]))
         firsts.append(loader.first_sample)
     state = json.loads(json.dumps(loader.state()))
-    found.append(jax.device_get(next(loader)["tokens"]))
+    batches.append(jax.device_get(next(loader)["tokens"]))
     assert firsts == [0, 4, 16, 20]
-    for batch, wanted in zip(found, [expected[i] for i in (0, 1, 4, 5, 6)], strict=True):
-        assert np.array_equal(batch, wanted)
+    for batch, expected_batch in zip(batches, [expected[i] for i in (0, 1, 4, 5, 6)], strict=True):
+        assert np.array_equal(batch, expected_batch)
     position = resume_position(state, dataset, seed=3)
     assert (position.sample, position.left_out) == (24, ((8, 12), (12, 16)))
     assert loader.rows(4) == [int(row) for row in dataset.order(3).rows(np.arange(4, 8))]
     larger = Loader(dataset, **{**settings, "global_batch_size": 6}, start=Position(0, ((8, 12),)))
     firsts = [(next(larger), larger.first_sample)[1] for _ in range(3)]
     assert firsts == [0, 12, 18]  # a batch from 6 on would reach into them
-    for each in (whole, loader, larger):
+    for each in (complete, loader, larger):
         each.close()
 
 
@@ -219,14 +219,14 @@ JOB = tiny(
     *("--checkpoint.save_interval_steps=5", "--checkpoint.max_to_keep=9"),
     "--eval.interval_steps=0",
     *("--model.num_layers=1", "--optim.peak_lr=0.01"),
-    # The losses that the policies look at fall as fast as those of 256 tokens.
+    # The losses that the policies check fall as fast as those of 256 tokens.
     *("--data.tokenizer=bytes", "--model.vocab_size=256"),
 )  # fmt: skip
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module `bad_rows` that can be imported here, and a working directory."""
+    """Create an importable module `bad_rows` and a working directory."""
     (tmp_path / "bad_rows.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -246,7 +246,7 @@ def train(name, run_dir, *flags) -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("module")
-def test_rollback_goes_on_past_the_offending_batch(tmp_path):
+def test_rollback_continues_after_the_offending_batch(tmp_path):
     run_dir = tmp_path / "run"
     assert train("nan", run_dir, "--resilience.nonfinite_policy=rollback") == 0
     bad = bad_step(SEED)
@@ -259,7 +259,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     twice: dict[int, list[float]] = {}
     for record in records(run_dir, "train"):
         twice.setdefault(record["step"], []).append(float(record["loss"]))
-    # What it did again before the anomaly has the same bits; the offending step is good now.
+    # Steps repeated before the anomaly have the same bits; the offending step is good now.
     assert sorted(twice) == list(range(1, STEPS + 1))
     for step in range(went_back_to + 1, bad):
         assert len(twice[step]) == 2 and twice[step][0] == twice[step][1]
@@ -299,8 +299,8 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("module")
-def test_two_processes_go_back_together_and_end_like_one(tmp_path):
-    """Real processes over gloo: both judge alike, and the run equals that of one process."""
+def test_two_processes_roll_back_together_and_match_one_process(tmp_path):
+    """Real processes over gloo: both decide equally, and the run equals that of one process."""
     job = [*JOB, "--mesh=dp=2", "--data.sources=bad_rows:nan"]
     job.append("--resilience.nonfinite_policy=rollback")
     words = [
@@ -332,7 +332,7 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     assert two == pytest.approx(alone, rel=2e-5)
 
 
-def test_skipped_steps_in_a_row_do_not_count_labels_and_the_search_for_a_loss_scale():
+def test_consecutive_skips_ignore_steps_without_labels_and_loss_scale_search():
     subject = guard()
     bad = dict(grad_norm=math.inf, applied=False)
     feed(subject, [1.0] * 16, **bad, loss_scale=2.0)

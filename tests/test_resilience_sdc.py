@@ -1,4 +1,4 @@
-"""One flipped bit on one device is found and the device and array named; sound states are not."""
+"""One flipped bit on one device is detected, with device and array; correct states pass."""
 
 import dataclasses
 import json
@@ -22,9 +22,9 @@ def watch(case, **settings) -> SdcCheck:
     return SdcCheck(config, reference.layout_of(case), HOSTS)
 
 
-def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Array:
-    """The array with one other bit in one device's memory; `place` counts the mesh's devices."""
-    device = x.sharding.mesh.devices.flat[place]
+def flipped(x: jax.Array, position: int, element: int = 3, bit: int = 0) -> jax.Array:
+    """Flip one bit of an array in one device's memory; `position`: index of the mesh's device."""
+    device = x.sharding.mesh.devices.flat[position]
     parts = []
     for shard in x.addressable_shards:
         part = np.array(shard.data)
@@ -55,7 +55,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_flipped_bit_is_found_in_every_replicated_array(case):
+def test_a_flipped_bit_is_detected_in_every_replicated_array(case):
     state = reference.place_state(case)
     subject = watch(case)
     assert look(subject, state) is None
@@ -68,15 +68,15 @@ def test_a_flipped_bit_is_found_in_every_replicated_array(case):
         if not replicated or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             continue
         seen += 1
-        place = (5 * index + 2) % leaf.sharding.mesh.size
+        position = (5 * index + 2) % leaf.sharding.mesh.size
         values = [x for _, x in leaves]
-        values[index] = flipped(leaf, place, element=index * 7, bit=index % 32)
-        found = look(subject, jax.tree.unflatten(tree, values), step=7)
-        assert found is not None and found.certain
-        assert found.devices == {place: [name_of(path)]}
-        assert found.step == 7 and "after step 1." in str(found)
-        device = leaf.sharding.mesh.devices.flat[place]
-        assert f"device {device.id} of process 0 on node-a in {name_of(path)}" in str(found)
+        values[index] = flipped(leaf, position, element=index * 7, bit=index % 32)
+        corruption = look(subject, jax.tree.unflatten(tree, values), step=7)
+        assert corruption is not None and corruption.certain
+        assert corruption.devices == {position: [name_of(path)]}
+        assert corruption.step == 7 and "after step 1." in str(corruption)
+        device = leaf.sharding.mesh.devices.flat[position]
+        assert f"device {device.id} of process 0 on node-a in {name_of(path)}" in str(corruption)
     assert seen >= 3
     assert look(subject, state) is None
 
@@ -87,17 +87,17 @@ def test_of_two_copies_both_are_named():
     kernel = state.params["head"] if "head" in state.params else state.params["embedding"]
     leaf = jax.tree.leaves(kernel)[0]
     bad = jax.tree.map(lambda x: flipped(x, 1) if x is leaf else x, state)
-    found = look(watch(case), bad)
-    assert found is not None and not found.certain
-    assert sorted(found.devices) == [0, 1]
+    corruption = look(watch(case), bad)
+    assert corruption is not None and not corruption.certain
+    assert sorted(corruption.devices) == [0, 1]
 
 
-def test_nothing_replicated_means_nothing_to_do():
+def test_without_replicas_nothing_is_checked():
     case = reference.Case("rotary", "tp=2")
     assert look(watch(case), reference.place_state(case)) is None
 
 
-def test_checks_come_at_the_interval_and_where_forced():
+def test_checks_run_at_the_interval_and_if_forced():
     case = reference.Case("rotary", "dp=2")
     state, subject = reference.place_state(case), watch(case, sdc_check_interval_steps=3)
     begun = []
@@ -113,7 +113,7 @@ def test_checks_come_at_the_interval_and_where_forced():
 
 
 def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
-    """Steps of the real program: what it replicates must come out the same on all devices."""
+    """Steps of the real program: replicated arrays must be equal on all devices."""
     for case in (CASES[5], reference.Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2)):
         step, state = reference.step_of(case)
         batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
@@ -140,7 +140,7 @@ JOB = tiny(
 
 
 def train(monkeypatch, run_dir, *flags, damage_at=0):
-    """Train here, a bit flipping on one device after a step."""
+    """Train here and flip a bit on one device after a step."""
     from jaxdist import train
     from jaxdist.run.monitoring.monitor import Monitor
 
@@ -158,7 +158,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
                 state = dataclasses.replace(state, params=params)
             return state, metrics
 
-        step.seconds, step.compile = 0.0, inner.compile  # as a tracker has them
+        step.seconds, step.compile = 0.0, inner.compile  # a tracker has these attributes
         return step
 
     monkeypatch.setattr(Monitor, "track_compiles", damaged)
@@ -168,7 +168,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
         monkeypatch.undo()
 
 
-def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, monkeypatch):
+def test_a_bit_flip_in_training_stops_the_run_or_rolls_it_back(tmp_path, monkeypatch):
     from jaxdist.run.resilience.sdc_check import CorruptState
 
     assert train(monkeypatch, tmp_path / "clean") == 0
@@ -184,7 +184,7 @@ def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, mo
     assert '"sdc"' not in (tmp_path / "clean/metrics.jsonl").read_text()
 
 
-def test_a_check_costs_little(capsys):
+def test_a_check_takes_less_than_a_hundredth_of_training(capsys):
     """At the default interval, less than a hundredth of the steps between."""
     case = reference.Case("rotary", "dp=4")
     step, state = reference.step_of(case)

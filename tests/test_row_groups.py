@@ -1,6 +1,6 @@
-"""Rows in groups beside each other, and positions outermost: one group's numbers, and who has them.
+"""Row groups that overlap, and products by position: equal results, and when they are used.
 
-GPUs with a split tensor axis run them; here they are asked for on CPU.
+GPUs with a split tensor axis run them; here they are enabled on CPU.
 """
 
 from types import SimpleNamespace
@@ -50,8 +50,8 @@ def two_groups(monkeypatch):
     ],
     ids=str,
 )
-def test_two_groups_compute_what_one_device_computes(case, two_groups):
-    """Each of the batch's rows has documents of its own."""
+def test_two_groups_equal_one_device(case, two_groups):
+    """Each row of the batch has separate documents."""
     layout, model = layout_of(case), model_of(case.model)
     assert plan_of(model, layout, train_config(case), pipeline=case.pipeline).max_row_chunks == 2
     check(run(case), reference(case.model))
@@ -64,7 +64,7 @@ def test_rows_that_do_not_divide_stay_together(two_groups):
 
 
 @pytest.mark.parametrize("rows, groups", [(1, 1), (2, 2), (3, 3), (6, 3), (7, 1), (16, 4)])
-def test_groups_are_as_many_as_the_rows_allow(rows, groups):
+def test_the_rows_limit_the_number_of_groups(rows, groups):
     assert row_chunks(rows, 4) == groups
 
 
@@ -110,7 +110,7 @@ def test_groups_are_for_collectives_of_layers_that_gpus_split(mesh, platform, ma
     assert step_plan.row_chunks_of(layout, matmul, platform)[0] == groups
 
 
-def test_a_tensor_axis_that_xla_splits_has_none():
+def test_a_tensor_axis_that_xla_splits_has_no_groups():
     layout = SimpleNamespace(used=layout_of(Case("rotary", "tp=2")).used, auto_tensor=True)
     assert step_plan.row_chunks_of(layout, "", "gpu")[0] == 1
 
@@ -123,11 +123,11 @@ def test_a_tensor_axis_that_xla_splits_has_none():
         ("rows d, d classes -> rows classes", [(3, 4), (4, 2)]),
     ],
 )
-def test_a_product_by_position_is_the_product(dims, shapes):
+def test_a_product_by_position_equals_the_plain_product(dims, shapes):
     x, w = (jax.random.normal(jax.random.key(len(s)), s) for s in shapes)
     plain, pull = jax.vjp(lambda x, w: dot(dims, x, w), x, w)
-    found, turned = jax.vjp(lambda x, w: tensor.dot_by_position(dims, x, w), x, w)
-    np.testing.assert_allclose(found, plain, rtol=1e-6)
+    product, turned = jax.vjp(lambda x, w: tensor.dot_by_position(dims, x, w), x, w)
+    np.testing.assert_allclose(product, plain, rtol=1e-6)
     # Sums over tokens in another order: of at most nine float32 products.
     for one, other in zip(pull(plain), turned(plain), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
@@ -141,10 +141,10 @@ def test_a_product_by_position_is_the_product(dims, shapes):
         ("fsdp=2,tp=2", False, "gpu", "plain"),  # positions are not scattered
         ("fsdp=4", True, "gpu", "plain"),
         ("fsdp=2,tp=2", True, "cpu", "cpu"),
-        ("pp=2,tp=2", True, "cpu", "plain"),  # stages put gradients of weights off
+        ("pp=2,tp=2", True, "cpu", "plain"),  # stages defer gradients of weights
     ],
 )
-def test_each_platform_has_its_product(mesh, sequence, platform, product):
+def test_the_product_depends_on_the_platform(mesh, sequence, platform, product):
     layout = layout_of(Case("rotary", mesh, sequence=sequence))
     model, settings = model_of("rotary"), step_plan.StepSettings(TrainConfig())
     plan = step_plan.plan_step(model, layout, step_plan.Device(platform), False, settings)

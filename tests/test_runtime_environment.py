@@ -1,4 +1,4 @@
-"""The environment matrix: what each launcher and each way to hand out GPUs makes of a process."""
+"""The environment matrix: the process that each launcher and each GPU assignment gives."""
 
 import re
 
@@ -14,7 +14,7 @@ EIGHT = ",".join(map(str, range(8)))
 
 
 def slurm(**changes: str | None) -> dict[str, str]:
-    """Task 3 of 4 on two nodes, two GPUs each, as SLURM 22.05 and 24.11 set it."""
+    """Return variables of task 3 of 4 on two nodes, two GPUs each, as in SLURM 22.05 and 24.11."""
     environ = {
         "SLURM_JOB_ID": "17",
         "SLURM_STEP_ID": "0",
@@ -93,17 +93,17 @@ def eight_per_node(local: int, **changes: str | None) -> dict[str, str]:
         pytest.param(slurm(CUDA_VISIBLE_DEVICES=""), None, id="no_gpu_given"),
     ],
 )
-def test_slurm_hands_each_task_its_gpus(environ, devices):
+def test_slurm_assigns_each_task_its_gpus(environ, devices):
     assert resolve(environ).local_device_ids == devices
 
 
-def test_gpus_that_nobody_numbered_are_dealt_out_by_their_count():
+def test_unnumbered_gpus_are_assigned_by_count():
     environ = slurm(CUDA_VISIBLE_DEVICES=None, SLURM_GPUS_ON_NODE=None)
     assert resolve(environ, num_gpus=8).local_device_ids == (4, 5, 6, 7)
     assert resolve(environ, num_gpus=0).local_device_ids is None
 
 
-def test_every_gpu_of_a_node_is_taken_once():
+def test_every_gpu_of_a_node_is_assigned_once():
     taken = []
     for local in range(8):
         environ = eight_per_node(local, CUDA_VISIBLE_DEVICES=EIGHT)
@@ -125,7 +125,7 @@ def test_slurm_plan():
     assert plan.source == "SLURM job 17"
 
 
-def test_all_tasks_of_a_step_agree_on_the_coordinator_and_steps_and_restarts_do_not():
+def test_the_coordinator_is_unique_to_each_step_and_restart():
     ports = {resolve(slurm(SLURM_PROCID=str(i))).coordinator_address for i in range(4)}
     assert len(ports) == 1
     ports.add(resolve(slurm(SLURM_STEP_ID="1")).coordinator_address)
@@ -134,20 +134,20 @@ def test_all_tasks_of_a_step_agree_on_the_coordinator_and_steps_and_restarts_do_
     assert len(ports) == 4
 
 
-def test_slurm_restart_count_is_the_attempt():
+def test_the_slurm_restart_count_is_the_attempt():
     assert resolve(slurm(SLURM_RESTART_COUNT="2")).attempt == 2
 
 
 def test_processes_of_one_attempt_share_a_token_and_no_other_job_has_it():
-    found = [resolve(slurm(SLURM_PROCID=str(i))).token for i in range(2)]
-    assert found[0] == found[1] != ""
-    assert resolve(slurm(SLURM_RESTART_COUNT="1")).token not in found
-    assert resolve(slurm(SLURM_STEP_ID="7")).token not in found
+    tokens = [resolve(slurm(SLURM_PROCID=str(i))).token for i in range(2)]
+    assert tokens[0] == tokens[1] != ""
+    assert resolve(slurm(SLURM_RESTART_COUNT="1")).token not in tokens
+    assert resolve(slurm(SLURM_STEP_ID="7")).token not in tokens
     assert resolve(slurm(JAXDIST_JOB_TOKEN="secret")).token == "secret"
     assert "secret" not in repr(resolve(slurm(JAXDIST_JOB_TOKEN="secret")))
 
 
-def test_given_coordinator_wins_over_the_node_list():
+def test_an_explicit_coordinator_overrides_the_node_list():
     environ = slurm(JAXDIST_COORDINATOR_ADDRESS="login-ib:4000")
     assert resolve(environ).coordinator_address == "login-ib:4000"
 
@@ -165,8 +165,8 @@ def test_a_step_of_one_task_runs_alone():
     assert (plan.num_processes, plan.coordinator_address) == (1, "")
 
 
-def test_a_step_on_fewer_nodes_than_its_job_is_a_job_of_its_own():
-    # What srun --nodes=2 --ntasks=4 sets in a job of four nodes; the job's own stay beside it.
+def test_a_step_on_fewer_nodes_than_its_job_is_a_separate_job():
+    # Variables of srun --nodes=2 --ntasks=4 in a job of four nodes; those of the job remain.
     step = {"SLURM_STEP_NODELIST": "n[2,4]", "SLURM_STEP_NUM_NODES": "2"}
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NODELIST": "n[1-4]"}
     plain = {"SLURM_NNODES": "4", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "2(x4)"}
@@ -175,7 +175,7 @@ def test_a_step_on_fewer_nodes_than_its_job_is_a_job_of_its_own():
     assert plan.coordinator_address.startswith("n2:")
 
 
-def test_launcher_inside_an_allocation_wins_over_slurm():
+def test_launcher_inside_an_allocation_overrides_slurm():
     environ = slurm(
         JAXDIST_COORDINATOR_ADDRESS="127.0.0.1:5000",
         JAXDIST_NUM_PROCESSES="2",
@@ -203,7 +203,7 @@ def test_open_mpi_on_one_host():
     assert (plan.source, plan.process_id, plan.num_hosts) == ("Open MPI", 1, 1)
 
 
-def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
+def test_open_mpi_4_on_several_hosts_needs_the_address_of_mpirun():
     environ = {
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_RANK": "3",
@@ -260,7 +260,7 @@ def test_kubernetes_style_environments(environ):
         ),
     ],
 )
-def test_a_process_that_would_run_alone_beside_its_peers_is_refused(environ, missing):
+def test_a_process_that_would_run_without_its_peers_is_refused(environ, missing):
     with pytest.raises(ConfigError) as refused:
         resolve(environ)
     (problem,) = refused.value.problems
@@ -270,17 +270,17 @@ def test_a_process_that_would_run_alone_beside_its_peers_is_refused(environ, mis
     assert resolve(slurm(**environ)).source == "SLURM job 17"
 
 
-def test_an_address_alone_is_no_job():
+def test_an_address_alone_is_not_a_job():
     assert resolve({"JAX_COORDINATOR_ADDRESS": "n0:1"}).source == "alone"
 
 
-def test_flags_win_over_every_environment():
+def test_flags_override_every_environment():
     settings = RuntimeConfig(coordinator_address="n9:1234", num_processes=2, process_id=0)
     plan = resolve(slurm(), settings)
     assert (plan.source, plan.coordinator_address, plan.num_processes) == ("flags", "n9:1234", 2)
 
 
-def test_nothing_set_is_one_process():
+def test_an_empty_environment_is_one_process():
     plan = resolve({})
     assert (plan.source, plan.num_processes, plan.process_id) == ("alone", 1, 0)
 

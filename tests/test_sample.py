@@ -1,4 +1,4 @@
-"""The text that a run shows at its end: what it continues, when, and that it harms nothing."""
+"""The sample text at the end of a run: its prompt, when it is generated, and failures."""
 
 import jax
 import numpy as np
@@ -36,16 +36,16 @@ def test_the_training_text_is_continued_within_the_trained_length(parts, rows, c
     params = parts.init_state().params
     prompt, text = sample.write_sample(parts, params, rows)
     assert prompt and prompt == sample.first_prompt(parts.config.data, rows)
-    whole = rows.tokenizer.decode(rows[0]["tokens"])
-    assert " ".join(whole.split()).startswith(prompt)
+    full_text = rows.tokenizer.decode(rows[0]["tokens"])
+    assert " ".join(full_text.split()).startswith(prompt)
     assert text and len(prompt.encode()) + len(text) <= 48
     assert sample.write_sample(parts, params, rows) == (prompt, text)
     assert sample.write_sample(parts, params, iter([])) == ("", "")
-    assert capsys.readouterr().out == ""  # the run says it, once it is whole
+    assert capsys.readouterr().out == ""  # the run logs it once it is complete
 
 
-def test_a_conversation_is_answered_from_its_question():
-    """Weight 1 at place i says that the token after it is the assistant's."""
+def test_the_prompt_of_a_conversation_is_its_first_question():
+    """Weight 1 at position i marks that the next token is the assistant's."""
     tokens, weights = np.arange(8), np.array([0, 0, 0, 1, 1, 0, 0, 1], np.float32)
     rows = [{"tokens": tokens, "weights": weights}]
     np.testing.assert_array_equal(sample.first_question(rows), [0, 1, 2, 3])
@@ -53,12 +53,12 @@ def test_a_conversation_is_answered_from_its_question():
 
 
 @pytest.mark.slow
-def test_a_run_samples_when_it_is_asked_to_and_outlives_a_failure(tmp_path, monkeypatch):
+def test_a_run_samples_if_enabled_and_survives_a_failure(tmp_path, monkeypatch):
     events = lambda run: [e for e in run.events if e["event"] == "sample"]
     evaluation = {"interval_steps": 1, "max_batches": 1, "final_max_batches": 1}
-    found = events(train(tmp_path / "always", steps=2, eval={**evaluation, "sample": "always"}))
-    assert [e["step"] for e in found] == [1, 2]
-    assert all(e["prompt"] == "def __init__(self" and e["text"] for e in found)
+    samples = events(train(tmp_path / "always", steps=2, eval={**evaluation, "sample": "always"}))
+    assert [e["step"] for e in samples] == [1, 2]
+    assert all(e["prompt"] == "def __init__(self" and e["text"] for e in samples)
     calls = []
 
     def fail(*arguments):

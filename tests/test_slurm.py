@@ -1,4 +1,4 @@
-"""Batch scripts: their text, and what they do with commands that play SLURM."""
+"""Batch scripts: their text, and their behavior with stand-ins for SLURM's commands."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def plan(**fields) -> SlurmConfig:
 
 
 def test_flags_without_an_example_reach_the_script():
-    """Those of `scripts/slurm` are compared as a whole, see below."""
+    """Scripts in `scripts/slurm` are compared completely, see below."""
     text = batch_script(
         plan(
             partition="gpu",
@@ -55,7 +55,7 @@ def test_containers(container, text):
     )
 
 
-def test_a_container_mounts_the_run_directory_and_the_given_paths():
+def test_a_container_mounts_the_run_directory_and_the_configured_paths():
     fields = dict(run_dir="/big/run", mount=("/data", "/a b:/inside"))
     text = batch_script(plan(container="image.sif", **fields))
     assert "--bind /data --bind '/a b:/inside' --bind /big/run image.sif" in text
@@ -70,18 +70,18 @@ def test_a_container_mounts_the_run_directory_and_the_given_paths():
     [("90", 5400), ("2:30", 150), ("1:02:03", 3723), ("1-0", 86400), ("1-02", 93600),
      ("1-02:03", 93780), ("1-02:03:04", 93784), ("", 0), ("1:2:3:4", 0), ("soon", 0)],
 )  # fmt: skip
-def test_time_limits_are_read_as_slurm_does(text, seconds):
+def test_time_limits_are_parsed_as_by_slurm(text, seconds):
     assert limit_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["1-2", "1:2"])
-def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
+def test_a_range_of_nodes_creates_an_elastic_job(capsys, text):
     flags = ["--nodes", text, "--tasks-per-node", "4", "--time", "60", "--dry-run"]
     assert main([*flags, "--gpus-per-node", "8", "--", "--mesh", "dp=16"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1-2\n" in script and "--mesh.elastic=true" in script
     assert '--nodes="$nodes" --ntasks-per-node=4' in script
-    # A number of tasks in the header would get the fewest nodes, however many are idle.
+    # With a number of tasks in the header SLURM would allocate the fewest nodes.
     assert "#SBATCH --mincpus=4\n" in script and "#SBATCH --ntasks" not in script
     assert main([*flags, "--gpus-per-node", "8", "--program", "./a.out"]) == 0
     script = capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
 
 
 def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8) -> list[str]:
-    """The command that writes an elastic job, its flags before the dashes."""
+    """Return the command that writes an elastic job, its flags before the dashes."""
     train = [f"--mesh={mesh}", f"--train.global_batch_size={batch}"]
     return ["--nodes", nodes, "--time", "60", "--dry-run", *words, "--", *train]
 
@@ -107,7 +107,7 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
         (elastic(mesh="dp=12", batch=12, nodes="3-12"), "3 4 6 12"),
         (elastic("--tasks-per-node=2"), "1 2 4"),
         (elastic("--gpus-per-node=4", mesh="dp=16", batch=16), "1 2 4"),
-        # Of one process some devices may be idle, of several not.
+        # One process may leave some devices idle, several may not.
         (elastic("--gpus-per-node=6", mesh="dp=24", batch=24), "1 2 4"),
         (elastic("--gpus-per-node=5", mesh="fsdp=8", batch=8), "1"),
         ([*elastic(mesh="dp=2,tp=2"), "--simulate=2"], "1 2"),
@@ -116,12 +116,12 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
 )
 def test_the_script_of_an_elastic_job_lists_legal_numbers_of_nodes(capsys, command, counts):
     assert main(command) == 0
-    said = capsys.readouterr()
-    assert re.findall(r"^for count in (.*); do$", said.out, re.M) == [counts]
+    captured = capsys.readouterr()
+    assert re.findall(r"^for count in (.*); do$", captured.out, re.M) == [counts]
     least, most = counts.split()[0], counts.split()[-1]
-    assert f"#SBATCH --nodes={least}-{most}\n" in said.out  # no node is paid for in vain
+    assert f"#SBATCH --nodes={least}-{most}\n" in captured.out  # no node is allocated for nothing
     is_narrower = f"{least}-{most}" != command[1]
-    assert (f"requests {least}-{most}." in said.err) == is_narrower
+    assert (f"requests {least}-{most}." in captured.err) == is_narrower
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_an_impossible_elastic_job_is_rejected(capfd, command, texts):
         code, problems = main(command), ""
     except ConfigError as error:
         code, problems = 2, str(error)
-    said = capfd.readouterr()
-    assert code == 2 and said.out == ""
-    assert all(text in said.err + problems for text in texts), said.err
+    captured = capfd.readouterr()
+    assert code == 2 and captured.out == ""
+    assert all(text in captured.err + problems for text in texts), captured.err
 
 
 FAKES = {
@@ -161,12 +161,12 @@ FAKES = {
 
 
 class Script:
-    """A batch script run by bash in `folder`, with commands that play SLURM.
+    """Batch script run by bash in `folder`, with stand-ins for SLURM's commands.
 
     Args:
-        folder: the run directory is `run` in it.
-        srun: what srun does, in shell.
-        reason: what squeue says of the job.
+        folder: the parent of the run directory `run`.
+        srun: shell code that srun runs.
+        reason: the reason that squeue prints for the job.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Script:
             (folder / name).chmod(0o755)
 
     def run(self, restarts: int = 0, nodes: int = 1) -> tuple[int, bool]:
-        """Its exit code, and whether it asked SLURM to queue the job again."""
+        """Run the script; return its exit code, and whether it requested a requeue."""
         requeued = self.folder / "requeued"
         requeued.unlink(missing_ok=True)
         environ = {
@@ -204,19 +204,19 @@ class Script:
 
 
 @pytest.mark.parametrize(
-    ("given", "used", "is_said"),
+    ("num_nodes", "used", "is_reported"),
     [(1, None, True), (2, 2, False), (3, 2, True), (4, 4, False), (7, 6, True), (12, 8, True)],
 )
-def test_a_job_uses_the_largest_legal_number_of_its_nodes(tmp_path, given, used, is_said):
+def test_a_job_uses_the_largest_legal_number_of_its_nodes(tmp_path, num_nodes, used, is_reported):
     script = Script(
         tmp_path,
         'echo 0 >"$JAXDIST_EXIT_CODE_FILE"',
         nodes=Nodes(most=8, least=2, legal=(2, 4, 6, 8)),
         tasks_per_node=3,
     )
-    code, _ = script.run(nodes=given)
+    code, _ = script.run(nodes=num_nodes)
     assert code == (2 if used is None else 0)
-    assert (f"{given} nodes allocated" in script.out) == is_said
+    assert (f"{num_nodes} nodes allocated" in script.out) == is_reported
     started = tmp_path / "started"
     assert started.exists() == (used is not None)
     if used is not None:
@@ -335,8 +335,8 @@ def test_problems_of_the_flags_are_reported(fields, text):
     [("tp=8", False), ("dp=2,tp=16", True), ("fsdp=2,tensor=3", True), ("fsdp=16", False)],
 )
 def test_a_tensor_axis_across_nodes_gives_a_warning(mesh, warned):
-    found = list(plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings())
-    assert len(found) == warned and all("nodes of 8 GPUs" in warning for warning in found)
+    warnings = list(plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings())
+    assert len(warnings) == warned and all("nodes of 8 GPUs" in warning for warning in warnings)
 
 
 def test_gpus_without_cores_give_a_warning():
@@ -391,7 +391,7 @@ def test_each_attempt_has_its_own_token(tmp_path):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "scripts/slurm").glob("*.sbatch")), ids=lambda path: path.name
 )
-def test_checked_in_examples_are_what_the_command_writes(path):
+def test_checked_in_examples_equal_the_output_of_the_command(path):
     text = path.read_text()
     command = next(line for line in text.splitlines() if line.startswith("# python -m"))
     words = shlex.split(command[2:])

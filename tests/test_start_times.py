@@ -1,4 +1,4 @@
-"""Where the time of a start goes: parts that add up, from the failure on."""
+"""Parts of the startup time: they add up to the time since the failure."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ def test_parts_add_up_to_the_time_since_the_failure(monkeypatch):
     assert times.total == now[0] - 98.0
 
 
-def test_a_process_counts_from_its_own_start_and_from_the_failure_before(monkeypatch):
+def test_a_process_counts_from_its_start_or_from_the_previous_failure(monkeypatch):
     age = lambda: int(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getpid())]))
     monkeypatch.delenv(start_times.FAILED_AT, raising=False)
     before = age()
@@ -41,7 +41,7 @@ def test_a_process_counts_from_its_own_start_and_from_the_failure_before(monkeyp
     assert relaunch == pytest.approx(30, abs=2.0)
 
 
-def test_a_system_that_does_not_tell_counts_from_now(monkeypatch):
+def test_without_a_process_start_time_the_count_starts_now(monkeypatch):
     monkeypatch.delenv(start_times.FAILED_AT, raising=False)
     monkeypatch.setattr(start_times, "Path", lambda path: pathlib.Path("/no" + path))
     times = StartTimes.of_process()

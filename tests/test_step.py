@@ -1,4 +1,4 @@
-"""What the step does beside computing: skips, clips, scales, recomputes, donates, compiles once."""
+"""Tests of the step: skipping, clipping, loss scale, recomputation, donation, compilation."""
 
 import dataclasses
 import functools
@@ -44,24 +44,24 @@ SPREAD = Case("rotary", "dp=2,fsdp=2", zero=1)
 ALL = Case("rotary", "dp=2,fsdp=2,tp=2")
 
 
-def place(step, batch):
+def put_batch(step, batch):
     return jax.device_put(batch, step.batch_sharding)
 
 
 @pytest.fixture(scope="module")
 def spread():
-    """A step on data × fsdp with ZeRO-1, compiled once for the tests that share it."""
+    """Return a step on data × fsdp with ZeRO-1, compiled once for the tests that share it."""
     return step_of(SPREAD)[0]
 
 
 @pytest.mark.smoke
-def test_a_run_compiles_once_and_gives_its_old_state_back():
+def test_a_run_compiles_once_and_donates_its_old_state():
     case = Case("learned", "dp=2")
     step, _ = step_of(case)
     state = init_state(
         model_of("learned"), tiny.optimizer(), layout_of(case), seed=0, loss_scale={}
     )
-    batch = place(step, text_batch())
+    batch = put_batch(step, text_batch())
     state, _ = step.train(state, batch, np.inf)
     compiled = []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
@@ -78,7 +78,7 @@ def test_a_run_compiles_once_and_gives_its_old_state_back():
 @pytest.mark.parametrize(
     ("optimizer", "ema_decay"), [("adamw", 0.0), ("adamw", 0.9), ("muon", 0.0), ("adafactor", 0.0)]
 )
-def test_one_cpu_device_writes_its_state_without_copying_it_first(optimizer, ema_decay):
+def test_one_cpu_device_updates_its_state_without_a_copy(optimizer, ema_decay):
     """XLA copies a donated leaf that another leaf's update may still read."""
     config = RunConfig(
         model=tiny.CONFIGS["rotary"],
@@ -96,15 +96,15 @@ def test_one_cpu_device_writes_its_state_without_copying_it_first(optimizer, ema
 @pytest.mark.smoke
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
-    """One row on one replica; every device decides alike, since every shard is compared."""
+    """One row on one replica; all devices must decide equally, since every shard is compared."""
     step, state = spread, place_state(SPREAD)
-    good = place(step, text_batch())
+    good = put_batch(step, text_batch())
     bad = text_batch()
     bad["weights"][5, 3] = poison
     state, metrics = step.train(state, good, np.inf)
     assert bool(metrics["applied"])
     before = jax.device_get((state.params, state.opt_state))
-    state, metrics = step.train(state, place(step, bad), np.inf)
+    state, metrics = step.train(state, put_batch(step, bad), np.inf)
     assert not bool(metrics["applied"])
     for shard in metrics["applied"].addressable_shards:
         assert not bool(shard.data)
@@ -124,7 +124,7 @@ def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
 def test_metrics_are_means_over_the_global_batch(spread):
     step, state = spread, place_state(SPREAD)
     batch = text_batch()
-    _, metrics = step.train(state, place(step, batch), np.inf)
+    _, metrics = step.train(state, put_batch(step, batch), np.inf)
     assert float(metrics["weight"]) == pytest.approx(batch["weights"].sum(), rel=1e-6)
     assert 0 <= float(metrics["accuracy"]) <= 1
     assert float(metrics["learning_rate"]) == pytest.approx(LEARNING_RATE)
@@ -133,7 +133,7 @@ def test_metrics_are_means_over_the_global_batch(spread):
 @pytest.mark.smoke
 def test_evaluation_sums_over_every_replica(spread):
     step, state = spread, place_state(SPREAD)
-    sums = step.evaluate(state.params, place(step, text_batch()))
+    sums = step.evaluate(state.params, put_batch(step, text_batch()))
     mean = float(sums["loss"]) / float(sums["weight"])
     assert mean == pytest.approx(reference("rotary").losses[0], rel=1e-6)
 
@@ -142,22 +142,22 @@ def test_a_batch_without_weight_has_no_gradient():
     step, state = step_of(Case("learned", "dp=2"))
     batch = text_batch()
     batch["weights"][:] = 0
-    _, metrics = step.train(state, place(step, batch), np.inf)
+    _, metrics = step.train(state, put_batch(step, batch), np.inf)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
     assert not metrics["applied"]
     # A weight below 1 is a weight, not 1.
     batch["weights"][0, 0] = 0.125
-    _, metrics = step.train(place_state(Case("learned", "dp=2")), place(step, batch), np.inf)
+    _, metrics = step.train(place_state(Case("learned", "dp=2")), put_batch(step, batch), np.inf)
     assert 1 < float(metrics["loss"]) < 10
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_clipping_is_its_closed_form(share):
+def test_clipping_equals_its_closed_form(share):
     """params - lr · g · min(1, clip / |g|), the norm over all devices."""
     expected = reference("rotary")
     rule = optax.identity()
     step, state = step_of(ALL, rule=rule, max_grad_norm=share * expected.norm)
-    state, metrics = step.train(state, place(step, text_batch()), np.inf)
+    state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
     factor = LEARNING_RATE * min(1.0, share)
     start = initial_state("rotary").params
     target = jax.tree.map(lambda p, g: p - factor * g, start, expected.grads)
@@ -173,7 +173,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     monkeypatch.setattr("jaxdist.core.precision.GROWTH_STEPS", 4)
     precision = PrecisionConfig(compute_dtype="float16")
     step, state = step_of(Case("learned", "dp=2"), precision=precision)
-    batch = place(step, text_batch())
+    batch = put_batch(step, text_batch())
     scales, finite, losses, norms = [float(state.loss_scale["scale"])], [], [], []
     for _ in range(16):
         before = jax.device_get(state.params["embed"]["table"])
@@ -195,7 +195,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     assert sum(finite) >= 4
     # Half precision holds 11 bits; the loss of its first finite steps is the reference's.
     assert losses[0] == pytest.approx(reference("learned").losses[0], rel=2e-3)
-    # The scale is out of the gradients again: what is clipped and applied is theirs.
+    # Gradients are unscaled before they are clipped and applied.
     assert norms[finite.index(True)] == pytest.approx(reference("learned").norm, rel=5e-3)
     assert losses[-1] < 0.8 * losses[0]
 
@@ -217,7 +217,7 @@ def test_bfloat16_stays_near_float32(case):
 @functools.cache
 def with_remat(remat):
     step, state = step_of(Case("learned", "1"), remat=remat)
-    batch = place(step, text_batch())
+    batch = put_batch(step, text_batch())
     compiled = step.train.lower(state, batch, np.inf).compile()
     state, _ = compiled(state, batch, np.inf)
     grads = jax.tree.map(lambda mu: mu / (1 - tiny.BETA1), jax.device_get(state.opt_state.mu))
@@ -274,7 +274,7 @@ RULES = ["adamw", "sgd", "lion", "adafactor", "muon"]
 
 @pytest.mark.parametrize("optimizer", RULES)
 def test_every_optimizer_updates_as_on_one_device(optimizer):
-    """Muon and Adafactor see whole matrices, which no device has."""
+    """Muon and Adafactor need complete matrices, which no device has."""
     start, expected = initial_state("rotary").params, reference("rotary").grads
     config, axes = OptimConfig(optimizer=optimizer, eps=1e-3), model_of("rotary").axes
     rule = make_optimizer(config, axes)
@@ -283,13 +283,15 @@ def test_every_optimizer_updates_as_on_one_device(optimizer):
     layout = layout_of(case)
     rule = make_optimizer(config, axes, layout.shardings(layout.moment_specs(axes)))
     step, state = step_of(case, rule=rule)
-    state, _ = step.train(state, place(step, text_batch()), np.inf)
-    found = jax.tree.map(
+    state, _ = step.train(state, put_batch(step, text_batch()), np.inf)
+    directions_on_mesh = jax.tree.map(
         lambda new, old: (old - new) / LEARNING_RATE, jax.device_get(state.params), start
     )
-    differing = jax.tree.map(lambda a, b: np.abs(a - b), found, jax.device_get(directions))
+    differing = jax.tree.map(
+        lambda a, b: np.abs(a - b), directions_on_mesh, jax.device_get(directions)
+    )
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(differing)])
-    # lion takes signs: those of gradients that are 0 up to rounding may differ.
+    # Lion uses signs, which may differ for gradients that are 0 up to rounding.
     allowed = 2e-3 if optimizer == "lion" else 0
     bound = 1e-3 * largest(jax.device_get(directions)) + 2e-5
     assert np.mean(flat > bound) <= allowed
@@ -307,7 +309,7 @@ def test_dropout_is_the_same_on_every_mesh(monkeypatch):
 
 
 def annotated_model():
-    """Two products that call no hook: the tensor axis is left to the compiler."""
+    """Return a model of two products without hooks: the compiler partitions the tensor axis."""
 
     def init(key):
         up, down = jax.random.split(key)
@@ -344,7 +346,7 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
         step = make_step(model, model.objective, identity, layout, tiny.plan_of(model, layout))
         losses[text] = []
         for _ in range(3):
-            state, metrics = step.train(state, place(step, batch), np.inf)
+            state, metrics = step.train(state, put_batch(step, batch), np.inf)
             losses[text].append(float(metrics["loss"]))
         if spec["tensor"] > 1:
             assert state.params["up"].sharding.spec[-1] == "tensor"
@@ -355,7 +357,7 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
 def test_rows_that_do_not_divide_are_refused():
     step, state = step_of(Case("learned", "dp=2", microbatches=3))
     with refused("num_microbatches=3", "8 rows", error=ValueError):
-        step.train.lower(state, place(step, text_batch()), np.inf)
+        step.train.lower(state, put_batch(step, text_batch()), np.inf)
     step, state = step_of(Case("learned", "dp=8"))
     ragged = jax.tree.map(lambda x: x[:12], text_batch())
     with refused("12", "8", error=ValueError):
@@ -369,7 +371,7 @@ def test_offloaded_moments_live_in_host_memory():
     assert kinds == {"pinned_host"}
     losses = []
     for _ in range(3):
-        state, metrics = step.train(state, place(step, batch_of("learned")), np.inf)
+        state, metrics = step.train(state, put_batch(step, batch_of("learned")), np.inf)
         losses.append(float(metrics["loss"]))
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
     assert kinds == {"pinned_host"}
@@ -387,7 +389,7 @@ def test_offloaded_moments_live_in_host_memory():
     ],
     ids=str,
 )
-def test_wrong_settings_say_what_is_allowed(changes, message):
+def test_invalid_settings_report_the_allowed_ones(changes, message):
     (problem,) = problems_of(TrainConfig(**changes), "train")
     assert message in problem
 
@@ -408,19 +410,19 @@ def test_wrong_settings_say_what_is_allowed(changes, message):
         ("dp=2", "cpu", "none", 17, False),
     ],
 )
-def test_layers_that_move_nothing_are_unrolled(
+def test_layers_without_communication_are_unrolled(
     mesh, platform, remat, layers, unrolled, monkeypatch
 ):
     monkeypatch.setattr(step_plan, "UNROLL_UP_TO", 16)
     model = dataclasses.replace(model_of("rotary"), num_layers=layers)
     gathers = mesh.startswith("fsdp")
-    found, _ = step_plan.layers_of_a_body(
+    num_layers, _ = step_plan.layers_of_a_body(
         model, layout_of(Case("rotary", mesh)), platform, remat, gathers=gathers
     )
-    assert found == (layers if unrolled else 1)
+    assert num_layers == (layers if unrolled else 1)
 
 
-def test_unrolled_layers_compute_what_a_loop_of_them_does(monkeypatch):
+def test_unrolled_layers_equal_a_loop(monkeypatch):
     """With recomputation, as on GPUs."""
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
     unrolled = lambda model, *_, **__: (model.num_layers, "")
@@ -445,11 +447,11 @@ def test_a_step_without_labels_changes_nothing_and_one_label_anywhere_does(case)
     empty["weights"][:] = 0
     last = {**empty, "weights": empty["weights"].copy()}
     last["weights"][-1, -1] = 1.0
-    state, metrics = step.train(state, place(step, text_batch()), np.inf)
+    state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
     kept = lambda state: jax.device_get((state.params, state.opt_state, state.ema_params))
     before = kept(state)
-    state, metrics = step.train(state, place(step, empty), np.inf)
+    state, metrics = step.train(state, put_batch(step, empty), np.inf)
     assert not metrics["applied"] and int(state.step) == 2
     assert distance(kept(state), before) == 0
-    state, metrics = step.train(state, place(step, last), np.inf)
+    state, metrics = step.train(state, put_batch(step, last), np.inf)
     assert metrics["applied"] and distance(kept(state), before) > 0

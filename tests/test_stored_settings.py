@@ -113,7 +113,7 @@ CONVERSIONS = {
 def test_a_conversion_compares_the_shapes_first(original, tmp_path, monkeypatch, command, setting):
     run = shutil.copytree(original, tmp_path / "run")
     replace(run, setting, 1)
-    monkeypatch.setattr("jaxdist.checkpoint.manifest.stored_config", lambda *given: "")
+    monkeypatch.setattr("jaxdist.checkpoint.manifest.stored_config", lambda *args: "")
     name, *words = (word.format(run=run, out=tmp_path / "out") for word in CONVERSIONS[command])
     with pytest.raises(ConfigError) as caught:
         run_here(name, *words)
@@ -153,5 +153,5 @@ def test_leftovers_of_a_failed_or_killed_command_do_not_block_the_next(
     assert [path.name for path in folder.iterdir()] == ["x"]
 
 
-def fail(*given, **options):
+def fail(*args, **options):
     raise RuntimeError("planted")

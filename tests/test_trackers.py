@@ -18,7 +18,7 @@ GOT: list = []
 
 
 class Notebook:
-    """A tracker that keeps what it gets; the names of its functions say how they fail."""
+    """Tracker that stores its calls; subclasses fail in the way that their names describe."""
 
     def __init__(self, **identity):
         GOT.append(identity)
@@ -67,18 +67,18 @@ def test_a_run_and_its_restart_are_one_run_of_a_tracker(tmp_path):
     tracker = {"monitoring.tracker": [named(Notebook), named(Breaking)]}
     for steps in (2, 3):
         run = jaxdist.train({**config, **tracker}, steps=steps, progress=False)
-    first, *_, again = [found for found in GOT if isinstance(found, dict) and "run_id" in found]
+    first, *_, again = [entry for entry in GOT if isinstance(entry, dict) and "run_id" in entry]
     assert first["run_id"] == again["run_id"] and len(first["run_id"]) == 16
     assert (first["name"], again["settings"]["train.steps"]) == ("run", 3)
-    points = [found for found in GOT if isinstance(found, tuple)]
+    points = [entry for entry in GOT if isinstance(entry, tuple)]
     losses = [values["train/loss"] for _, values in points if "train/loss" in values]
     assert losses == run.losses
     assert [step for step, values in points if "eval/loss" in values] == [2, 3]
-    ends = [found["exit_reason"] for found in GOT if "exit_reason" in found]
-    assert ends == ["finished", "finished"]  # of the one that did not break
+    ends = [entry["exit_reason"] for entry in GOT if "exit_reason" in entry]
+    assert ends == ["finished", "finished"]  # of the tracker that did not fail
 
 
-def test_a_tracker_that_breaks_is_named_once_and_gets_nothing_more(propagating, caplog):
+def test_a_failing_tracker_is_named_once_and_disabled(propagating, caplog):
     both = Trackers([named(Breaking), named(Notebook), "no_such_module:f"], IDENTITY)
     for step in (1, 2, 3):
         both.log(step, {"train/loss": 1.0})
@@ -86,23 +86,23 @@ def test_a_tracker_that_breaks_is_named_once_and_gets_nothing_more(propagating, 
     assert sorted(w.split()[1] for w in warnings_of(caplog)) == sorted(
         [named(Breaking), "no_such_module:f"]
     )
-    assert [found[0] for found in GOT if isinstance(found, tuple)] == [1, 2, 3]
+    assert [entry[0] for entry in GOT if isinstance(entry, tuple)] == [1, 2, 3]
 
 
-def test_the_warning_is_out_when_a_run_has_closed_its_trackers(monkeypatch):
-    said = []
+def test_pending_warnings_are_logged_when_trackers_close(monkeypatch):
+    warnings = []
 
     def slowly(*words):
         begun.set()
         time.sleep(0.2)
-        said.append(words)
+        warnings.append(words)
 
     begun = threading.Event()
     monkeypatch.setattr(trackers.logger, "warning", slowly)
     broken = Trackers(["no_such_module:f"], IDENTITY)
     assert begun.wait(60)
     broken.close()
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):
@@ -138,8 +138,8 @@ def test_wandb_keeps_a_restarted_run_together(monkeypatch, tmp_path):
             tracker.log(step, {"train/loss": 1.0 / step})
         tracker.finish({"exit_reason": "finished", "loss": 0.5})
         assert not tracker._workers
-    found = sorted((tmp_path / "wandb").glob("offline-run-*-00ab"))
-    assert found and all(list(path.glob("run-00ab.wandb")) for path in found)
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*-00ab"))
+    assert runs and all(list(path.glob("run-00ab.wandb")) for path in runs)
 
 
 @pytest.mark.slow

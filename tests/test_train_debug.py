@@ -17,7 +17,7 @@ def read(*flags: str) -> RunConfig:
     return read_run(flags, command="jaxdist.train")
 
 
-def test_debug_is_two_simulated_devices_and_nothing_behind_ones_back():
+def test_debug_uses_two_simulated_devices_and_no_background_work():
     config = read("--debug")
     assert config.debug and config.simulate == 2
     assert num_params(config.build_model()) < num_params(RunConfig().build_model()) / 9
@@ -30,7 +30,7 @@ def test_without_debug_nothing_changes():
     assert read("--debug=false") == read() == RunConfig()
 
 
-def test_what_is_asked_for_wins(tmp_path):
+def test_explicit_settings_override_debug(tmp_path):
     config = read("--debug", "--steps=3", "--model.d_model=128", "--simulate=4")
     assert (config.train.steps, config.model.d_model, config.simulate) == (3, 128, 4)
     assert config.model.mlp_dim == 128  # the rest stays tiny
@@ -40,7 +40,7 @@ def test_what_is_asked_for_wins(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["flag", "file"])
-def test_a_mesh_is_laid_over_the_machines_own_devices(tmp_path, way):
+def test_an_explicit_mesh_uses_the_real_devices(tmp_path, way):
     file = tmp_path / "mesh.toml"
     file.write_text('[mesh]\nshape = "fsdp=8"\n')
     flags = ["--mesh", "fsdp=8"] if way == "flag" else ["--config", str(file)]
@@ -50,7 +50,7 @@ def test_a_mesh_is_laid_over_the_machines_own_devices(tmp_path, way):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("xla_flags", "expected"),
     [
         ("", "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0"),
         (
@@ -59,28 +59,28 @@ def test_a_mesh_is_laid_over_the_machines_own_devices(tmp_path, way):
         ),
     ],
 )
-def test_jax_starts_with_its_checks_on_and_deterministic_kernels(given, expected):
+def test_jax_starts_with_its_checks_on_and_deterministic_kernels(xla_flags, expected):
     code = (
         "import os; from jaxdist import runtime as r; r.simulate(2); r.enable_debug_checks()\n"
         "import jax; print(os.environ['XLA_FLAGS']); print(jax.config.jax_enable_checks)\n"
-        "print(len(jax.devices()))"  # ends the process where a flag is not known
+        "print(len(jax.devices()))"  # an unknown flag ends the process
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "XLA_FLAGS": given},
+        [sys.executable, "-c", code], env={**os.environ, "XLA_FLAGS": xla_flags},
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     assert done.stdout.splitlines() == [expected, "True", "2"]
 
 
 @pytest.mark.slow
-def test_a_debug_run_ends_well_and_twice_with_the_same_bits(tmp_path):
+def test_a_debug_run_succeeds_and_repeats_with_the_same_bits(tmp_path):
     for name in "ab":
         done = run("train", "--debug", "--run-dir", tmp_path / name)
         assert done.returncode == 0, done.stderr
     folder = tmp_path / "a"
     assert losses(folder) == losses(tmp_path / "b") and len(losses(folder)) == 8
     train = records(folder, "train")
-    # From guessing among 1,024 tokens, in 8 steps: 6.95 to 6.49 when this was written.
+    # From a uniform guess among 1,024 tokens, in 8 steps: 6.95 to 6.49 when this was written.
     assert train[-1]["loss"] < train[0]["loss"] - 0.3
     assert tomllib.loads((folder / "config.toml").read_text())["debug"] is True
     assert {p.name for p in (folder / "checkpoints").iterdir()} >= {"4", "8"}

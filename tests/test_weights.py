@@ -1,8 +1,8 @@
-"""Parameters with metadata: frozen copies, adapters, int8, on meshes, against one device by hand.
+"""Parameters with metadata (frozen copies, adapters, int8) on meshes against one device.
 
-Nothing here edits the package. The reference multiplies plain float32 matrices: an int8 weight is
-made a float matrix first, the product of an adapter is added to its base, a reference model runs
-by itself. No mesh, no scan, no chunks, no custom gradient.
+Nothing here modifies the package. The reference multiplies plain float32 matrices: an int8 weight
+is converted to float first, the product of an adapter is added to its base, a reference model runs
+separately. No mesh, no scan, no chunks, no custom gradient.
 """
 
 import dataclasses
@@ -158,11 +158,11 @@ MODELS = {
     ),
 }
 
-# --- one device, by hand ---
+# --- reference on one device ---
 
 
 def plain(params):
-    """Return the float32 matrix that each weight stands for, in the tree of the base model."""
+    """Return the float32 matrix that each weight represents, in the tree of the base model."""
 
     def leaf(w):
         if isinstance(w, LowRank):
@@ -210,8 +210,8 @@ def by_hand(name):
     """Return losses, gradients of the first step, and parameters after the last."""
     axes, rule, batch = MODELS[name].axes, tiny.optimizer(), tiny.text_batch()
     moving, rest = trained(start(name), axes), frozen(start(name), axes)
-    whole = lambda moving: merged(moving, rest)
-    gradient = jax.jit(jax.value_and_grad(lambda moving: mean_loss(whole(moving), batch)))
+    complete = lambda moving: merged(moving, rest)
+    gradient = jax.jit(jax.value_and_grad(lambda moving: mean_loss(complete(moving), batch)))
     opt_state, losses, first = rule.init(moving), [], None
     for _ in range(STEPS):
         loss, grads = gradient(moving)
@@ -219,7 +219,7 @@ def by_hand(name):
         moving = jax.tree.map(lambda p, d: p - tiny.LEARNING_RATE * d, moving, directions)
         losses.append(float(loss))
         first = first or jax.device_get(grads)
-    return losses, first, jax.device_get(whole(moving))
+    return losses, first, jax.device_get(complete(moving))
 
 
 def on_mesh(name, case, precision="float32", matmul="auto"):
@@ -246,16 +246,16 @@ def test_every_mesh_trains_as_one_device_does(name, mesh):
         state, metrics = step.train(state, placed, np.inf)
         np.testing.assert_allclose(metrics["loss"], losses[number], rtol=LOSSES)
         if number == 0:
-            found = jax.tree.map(
+            gradients = jax.tree.map(
                 lambda mu: mu / (1 - tiny.BETA1), jax.device_get(state.opt_state.mu)
             )
-            assert tiny.distance(found, grads) <= GRADIENTS * tiny.largest(grads)
-    axes, found = MODELS[name].axes, jax.device_get(state.params)
-    assert tiny.distance(trained(found, axes), trained(params, axes)) <= PARAMS
-    jax.tree.map(np.testing.assert_array_equal, frozen(found, axes), frozen(start(name), axes))
+            assert tiny.distance(gradients, grads) <= GRADIENTS * tiny.largest(grads)
+    axes, final = MODELS[name].axes, jax.device_get(state.params)
+    assert tiny.distance(trained(final, axes), trained(params, axes)) <= PARAMS
+    jax.tree.map(np.testing.assert_array_equal, frozen(final, axes), frozen(start(name), axes))
 
 
-# Float32 sums in another order than by hand; Adam divides by the root of the second moment, so a
+# Float32 sums in another order than the reference. Adam divides by the root of the second moment: a
 # gradient near `tiny.EPS` moves a parameter by more than its own error.
 LOSSES, GRADIENTS, PARAMS = 5e-6, 5e-6, 1e-4
 
@@ -272,14 +272,14 @@ def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_pa
     checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
     checkpoints.save(1, state, {}, force=True)
     target = abstract_state(model, rule, layouts[1], **settings)
-    found, _, _ = checkpoints.restore(target, optional=("ema_params",))
+    restored, _, _ = checkpoints.restore(target, optional=("ema_params",))
     for part in ("params", "ema_params", "opt_state"):
         jax.tree.map(
             np.testing.assert_array_equal,
-            *(jax.device_get(getattr(s, part)) for s in (found, state)),
+            *(jax.device_get(getattr(s, part)) for s in (restored, state)),
         )
-    assert found.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
-    assert len(jax.tree.leaves(found.ema_params)) == 2 * len(ADAPTED)
+    assert restored.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
+    assert len(jax.tree.leaves(restored.ema_params)) == 2 * len(ADAPTED)
     evaluated = checkpoints.restore_params(target.params, 1, weights="ema")
     expected = merged(state.ema_params, state.params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(evaluated), jax.device_get(expected))

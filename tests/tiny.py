@@ -1,4 +1,4 @@
-"""Tiny models, a batch, and a step written by hand on one device: what rooms are compared with.
+"""Tiny models, a batch, and a manual step on one device, with which modules are compared.
 
 The reference shares the models' own functions and nothing else with the package: a Python loop over
 layers, a plain softmax, `jax.grad` of the mean loss, Adam from optax. No mesh, no scan, no chunks,
@@ -70,7 +70,7 @@ CONFIGS = {
 
 @functools.cache
 def model_of(name: str) -> Model:
-    """A tiny model by name, weights larger than usual so that every part matters."""
+    """Return a tiny model by name, with weights larger than usual so that every part matters."""
     config = CONFIGS[name]
     if isinstance(config, DecoderConfig):
         config = dataclasses.replace(config, init_std=0.1)
@@ -78,12 +78,12 @@ def model_of(name: str) -> Model:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Adam, whose first moment after one step shows the gradient: it is (1 - BETA1) times that."""
+    """Return Adam, whose first moment after one step is (1 - BETA1) times the gradient."""
     return optax.scale_by_adam(b1=BETA1, b2=0.95, eps=EPS)
 
 
 def make_update(rule: optax.GradientTransformation) -> Any:
-    """`rule.update`, jitted; optax raises floats to int32 counts and mixes moments of two types."""
+    """Return `rule.update`, jitted; optax raises floats to int32 counts and mixes two dtypes."""
 
     def update(grads: Params, opt_state: Any, params: Params) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -98,9 +98,9 @@ def schedule(step: Any) -> Any:
 
 
 def text_batch(rows: int = ROWS, *, packed: bool = True, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens whose weight differs from row to row and vanishes for some.
+    """Return random tokens whose weights differ by row and are zero for some.
 
-    Averages of averages, or a normalisation per replica, come out wrong on it.
+    Averages of averages, or a normalization per replica, give wrong results on it.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB, (rows, SEQ + 1)).astype(np.int32)
@@ -120,7 +120,7 @@ def text_batch(rows: int = ROWS, *, packed: bool = True, seed: int = 0) -> dict[
 
 
 def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random images and labels; some count half, some not at all."""
+    """Return random images and labels; some have weight 0.5, some 0."""
     rng = np.random.default_rng(seed)
     return {
         "images": rng.normal(size=(rows, IMAGE_SIZE, IMAGE_SIZE, 3)).astype(np.float32),
@@ -130,12 +130,12 @@ def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def batch_of(name: str) -> dict[str, np.ndarray]:
-    """The batch that a model trains on."""
+    """Return the batch that a model trains on."""
     return image_batch() if name == "cnn" else text_batch()
 
 
 class Trace(NamedTuple):
-    """What a run did, as numpy.
+    """Results of a run, as numpy.
 
     Attributes:
         losses: mean loss of each step.
@@ -154,21 +154,21 @@ class Trace(NamedTuple):
 
 @functools.cache
 def initial_state(name: str) -> TrainState:
-    """The state before the first step, as numpy; the key stays a key of one device."""
+    """Return the state before the first step, as numpy; the key stays a key of one device."""
     state = jax.jit(make_state(model_of(name), optimizer(), {}), static_argnums=0)(0)
     return dataclasses.replace(jax.device_get(dataclasses.replace(state, key=None)), key=state.key)
 
 
 @functools.cache
 def reference(name: str, steps: int = 20) -> Trace:
-    """The run of `steps` on one device, by hand."""
+    """Return the reference run of `steps` on one device."""
     return train_by_hand(name, batch_of(name), steps)
 
 
 def train_by_hand(
     name: str, batch: Batch, steps: int = 20, objective: Objective | None = None
 ) -> Trace:
-    """The same on another batch, or with another objective."""
+    """Return the reference run on another batch, or with another objective."""
     model = model_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
@@ -210,7 +210,7 @@ def train_by_hand(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to run one model."""
+    """Model, mesh and options of one run."""
 
     model: str
     mesh: str
@@ -233,7 +233,7 @@ class Case:
 
 
 def layout_of(case: Case) -> Layout:
-    """The layout of a case on the first devices."""
+    """Return the layout of a case on the first devices."""
     spec = MeshSpec.parse(case.mesh)
     model = model_of(case.model)
     return Layout(
@@ -246,7 +246,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def train_config(case: Case, **changes: Any) -> TrainConfig:
-    """Sizes of a step of `ROWS` rows."""
+    """Return the settings of a step of `ROWS` rows."""
     settings: dict[str, Any] = dict(
         global_batch_size=ROWS,
         seq_len=SEQ,
@@ -265,7 +265,7 @@ def plan_of(
     *,
     packed: bool = False,
 ) -> StepPlan:
-    """The plan of a step, with default settings, on the layout's own devices."""
+    """Return the plan of a step, with default settings, on the layout's devices."""
     settings = StepSettings(
         train or TrainConfig(), precision or PrecisionConfig(), pipeline or PipelineConfig()
     )
@@ -283,7 +283,7 @@ def step_of(
     objective: Objective | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
-    """The step of a case, and a state to start from, laid out for it.
+    """Return the step of a case and an initial state with its layout.
 
     Args:
         case: model and mesh.
@@ -324,7 +324,7 @@ def place_state(
     offload: bool = False,
     has_ema: bool = False,
 ) -> TrainState:
-    """The initial state, laid out for a case."""
+    """Return the initial state with the layout of a case."""
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     start, loss_scale = initial_state(case.model), loss_scale or {}
     state = dataclasses.replace(
@@ -362,10 +362,10 @@ def _copy(x: Any) -> Any:
 
 
 def largest(tree: Any) -> float:
-    """The largest magnitude in a tree."""
+    """Return the largest magnitude in a tree."""
     return max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(tree))
 
 
 def distance(tree: Any, other: Any) -> float:
-    """The largest difference between two trees of arrays."""
+    """Return the largest difference between two trees of arrays."""
     return largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, other))
