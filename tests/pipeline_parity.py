@@ -104,7 +104,7 @@ def host_params(family: str, layers: int) -> Any:
 
 
 def host_batch(rows: int) -> dict[str, np.ndarray]:
-    """Random tokens; weights differ by row, so that microbatches differ, and sum exactly."""
+    """Return random tokens with weights that differ by row and microbatch and sum exactly."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, 60, (rows, SEQ_LEN + 1)).astype(np.int32)
     weights = (random.random((rows, SEQ_LEN)) > 0.3) * (1 + np.arange(rows) % 4)[:, None] / 4

@@ -68,7 +68,7 @@ def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
 
 
 def test_the_checksum_computed_in_slabs_is_the_same(monkeypatch):
-    """For parts split along any dim, and for elements of one word, two words and half a word."""
+    """Parts are split along any dim; elements have one word, two words and half a word."""
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
     specs = P(), P("fsdp"), P(None, "tensor", "fsdp"), P("tensor", None, "fsdp"), P(("fsdp",))
     for dtype, spec in itertools.product((np.float32, np.complex64, np.float16), specs):

@@ -29,7 +29,7 @@ def saves_of(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
     return saves
 
 
-# -- when ------------------------------------------------------------------------------------------
+# -- schedule --------------------------------------------------------------------------------------
 
 
 def test_saves_are_due_at_the_multiples_of_the_interval_and_halfway():
@@ -99,7 +99,7 @@ def test_local_saves_are_due_by_minutes_between_durable_ones():
     assert saves_of(off, times) == [(12, "interval")]
 
 
-# -- what a crash costs ----------------------------------------------------------------------------
+# -- steps lost by a crash -------------------------------------------------------------------------
 
 
 def most_lost(write_steps: int, steps: int, **settings) -> int:
@@ -126,7 +126,7 @@ def most_lost(write_steps: int, steps: int, **settings) -> int:
 
 @pytest.mark.parametrize("interval", range(1, 14))
 def test_a_crash_never_costs_more_than_one_interval(interval):
-    """For any duration of a write, also if each save waits for the previous one."""
+    """This holds for any duration of a write, also if each save waits for the previous one."""
     for write_steps in (0, 1, 2, 3, 5, 8, 1000):
         lost = most_lost(write_steps, 100, save_interval_steps=interval)
         assert lost <= interval, (write_steps, lost)
@@ -134,7 +134,7 @@ def test_a_crash_never_costs_more_than_one_interval(interval):
         assert waiting <= interval
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------
 
 
 def kept(steps, metrics=None, halfway=(), **settings) -> list[int]:

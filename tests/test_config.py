@@ -187,7 +187,7 @@ def test_positional_arguments_fill_named_fields():
     assert "takes NAME" in one_problem("wall", "door", positional=("name",))
 
 
-# ---- problems: one message, each with given, allowed, fix ----
+# ---- problems: one message, each with value, allowed values, fix ----
 
 
 def test_every_problem_is_in_one_message(tmp_path):

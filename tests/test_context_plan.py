@@ -45,7 +45,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ],
 )
 def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
-    """Nor one of zero bytes, which the table of `plan` would list."""
+    """A collective of zero bytes is not planned either: the table of `plan` would list it."""
     flows = flows_of(job_of(Case("learned", "cp=4", exchange=exchange)))
     assert {flow.kind for flow in flows if flow.purpose not in ("gradients", "weights")} == kinds
 
@@ -61,7 +61,7 @@ def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
     ids=str,
 )
 def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
-    """Keys, values, heads and documents, forward and backward, and gradients.
+    """Compare keys, values, heads and documents, forward and backward, and gradients.
 
     Documents are the same in every layer: XLA may move some of them only once.
     """
@@ -89,7 +89,7 @@ def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
     ("name", "num_nodes"), [("llama3_8b_128k", 1), ("llama3_8b_1m", 8), ("llama3_70b_128k", 16)]
 )
 def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
-    """On 80-GB GPUs with a tenth to spare, by a mesh whose attention is cuDNN's.
+    """They fit 80-GB GPUs with a tenth to spare, by a mesh whose attention is cuDNN's.
 
     Planned memory is near compiled memory. With exchanged heads the output is kept twice.
     """
@@ -106,7 +106,7 @@ def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
 
 
 def long_rows(heads: int, kv_heads: int, **shape) -> RunConfig:
-    """Rows of 32,768 tokens, four of them a step."""
+    """Return settings with rows of 32,768 tokens, four per step."""
     sizes = {"d_model": 128 * heads, "mlp_dim": 512 * heads, "vocab_size": 32000, "num_layers": 8}
     model = DecoderConfig(num_heads=heads, num_kv_heads=kv_heads, positions="rotary", **sizes)
     train = TrainConfig(global_batch_size=4, seq_len=32768, num_microbatches=1, remat="full")
@@ -114,7 +114,7 @@ def long_rows(heads: int, kv_heads: int, **shape) -> RunConfig:
 
 
 def committed(exchange: str) -> float:
-    """GiB that XLA:GPU's buffer assignment gives an exchange of a million tokens, as committed."""
+    """Return the committed GiB of XLA:GPU's buffer assignment for a million tokens."""
     page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
     table = page.partition("## One row of 1,048,576 tokens")[2]
     return float(re.search(rf"^\| {exchange} \| \w+ \| ([\d.]+) \|", table, re.M)[1])
@@ -153,7 +153,7 @@ TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
     [(6, 6, "hybrid"), (32, 8, "all_to_all")],
 )
 def test_the_search_selects_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
-    """Also if the rule, which ignores links, chooses the ring (6 heads over 16 devices)."""
+    """This also holds if the rule, which ignores links, chooses the ring (6 heads, 16 devices)."""
     config, spec = long_rows(heads, kv_heads), MeshSpec(context=16)
     best = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)
     name = best.job.config.mesh.context_attention

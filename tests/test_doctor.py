@@ -278,7 +278,7 @@ def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):
-    """Two doctors with the environment of a local launch, on one directory or on two."""
+    """Run two doctors with the environment of a local launch, on one directory or on two."""
     address = f"127.0.0.1:{free_port()}"
     started = []
     for i in range(2):

@@ -34,7 +34,7 @@ def a_run(
     )
 
 
-# --- the mesh: against all possibilities ----------------------------------------------------------
+# --- the mesh: against exhaustive search ----------------------------------------------------------
 
 
 def best_by_search(requested: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:

@@ -162,7 +162,7 @@ SMALL = (
 
 
 def test_override_memory_starts_anyway(monkeypatch, tmp_path):
-    """The one line of train.py: `budget.check()` unless `--override=memory`."""
+    """Training calls `budget.check()` unless `--override=memory` is set."""
     from jaxdist import train
     from jaxdist.plan.estimate import memory_check
 

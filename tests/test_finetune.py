@@ -98,7 +98,7 @@ def transformers_loss(path, rows) -> float:
     ],
 )
 def test_one_command_tunes_a_hugging_face_directory(tmp_path, family, mesh):
-    """Loss of the first step as transformers', falling, and back to a directory with our logits."""
+    """The first loss equals transformers', losses fall, and the exported model has our logits."""
     source, run_dir = tmp_path / "model", tmp_path / "run"
     make_directory(source, family)
     simulate = [] if mesh == "dp=1" else ["--simulate=8"]

@@ -42,7 +42,7 @@ print(kept, (faults() - before) / pages)
 
 @pytest.mark.parametrize("environ", [{}, {"MALLOC_ARENA_TEST": "8"}])
 def test_a_step_on_cpus_reuses_its_pages_unless_malloc_variables_are_set(environ):
-    """Ten steps, in page faults for each page of their temporaries of 100 MiB or more."""
+    """Count page faults of ten steps per page of their temporaries of 100 MiB or more."""
     kept, faults = run(STEPS, JAX_PLATFORMS="cpu", **environ)
     assert kept == str(not environ)
     assert float(faults) < 4 if kept == "True" else float(faults) > 8

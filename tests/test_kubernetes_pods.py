@@ -125,7 +125,7 @@ def restores_of(records: list[dict]) -> list[tuple[int, str]]:
 
 
 def test_after_a_pod_is_deleted_all_save_and_new_pods_resume(hosts, bucket, tmp_path, undisturbed):
-    """On a bucket, with empty disks afterwards."""
+    """The run is on a bucket; new pods have empty disks."""
     url = "s3://bucket/run"
     env = {"AWS_ENDPOINT_URL": bucket}
     cluster = cluster_for(hosts, tmp_path, volume=(), run_dir=url, env=env)
@@ -144,7 +144,7 @@ def test_after_a_pod_is_deleted_all_save_and_new_pods_resume(hosts, bucket, tmp_
 
 
 def test_a_killed_container_and_a_lost_node_lose_only_unsaved_steps(hosts, tmp_path, undisturbed):
-    """On a volume. Containers that start again in their pods find the local saves there."""
+    """The run is on a volume; containers that restart in their pods find the local saves."""
     cluster = cluster_for(hosts, tmp_path, volume=("runs:/srv",))
     cluster.start()
     cluster.wait_for_line(0, r"local save of step 12")

@@ -25,7 +25,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.storage import locate
 
-# -- which save is taken ---------------------------------------------------------------------------
+# -- selection of the save -------------------------------------------------------------------------
 
 
 def test_the_newest_generation_precedes_the_newest_step():
@@ -342,7 +342,7 @@ def test_a_full_disk_fails_the_local_save_and_keeps_earlier_ones(job, monkeypatc
 
 
 def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
-    """As if a copy of it could not be made."""
+    """The planted error is raised after the files of the save are written."""
     job.save([2])
     step, opened = job.resume()
 

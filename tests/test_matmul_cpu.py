@@ -105,5 +105,5 @@ def _num_cosines(num_layers: int) -> int:
 
 @pytest.mark.smoke
 def test_angles_are_computed_once_for_all_layers() -> None:
-    """Fused into their readers, they would be computed in each layer, forward and backward."""
+    """If they were fused into their readers, each layer would compute them twice."""
     assert 0 < _num_cosines(1) == _num_cosines(3)

@@ -42,7 +42,7 @@ def test_nothing_is_uploaded_before_all_is_copied(server, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
 def test_chunks_keep_the_bits_of_the_array(server, monkeypatch, dtype):
-    """Chunks along both dims, which are not contiguous in memory, and an array without dims."""
+    """The chunks split both dims, so that they are not contiguous; one array has no dims."""
     monkeypatch.setattr(object_io, "CHUNK_BYTES", 16)
     folder = locate(f"s3://bucket/bits-{dtype}")
     arrays = {"w": jnp.arange(3 * 64).reshape(3, 64).astype(dtype), "n": jnp.asarray(7, dtype)}

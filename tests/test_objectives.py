@@ -173,7 +173,7 @@ def test_a_batch_that_cuts_examples_is_rejected(settings, fixes):
 
 
 def test_fewer_devices_take_complete_examples():
-    """4 replicas of a pair each: of 2 devices each takes 2 microbatches, of 3 one stays idle."""
+    """4 replicas take a pair each: with 2 devices each runs 2 microbatches, with 3 one is idle."""
     flags = ["--mesh=dp=4", "--mesh.elastic=true", "--train.global_batch_size=8"]
     config = read_run(flags, command="")
     model = dataclasses.replace(config.build_model(), objective=Preferences())

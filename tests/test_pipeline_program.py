@@ -135,7 +135,7 @@ def test_the_compiler_adds_no_exchange_between_stages():
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches_except_under_gpipe():
-    """From M = p to 8p. A stage has four layers: one alone needs less than what it stashes."""
+    """M grows from p to 8p. A stage has four layers: one layer needs less memory than the stash."""
 
     def growth(name: str) -> float:
         cases = [

@@ -246,7 +246,7 @@ def test_an_unknown_policy_is_refused():
 
 
 def test_gathered_weights_are_not_kept_for_the_backward_pass():
-    """Wide layers and few tokens: kept, the weights of all layers would dwarf everything else."""
+    """Layers are wide and tokens few: kept weights of all layers would dominate memory."""
     temps = {}
     for num_layers in (2, 6):
         config = dataclasses.replace(
@@ -423,7 +423,7 @@ def test_layers_without_communication_are_unrolled(
 
 
 def test_unrolled_layers_equal_a_loop(monkeypatch):
-    """With recomputation, as on GPUs."""
+    """The layers use recomputation, as on GPUs."""
     case = Case("rotary", "dp=2", microbatches=2, remat="dots")
     unrolled = lambda model, *_, **__: (model.num_layers, "")
     monkeypatch.setattr(step_plan, "layers_of_a_body", unrolled)

@@ -82,7 +82,7 @@ def both(model, combine):
 
 
 def stay_close(output, batch, context):
-    """Cross-entropy, and the squared distance of log-probabilities from the reference's."""
+    """Return cross-entropy plus the squared distance of log-probabilities to the reference."""
     own, other = (context.token_logps(head, batch["targets"]).logps for head in output)
     loss = jnp.sum(batch["weights"] * (0.5 * jnp.square(own - other) - own))
     return {"loss": loss, "weight": jnp.sum(batch["weights"])}

@@ -93,7 +93,7 @@ def make_update(rule: optax.GradientTransformation) -> Any:
 
 
 def schedule(step: Any) -> Any:
-    """A constant learning rate."""
+    """Return a constant learning rate."""
     return jnp.full((), LEARNING_RATE, jnp.float32)
 
 
