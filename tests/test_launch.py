@@ -409,7 +409,7 @@ def test_train_gets_one_run_directory_for_all_attempts():
 
 
 def test_program_flags_before_the_dashes_are_rejected_with_the_fix():
-    with refused("--mesh", "after --"):
+    with refused("--mesh", "--."):
         read_config(["--nproc-per-node", "2", "--mesh", "dp=2"])
 
 

@@ -40,7 +40,7 @@ def test_header_describes_the_run(tmp_path, caplog):
     assert batch in lines
     (kernels,) = (line for line in lines if line.startswith("kernels "))
     (mfu,) = (line for line in lines if line.startswith("MFU "))
-    assert missing(kernels, "attention: XLA", "CPU") == missing(mfu, "not shown", "'cpu'") == []
+    assert missing(kernels, "attention: XLA", "CPU") == missing(mfu, "unavailable", "'cpu'") == []
     (record,) = events(read_records(monitor.run.metrics), "run")
     assert record["global_batch_size"] == 32 and record["num_parameters"] == 124_439_808
 

@@ -257,7 +257,6 @@ def test_first_ctrl_c_requests_a_save_and_second_ends_immediately():
     ("fields", "text"),
     [
         ({"coordinator_address": "n1:29400"}, "must be set together"),
-        ({"cluster": "flags"}, "must be set together"),
         (
             {"coordinator_address": "n1:29400", "num_processes": 2, "process_id": 2},
             "process_id=2 is not in a job of 2",

@@ -19,7 +19,7 @@ def test_only_training_settings_count_as_a_change(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     first = RunConfig()
     assert run.write_config(write_toml(first)) == []
-    resumed = dataclasses.replace(first, resume=str(run.path), force=True)
+    resumed = dataclasses.replace(first, resume=str(run.path), override=["memory"])
     assert run.write_config(write_toml(resumed)) == []
     train = dataclasses.replace(first.train, steps=7)
     (change,) = run.write_config(write_toml(dataclasses.replace(resumed, train=train)))
@@ -78,9 +78,9 @@ def test_commands_that_need_a_file_system_refuse_a_url(tmp_path, monkeypatch, wo
 def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):
     monkeypatch.chdir(tmp_path)
     named = [name] if name != "resume" else []  # read before the settings
-    with refused(flag.partition("=")[2], "a URL", *named):
+    with refused(flag.partition("=")[2], "scheme", *named):
         read_run([flag], command="jaxdist.train")
-    with refused("az://bucket/run", "a URL"):
+    with refused("az://bucket/run", "scheme"):
         RunDirectory.open("az://bucket/run")
     assert list(tmp_path.iterdir()) == []
 
