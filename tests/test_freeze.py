@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from refusals import missing, refused
-from test_step import RULES, place
+from test_step import RULES, put_batch
 from tiny import (
     LEARNING_RATE,
     Case,
@@ -50,7 +50,7 @@ def test_frozen_parts_stay_and_the_rest_trains_as_if_they_had_no_gradient(optimi
         max_grad_norm=clip,
         axes=optim.with_frozen(config, axes),
     )
-    state, metrics = step.train(state, place(step, text_batch()), np.inf)
+    state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     allowed = 2e-3 if optimizer == "lion" else 0  # signs of values that are 0 up to rounding
 
@@ -84,7 +84,7 @@ def test_frozen_parts_have_no_moments_and_no_weight_gradients():
     def program(config):
         axes = optim.with_frozen(config, model_of("rotary").axes)
         step, state = step_of(Case("rotary", "1"), rule=make_optimizer(config, axes), axes=axes)
-        lowered = step.train.lower(state, place(step, text_batch()), np.inf)
+        lowered = step.train.lower(state, put_batch(step, text_batch()), np.inf)
         elements = sum(x.size for x in jax.tree.leaves(state.opt_state))
         return elements, lowered.compile().cost_analysis()["flops"]
 
