@@ -1,1 +1,1 @@
-"""The training core: mesh, shardings, collectives, the compiled step. Knows no files."""
+"""The training core: mesh, shardings, collectives, the compiled step. Accesses no files."""

@@ -18,17 +18,17 @@ from jaxdist.settings.schema import join_choices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of a run's model and batch, which a mesh must fit.
+    """Sizes of a run's model and batch, for the check of a mesh.
 
     Attributes:
-        dims: logical dim -> size (`Model.dims`); `layers` is absent if no layers are stacked.
-        rules: logical dim -> mesh axis, for dims of the model's own (`Model.rules`).
-        settings: logical dim -> the setting that gives its size, for messages.
-        global_batch_size: rows of one step, or None to leave the batch out.
-        num_microbatches: microbatches of a device's rows.
-        rows_per_example: adjacent rows that no replica and no microbatch may separate.
-        num_virtual_stages: groups of consecutive layers on each pipeline stage.
-        context_len: positions of a row if the context axis may split them, else None.
+        dims: logical dim -> size (`Model.dims`); without `layers` if no layers are stacked.
+        rules: logical dim -> mesh axis, for dims specific to the model (`Model.rules`).
+        settings: logical dim -> the setting that determines its size, for messages.
+        global_batch_size: rows per step; None skips the checks of the batch.
+        num_microbatches: microbatches per device.
+        rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
+        num_virtual_stages: virtual stages per pipeline stage.
+        context_len: positions of a row if the context axis can split it, else None.
     """
 
     dims: Mapping[str, int]
@@ -44,7 +44,7 @@ class Workload:
     attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:
-        """Format a dim with its size, by the setting that gives it: `model.num_layers=8`."""
+        """Format a dim's size with the setting that determines it: `model.num_layers=8`."""
         return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
 
 
@@ -53,19 +53,19 @@ Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationSizes:
-    """Sizes of one step's activations on one device, from which its traffic follows.
+    """Sizes of one step's activations on one device, from which traffic is computed.
 
     Attributes:
         stream_bytes: residual stream of a microbatch, [rows, seq, d_model] in the compute dtype.
         num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
             repeats it.
-        reduces_again: the recomputed values include attention's output, summed over `tensor`.
+        reduces_again: recomputation includes attention's output, which is reduced over `tensor`.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
-        key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
-        segment_bytes: documents of packed rows, int32 [rows, seq]; 0 if rows are not packed.
-        widening: bytes of a float32 in bytes of the compute dtype.
-        exchange: how devices that share rows exchange keys ("ring", ...); "" if none do.
-        exchanged_heads: neighbors of them that exchange heads for positions.
+        key_value_bytes: keys and values together, each [rows, seq, kv_heads, head_dim].
+        segment_bytes: document ids of packed rows, int32 [rows, seq]; 0 if rows are not packed.
+        widening: float32 bytes / compute dtype bytes.
+        exchange: context-parallel exchange of keys and values ("ring", ...); "" = none.
+        exchanged_heads: number of neighbors that exchange heads for positions.
     """
 
     stream_bytes: float
@@ -91,10 +91,10 @@ class Traffic:
     """Collectives of one kind and purpose, over one axis, in one step.
 
     Attributes:
-        purpose: the data that move, e.g. "activations".
-        num_bytes: of the complete array each time: before a reduce-scatter, after an all-gather.
-        times: runs in one step.
-        neighbors: devices of each group, on one node; 0 = all of the axis form one group.
+        purpose: the data that are communicated, e.g. "activations".
+        num_bytes: of the complete array: before a reduce-scatter, after an all-gather.
+        times: executions per step.
+        neighbors: devices per group, within one node; 0 = one group of all devices on the axis.
     """
 
     kind: Kind
@@ -106,27 +106,27 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of the device mesh, with its properties for all other modules.
+    """One axis of the device mesh, with the properties that other modules read.
 
     Attributes:
         name: name in `jax.sharding.Mesh` and in every `PartitionSpec`.
         short: name in `--mesh`, e.g. "tp" in `--mesh tp=4`.
-        weights: the parameters that its devices hold.
+        weights: how parameters are stored on its devices.
             "replicated" = all of them, unless ZeRO shards them over the axis;
             "gathered" = a shard, gathered just before its use;
             "split" = the part they compute with.
-        splits_rows: each of its devices takes other rows of the batch.
-        splits_positions: each of its devices takes other positions of every row.
+        splits_rows: its devices process different rows of the batch.
+        splits_positions: its devices process different positions of every row.
         dims: logical dims that it splits, in every model.
-        sums_gradients: when the local gradients of a parameter that the axis does not split differ
-            between its devices, and must be summed.
-        shrinks: an elastic job may use fewer devices along it.
-        complexity: of two equally fast meshes the planner prefers the lower sum.
+        sums_gradients: when the gradients of a parameter that the axis does not split differ
+            between its devices, so that they must be summed.
+        shrinks: an elastic job may reduce its size.
+        complexity: of two equally fast meshes the planner prefers the one with the lower sum.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
-        problems: (size > 1, workload) -> further reasons that make the size illegal.
-        traffic: activations that it moves in one step of a decoder; that of weights and gradients
-            follows from `weights` and `sums_gradients`.
-        hooks: sequence parallelism is on -> members of `Context` that the axis implements.
+        problems: (size > 1, workload) -> further reasons why the size is illegal.
+        traffic: communication of activations in one step of a decoder; traffic of weights and
+            gradients is computed from `weights` and `sums_gradients`.
+        hooks: (sequence parallelism is on) -> members of `Context` that the axis implements.
     """
 
     name: str
@@ -154,7 +154,7 @@ def axes_of(spec: P) -> tuple[str, ...]:
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """Return the dim that the mesh axis `axis` splits, or None."""
+    """Return the dim that the mesh axis `axis` splits; None if it splits none."""
     for dim, entry in enumerate(spec):
         if axis == entry or (isinstance(entry, tuple) and axis in entry):
             return dim
@@ -162,7 +162,7 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def spec_over(spec: P, axes: tuple[str, ...]) -> P:
-    """Return the spec without any mesh axis but `axes`."""
+    """Return the spec with only the mesh axes in `axes`."""
     kept: list[Any] = []
     for entry in spec:
         names = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a in axes)

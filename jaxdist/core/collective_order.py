@@ -1,13 +1,12 @@
-"""Order the collectives of a simulated (CPU) mesh alike on every device.
+"""Order the collectives of a simulated (CPU) mesh identically on every device.
 
-XLA:CPU starts the collectives of one computation in one order, but it counts a loop or a branch as
-started when its first operation starts. A later independent collective may then overtake those
-inside it, on one device and not on another. All share one rendezvous per group of devices, so the
-two exchange each other's data (wrong gradients) or wait forever. GPUs run collectives in program
-order.
+XLA:CPU starts the collectives of one computation in order, but considers a loop or a branch started
+when its first operation starts. A later independent collective may then overtake those inside it,
+on some devices only. All collectives of a device group share one rendezvous. Two that meet there
+exchange each other's data (wrong gradients) or deadlock. GPUs run collectives in program order.
 
-`in_order` rewrites the traced program (a jaxpr): loops and branches that contain collectives wait
-for the collectives before them, and those after them wait for them (`core/dependences.py`).
+`in_order` rewrites the traced program (a jaxpr). Loops and branches that contain collectives wait
+for the collectives before them, and later collectives wait for them (`core/dependences.py`).
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ COLLECTIVES = frozenset(
         "unreduced_reduce_scatter",
     )
 )
-"""Primitives that move data between devices, by name."""
+"""Names of the primitives that communicate between devices."""
 
 
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
     """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
 
-    The result cannot be differentiated. `hidden`: XLA partitions an axis by itself, so loops and
-    branches may contain collectives that the trace does not contain.
+    The result is not differentiable. `hidden`: XLA shards an axis automatically, so loops and
+    branches may contain collectives that are not in the trace.
     """
 
     def ordered(*args: Any) -> Any:
@@ -58,10 +57,10 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
-    """Make the control flow and the collectives of a program wait for each other."""
+    """Make loops, branches and collectives of a program wait for each other in program order."""
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
-    flat: list[Any] = []  # results of the collectives since
+    flat: list[Any] = []  # results of collectives since the last loop or branch
     for equation in program.eqns:
         if _holds_collectives(equation, hidden):
             equation = _with_parts(equation, lambda part: _ordered(part, hidden))
@@ -103,16 +102,16 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Return indices of the fewest operands that everything inside an equation needs to start."""
+    """Return the indices of the fewest operands that delay everything inside an equation."""
     name, number = equation.primitive.name, len(equation.invars)
     if name == "cond":
-        return range(1)  # which branch
+        return range(1)  # the index of the branch
     if name == "while":
         return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
     if name == "scan":
         (body,) = core.jaxprs_in_params(equation.params)
         ndim = lambda variables: np.array([len(v.aval.shape) for v in variables])
-        # What it stacks has one dimension more outside.
+        # Outside a scan, scanned inputs and stacked outputs have one more dim than inside.
         num_xs = int((ndim(equation.invars) != ndim(body.invars)).sum())
         num_carry = int((ndim(equation.outvars) == ndim(body.outvars)).sum())
         if num_carry:
@@ -123,7 +122,7 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
 def _tie(
     equation: core.JaxprEqn, operands: Iterable[int], waits_for: list[Any]
 ) -> list[core.JaxprEqn]:
-    """Return the equation after those that make these of its operands wait."""
+    """Return the equation, preceded by equations that make these operands wait."""
     if not waits_for:
         return [equation]
     ties, invars = [], list(equation.invars)
@@ -144,7 +143,7 @@ def _usable(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_usable(variable: Any) -> bool:
-    """Return True if it has an element that a computation can read; keys have none."""
+    """Return True if a computation can read an element of the variable; keys have none."""
     return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
 
 

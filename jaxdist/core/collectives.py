@@ -1,9 +1,9 @@
-"""Collectives between the devices of a mesh axis, for use inside `jax.shard_map`.
+"""Collectives over a mesh axis, for use inside `jax.shard_map`.
 
-Each function names the mesh axis (or axes, slow to fast) and states the bytes on the wire for a
-group of n devices and an array of B bytes per device. Arrays are local, keep their dtype, and have
-any shape. All functions are differentiable unless stated otherwise. `vary` declares that a value
-may differ between devices of an axis ("varying" in JAX), and a reduction ends it.
+Each function takes the mesh axis (or axes, slow to fast). Its docstring gives the bytes on the wire
+for a group of n devices and an array of B bytes per device. Arrays are local, keep their dtype, and
+have any shape. All functions are differentiable unless stated otherwise. `vary` declares that a
+value may differ between devices of an axis ("varying" in JAX); a reduction ends this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def group_index(axes: Axes) -> Array:
 
 def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Return the mesh axes over which `x` [*dims] may differ between devices."""
-    # An array's type calls it `mat`, the struct of `eval_shape` calls it `manual_axis_type`.
+    # Arrays and the structs of `eval_shape` have different names for it.
     if isinstance(x, jax.ShapeDtypeStruct):
         manual = x.manual_axis_type
         return frozenset(manual.varying if manual is not None else ())
@@ -46,10 +46,10 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Axes) -> Tree:
-    """Declare that every leaf [...] may differ over `axes`; moves nothing.
+    """Declare that every leaf [...] may differ over `axes`; no communication.
 
-    Its gradient is summed over `axes`. The gradient with respect to its result is each device's
-    local one, which is how the step reduces only once.
+    The gradient of the argument is summed over `axes`; the gradient of the result stays local. The
+    step uses this to reduce gradients only once.
     """
 
     def leaf(x: Array) -> Array:
@@ -60,33 +60,33 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 OWN_VALUE = "own_value"
-"""Name that `mark_device_local` gives a value, for readers of the traced program."""
+"""Name of values marked by `mark_device_local` in a traced program."""
 
 
 def mark_device_local(tree: Tree) -> Tree:
-    """Declare that every leaf [...] is meant to be each device's own value; moves nothing.
+    """Declare that every leaf [...] is intentionally device-local; no communication.
 
-    Otherwise the mesh audit treats a sum over a device's rows as a term of the sum over all rows.
+    Otherwise the mesh audit treats a sum over local rows as a partial sum over all rows.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, OWN_VALUE), tree)
 
 
 TOKEN_VALUES = "token_values"
-"""Name that `per_token` gives a value, for readers of the traced program."""
+"""Name of values marked by `per_token` in a traced program."""
 
 
 def per_token(x: Array) -> Array:
-    """Declare for the mesh audit that x [batch, seq] is split as the tokens of the batch are."""
+    """Declare for the mesh audit that x [batch, seq] is split like the tokens of the batch."""
     return checkpoint_name(x, TOKEN_VALUES)
 
 
 def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
-    """Return zeros [*lead, *shape of x] of its dtype that vary as it does, e.g. a loop's carry."""
+    """Return zeros [*lead, *shape of x] that have its dtype and vary over the same axes."""
     return vary(jnp.zeros((*lead, *x.shape), x.dtype), tuple(varying_axes(x)))
 
 
 def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
-    """Give every device the sum (or "max", "min", "mean") of x over the group.
+    """Return the sum (or "max", "min", "mean") of x over the group, on every device.
 
     Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
     """
@@ -115,13 +115,13 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def broadcast(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Give every device the root's array. Wire: that of `all_reduce`."""
+    """Return the root's array on every device. Wire: as `all_reduce`."""
     _check_root(root, axes)
     return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
 
 
 def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Give the root the sum over the group, and the others zeros. Wire: that of `all_reduce`."""
+    """Return the sum over the group on the root, and zeros elsewhere. Wire: as `all_reduce`."""
     _check_root(root, axes)
     total = lax.psum(x, _names(axes))
     return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
@@ -138,10 +138,10 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
 
 
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
-    """Send the i-th part of `split_dim` to device i, and concatenate along `concat_dim`.
+    """Send part i of `split_dim` to device i, and concatenate received parts along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. `group`
-    neighbors of the axis exchange; 0 = all of it.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. The exchange is
+    among `group` neighbors of the axis; 0 = all devices.
     """
     groups = _neighbors(axes, group) if group and isinstance(axes, str) else None
     return lax.all_to_all(
@@ -150,7 +150,7 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
 
 
 def permute(x: Same, axis: str, shift: int = 1) -> Same:
-    """Send x to the device `shift` positions further on the ring. Wire: B per device."""
+    """Send x to the device `shift` positions later on the ring. Wire: B per device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -158,8 +158,8 @@ def permute(x: Same, axis: str, shift: int = 1) -> Same:
 def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
     """Permute by exchanges between pairs, for code that only some devices run.
 
-    A permute waits for every device of the mesh, an exchange only for its group. The ring of the
-    shift must be even. A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
+    A permute waits for every device of the mesh; an exchange waits only for its pair. The ring must
+    have even length. A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
     """
     size, stride = lax.axis_size(axis), abs(shift)
     length = size // stride
@@ -172,7 +172,7 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
     for parity in range(1 if length == 2 else 2):
         pairs = [[i, (i + stride) % size] for i in range(size) if i // stride % 2 == parity]
         is_first = position % 2 == parity
-        # On a ring of two each is the other's next.
+        # On a ring of two, each device is the next one of the other.
         sends = (length == 2) | (is_first if shift > 0 else ~is_first)
         sent = jnp.where(sends, x, nothing)
         slots = jnp.stack([jnp.where(is_first, nothing, sent), jnp.where(is_first, sent, nothing)])
@@ -182,8 +182,8 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
 
 
 def barrier(x: Same, axes: Axes) -> Same:
-    """Return x, available after every device of the group has computed its own. Wire: 4 bytes."""
-    # A number that needs x and that x then needs; a constant, or one unused, is compiled away.
+    """Return x once every device of the group has computed its x. Wire: 4 bytes."""
+    # XLA removes a constant or unused operand, so use a number that depends on x and delays x.
     first = jnp.ravel(x)[0]
     arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))
     return jnp.where(arrived >= 0, x, jnp.zeros_like(x))
@@ -194,7 +194,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def _neighbors(axis: str, group: int) -> list[list[int]] | None:
-    """Return the axis's devices in groups of neighbors; None if all form one group."""
+    """Return the axis's devices in groups of neighbors; None for one group of all devices."""
     size = lax.axis_size(axis)
     if group == size:
         return None

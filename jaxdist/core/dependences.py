@@ -10,7 +10,7 @@ from jax import lax
 
 
 def ready_token(marks: Iterable[jax.Array]) -> jax.Array:
-    """Return True, bool [], once every mark, a non-empty array [*dims], is computed."""
+    """Return True, bool [], after all marks, non-empty arrays [*dims], are computed."""
     truth = jnp.asarray(True)
     for mark in marks:
         truth &= _element(mark)
@@ -20,8 +20,7 @@ def ready_token(marks: Iterable[jax.Array]) -> jax.Array:
 def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
     """Return x [*dims] unchanged, but only after `ready`, a result of `ready_token`, is computed.
 
-    The other branch of the `where` differs from x, so XLA cannot remove the `where`, even for a
-    constant x.
+    The other branch of the `where` differs from x, so XLA cannot remove it, even for a constant x.
     """
     return jnp.where(ready, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
@@ -29,5 +28,5 @@ def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
 def _element(x: jax.Array) -> jax.Array:
     """Return True, bool [], computed from the first element of x, which must not be empty."""
     first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
-    # No rule of the compiler joins the three; one on integers' bits it sees through.
+    # XLA does not simplify these three float comparisons; it would simplify integer operations.
     return (first < 0) | (first >= 0) | (first != first)

@@ -17,7 +17,7 @@ from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, add_s
 def scan_layers(
     block: Any, layers: Params, x: Any, aux: Any, context: Context, first: Any = 0
 ) -> tuple[Any, Sums]:
-    """Return (x, Sums of all layers) on one device: a plain scan.
+    """Run the layers on one device in a plain scan; return (x, Sums of all layers).
 
     `layers` are [layers, ...], x [batch, seq_shard, d_model]; `first` is the first layer's index.
     """
@@ -32,20 +32,20 @@ def scan_layers(
 
 
 def row_chunks(rows: int, most: int) -> int:
-    """Return the largest number of equal parts of `rows` that is not above `most`."""
+    """Return the largest number of equal chunks of `rows` that is at most `most`."""
     return max(count for count in range(1, most + 1) if rows % count == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass of a model. The defaults are one device.
+    """The forward pass of a model; the defaults are for one device.
 
     Attributes:
-        gather: params -> params whose leaves outside the stacked layers are complete, in the
-            compute dtype.
+        gather: params -> params with complete leaves outside the stacked layers, in the compute
+            dtype.
         run_layers: (block, layers, x, aux, context, first=0) -> (x, Sums of all layers).
-        max_row_chunks: most equal parts of the rows that go through the layers concurrently: the
-            collectives of one overlap with the products of another.
+        max_row_chunks: maximum number of row chunks that pass the layers concurrently, so that
+            collectives of one overlap with products of another.
     """
 
     model: Model
@@ -54,7 +54,7 @@ class ForwardPass:
     max_row_chunks: int = 1
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Return the sums of this device's rows of one microbatch; layers are [num_layers, ...]."""
+        """Return sums over this device's rows of one microbatch; layers are [num_layers, ...]."""
         model, params = self.model, self.gather(params)
         if model.block is None or model.embed is None:
             return self.head(params, None, batch, context)
@@ -69,12 +69,12 @@ class ForwardPass:
         return add_sums(self.head(params, x, batch, context), sums)
 
     def head(self, params: Params, x: Array | None, batch: Batch, context: Context) -> Sums:
-        """Return the sums of head and objective, from x [batch, seq_shard, d_model]."""
+        """Return the sums of head and objective from x [batch, seq_shard, d_model]."""
         output, sums = self.model.head(params, x, batch, context)
         return add_sums(self.model.objective(output, batch, context), sums)
 
     def prepare(self, batch: Batch, context: Context) -> tuple[Any, ...]:
-        """Return the `aux` of `Model.prepare` for each chunk of the batch's rows [rows, ...]."""
+        """Return the `aux` of `Model.prepare` for each row chunk of the batch [rows, ...]."""
         count = row_chunks(jax.tree.leaves(batch)[0].shape[0], self.max_row_chunks)
         prepare = self.model.prepare or (lambda rows, _: rows)
         if count == 1:
@@ -85,7 +85,7 @@ class ForwardPass:
     def block(
         self, params: Params, x: Array, auxs: tuple[Any, ...], context: Context
     ) -> tuple[Array, Sums]:
-        """Return (x [rows, seq_shard, d_model], Sums) of one layer, chunk by chunk of `prepare`."""
+        """Run one layer on each row chunk; return (x [rows, seq_shard, d_model], Sums)."""
         if len(auxs) == 1:
             assert self.model.block is not None
             return self.model.block(params, x, auxs[0], context)
@@ -95,7 +95,7 @@ class ForwardPass:
     def _block_of_chunks(
         self, params: Params, xs: tuple[Array, ...], auxs: tuple[Any, ...], context: Context
     ) -> tuple[tuple[Array, ...], Sums]:
-        """Return (x of each chunk [rows / chunks, seq_shard, d_model], Sums) of one layer."""
+        """Run one layer; return (x of each chunk [rows / chunks, seq_shard, d_model], Sums)."""
         assert self.model.block is not None
         pairs = zip(xs, auxs, strict=True)
         outputs = [self.model.block(params, x, aux, context) for x, aux in pairs]

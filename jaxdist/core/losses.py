@@ -1,7 +1,7 @@
-"""Losses as sums over rows or tokens: token cross-entropy over a split vocabulary, and labels.
+"""Losses as sums over rows or tokens: cross-entropy of tokens (sharded vocabulary) and labels.
 
-The token loss fuses the head's product with its softmax, and computes gradients in the same pass,
-chunk by chunk: the logits of a large vocabulary are never materialized completely.
+The token loss fuses the head's product with its softmax and computes gradients in forward, chunk by
+chunk. The complete logits are never materialized.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
 Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.
@@ -31,13 +31,13 @@ def sum_over_tokens(x: Array, dlogits: Array) -> Array:
 
 
 class Vocabulary(NamedTuple):
-    """Layout of a head's vocabulary, and the sum that gives its kernel's gradient.
+    """Layout of a head's vocabulary, and the function for its kernel's gradient.
 
     Attributes:
-        size: real entries; columns from `size` on are padding and get no probability.
+        size: number of real entries; later columns are padding with probability 0.
         axis: mesh axis that splits the columns, or None.
-        chunk: tokens whose logits exist at once; 0 = all.
-        softcap: bound that logits approach; 0 = none.
+        chunk: number of tokens whose logits are in memory at once; 0 = all.
+        softcap: bound of the soft cap on logits; 0 = none.
         weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
     """
 
@@ -56,8 +56,8 @@ def token_cross_entropy(
     x is [batch, seq, d_model] and kernel [d_model, vocab_shard], both in the compute dtype; targets
     are int32 [batch, seq] in the complete vocabulary, weights float32 [batch, seq].
 
-    Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`. Moves
-    three scalars per token over `vocabulary.axis`.
+    Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
+    Communicates three scalars per token over `vocabulary.axis`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     flat_targets, flat_weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
@@ -70,9 +70,9 @@ def make_token_loss(
     chunk: int = 0,
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., Sums]:
-    """Build `Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
+    """Build `Context.token_loss`: `token_cross_entropy` with a vocabulary split over `axis`.
 
-    `chunk` and `weight_gradient`, float32 [d_model, vocab], are those of `Vocabulary`.
+    For `chunk` and `weight_gradient`, float32 [d_model, vocab], see `Vocabulary`.
     """
 
     def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
@@ -84,7 +84,7 @@ def make_token_loss(
 
 
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
-    """Return the sums of `token_cross_entropy` for classes, in float32.
+    """Return the cross-entropy sums of `token_cross_entropy` for class labels, in float32.
 
     logits are [batch, classes] of any float dtype, labels int32 [batch], weights float32 [batch].
     """
@@ -121,12 +121,12 @@ def _linear_cross_entropy(
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Return loss and hits, and the gradients of the loss for x [tokens, d_model] and the kernel.
+    """Return loss, hits, and the loss gradients of x [tokens, d_model] and of the kernel.
 
-    The backward pass only scales them, so the logits are neither saved nor recomputed.
+    Backward only scales these gradients, so logits are neither saved nor recomputed.
     """
-    # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
-    # scaled cotangent.
+    # float16 cannot represent unscaled gradients of x: keep them in float32 until backward
+    # multiplies by the scaled cotangent.
     grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
     def chunk(
@@ -154,7 +154,7 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
-    """Return gradients of x [tokens, d_model], kernel [d_model, vocab_shard] in their dtypes."""
+    """Return gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes."""
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
     return (
@@ -186,7 +186,7 @@ def _chunk_loss(
         top = collectives.all_reduce(top, axis, "max")
     exps = jnp.exp(logits - top[:, None])
     hit = targets[:, None] == columns
-    # Where, not a product: padding columns hold -inf and -inf · 0 is NaN.
+    # `where` instead of a product, because padding columns contain -inf and -inf · 0 is NaN.
     sums = jnp.stack([jnp.sum(exps, -1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
     if axis:
         sums = collectives.all_reduce(sums, axis)
@@ -196,7 +196,7 @@ def _chunk_loss(
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """Return float32 logits [tokens, vocab_shard] and their columns, from kernel [d_model, ...]."""
+    """Return float32 logits [tokens, vocab_shard] and their column indices in the vocabulary."""
     width = kernel.shape[1]
     logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
     first = collectives.group_index(vocabulary.axis) * width if vocabulary.axis else 0
@@ -204,7 +204,7 @@ def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, A
 
 
 def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """Cut [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0)."""
+    """Split [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0)."""
     tokens = arrays[0].shape[0]
     size = min(chunk, tokens) if chunk else tokens
     padding = -tokens % size
@@ -218,7 +218,7 @@ def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 
 
 def scan_chunks(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
-    """Scan over parts [chunks, ...], without a loop if there is one chunk; as `lax.scan`."""
+    """Scan over parts [chunks, ...] like `lax.scan`, but without a loop for a single chunk."""
     if parts[0].shape[0] > 1:
         return lax.scan(body, carry, parts)
     return body(carry, tuple(x[0] for x in parts))

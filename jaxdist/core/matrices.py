@@ -1,4 +1,4 @@
-"""Find the matrices among parameters: their two sides, and the dims that stack them."""
+"""Find the matrices in parameter arrays: their row and column dims, and the stacked dims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.core.types import Dims, Params
 
 @dataclass(frozen=True)
 class Sides:
-    """Positions of dims: those that stack matrices, and both sides; a vector has rows only."""
+    """Indices of stacked, row and column dims; a vector has only rows."""
 
     stacked: tuple[int, ...]
     rows: tuple[int, ...]
@@ -20,7 +20,7 @@ class Sides:
 
     @property
     def is_matrix(self) -> bool:
-        """Return True if it has two sides."""
+        """Return True if there are row and column dims."""
         return bool(self.columns)
 
 
@@ -32,9 +32,9 @@ def sides_of(axes: Params) -> Params:
 def _sides(path: Any, dims: Dims) -> Sides:
     """Split the dims of an array into stacked dims, rows and columns.
 
-    If the first dim is `d_model`, it is the rows; otherwise the rows are all but the last dim
-    (`head_dim` belongs to the dim before it). A column dim without a name holds fused projections
-    (query, key, value; gate, up): each of these is a separate matrix.
+    If the first dim is `d_model`, it is the rows. Otherwise the rows are all dims except the last
+    (`head_dim` belongs to the dim before it). An unnamed column dim stacks fused projections
+    (query, key, value; gate, up), each of which is a separate matrix.
     """
     is_vector = jax.tree_util.keystr(path[-1:], simple=True).endswith(("bias", "scale"))
     stacked = [i for i, name in enumerate(dims) if name == "layers"]

@@ -1,4 +1,4 @@
-"""The device mesh: devices along each axis, the `dp=4,tp=4` notation, the device count."""
+"""The device mesh: number of devices per axis, and the notation `dp=4,tp=4`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 MAX_DEVICES = 1_000_000
-"""More than any cluster has."""
+"""More devices than any cluster has."""
 
 _MOST_MESHES = 10_000
 
 _OPEN = -1
-"""Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
+"""Size of an axis that takes all remaining devices, until `MeshSpec.resolve`."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -51,10 +51,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
-        """Read `dp=2,tp=4`; short or long names of axes, `-1` for the remaining devices.
+        """Parse `dp=2,tp=4`: short or long axis names; `-1` takes the remaining devices.
 
-        Axes that are not named have size 1. Without `num_devices` a `-1` stays open. Raises
-        `ConfigError` with every problem of the text.
+        Unnamed axes have size 1. Without `num_devices`, `-1` stays unresolved. Raises `ConfigError`
+        with all problems of the text.
         """
         sizes, problems = _read_sizes(text)
         unknown = [name for name, size in sizes.items() if size == _OPEN]
@@ -75,11 +75,11 @@ class MeshSpec:
 
     @property
     def is_open(self) -> bool:
-        """Return True if an axis takes the remaining devices, which are not counted yet."""
+        """Return True if an axis has the unresolved size `-1`."""
         return any(size == _OPEN for _, size in self._sizes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Return the mesh with its open axis, if any, as large as the remaining devices."""
+        """Return the mesh in which an axis of size `-1` takes the remaining devices."""
         if not self.is_open:
             return self
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
@@ -94,7 +94,7 @@ class MeshSpec:
         )
 
     def replace(self, **sizes: int) -> MeshSpec:
-        """Return the mesh with other sizes for some axes."""
+        """Return a copy of the mesh with different sizes for some axes."""
         return MeshSpec(**{**self.sizes, **sizes})
 
     def __getitem__(self, axis: Axis | str) -> int:
@@ -111,12 +111,12 @@ class MeshSpec:
 
     @functools.cached_property
     def used(self) -> tuple[Axis, ...]:
-        """Return the axes of more than one device, in mesh order."""
+        """Return the axes with more than one device, in mesh order."""
         return tuple(axis for axis in axes.AXES if self[axis] != 1)
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices of the mesh; `ConfigError` if an axis is open."""
+        """Return the number of devices; raises `ConfigError` if an axis is unresolved."""
         if self.is_open:
             raise ConfigError(
                 f"mesh {self} has -1 and the number of devices is not known here. Write the size "
@@ -126,7 +126,7 @@ class MeshSpec:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """Return the number of parts into which the rows of a batch are split."""
+        """Return the number of replicas, which process different rows of a batch."""
         return math.prod(self[axis] for axis in axes.AXES if axis.splits_rows)
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class MeshSpec:
         return f"MeshSpec({self})"
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Build the mesh of devices (default: all of this job's)."""
+        """Build the mesh from devices (default: all devices of this job)."""
         import jax
         import numpy as np
         from jax.sharding import AxisType, Mesh
@@ -145,13 +145,13 @@ class MeshSpec:
         devices = list(jax.devices()) if devices is None else list(devices)
         self.check_device_count(len(devices))
         names, shape = self.sizes.keys(), tuple(self.sizes.values())
-        # Auto is named because jax.make_mesh now defaults to Explicit; the plain reshape keeps
-        # jax.devices() order, in which the GPUs of one host are neighbors.
+        # `Auto` is explicit because jax.make_mesh defaults to `Explicit`. A plain reshape keeps the
+        # order of jax.devices(), in which the GPUs of one host are neighbors.
         grid = np.asarray(devices, dtype=object).reshape(shape)
         return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
     def check_device_count(self, num_devices: int) -> None:
-        """Raise `ConfigError` unless the mesh takes exactly `num_devices`."""
+        """Raise `ConfigError` unless the mesh has exactly `num_devices` devices."""
         if self.num_devices == num_devices:
             return
         rows = _rows_axis()
@@ -167,17 +167,17 @@ class MeshSpec:
 
 
 def in_devices(count: int) -> str:
-    """Format a number of devices: `1 device`, `8 devices`."""
+    """Format a device count: `1 device`, `8 devices`."""
     return f"{count} device{'' if count == 1 else 's'}"
 
 
 def notation() -> str:
-    """Describe the notation of a mesh for help texts and errors: every axis with its purpose."""
+    """Describe the mesh notation for help texts and errors: each axis with its purpose."""
     return ", ".join(f"{axis.short} = {axis.help}" for axis in axes.AXES)
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Return the meshes (at most `_MOST_MESHES`) of `num_devices` with size 1 for `without`."""
+    """Return at most `_MOST_MESHES` meshes of `num_devices` that do not use the axes `without`."""
     names = [axis.name for axis in axes.AXES if axis not in without]
 
     def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -206,10 +206,9 @@ def shrink(
 ) -> MeshSpec | None:
     """Return the largest legal mesh with at most `num_devices` devices; None if there is none.
 
-    `num_devices` is below that of `requested`. Axes that cannot shrink keep their size; the others
-    use as many devices as they legally can. Among equal counts, axes near the fast interconnect
-    keep their size, else get the next larger one, so that no device holds more of the state, else
-    the next smaller one.
+    `num_devices` is smaller than the size of `requested`. Axes that cannot shrink keep their size.
+    For equal device counts, axes with fast interconnect keep their size if possible. Otherwise they
+    get the next larger size, so that no device holds more of the state, else the next smaller one.
     """
     for count in range(num_devices // fixed_devices(requested), 0, -1):
         for spec in _with_shrunk(requested, count):
@@ -219,19 +218,19 @@ def shrink(
 
 
 def shrunk_sizes(requested: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
-    """Return the device counts below `requested` for which `shrink` leaves no device idle."""
+    """Return the device counts below `requested` that `shrink` can use without idle devices."""
     fixed = fixed_devices(requested)
     fewer = range(1, requested.num_devices // fixed)
     return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(requested, n)))]
 
 
 def fixed_devices(requested: MeshSpec) -> int:
-    """Return the product of the axes that do not shrink: the device step of an elastic job."""
+    """Return the product of axes that cannot shrink: the granularity of an elastic job."""
     return math.prod(requested[axis] for axis in axes.AXES if not axis.shrinks)
 
 
 def _with_shrunk(requested: MeshSpec, count: int) -> Iterator[MeshSpec]:
-    """Return meshes whose shrinking axes multiply to `count`, as `shrink` prefers them."""
+    """Yield meshes whose shrinkable axes multiply to `count`, in the preference of `shrink`."""
     slowest, *others = (axis for axis in axes.AXES if axis.shrinks)
 
     def fill(sizes: Mapping[str, int], left: int, todo: Sequence[Axis]) -> Iterator[MeshSpec]:

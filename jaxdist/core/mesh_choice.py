@@ -19,7 +19,7 @@ from jaxdist.settings import ConfigError
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Return every rule that a model and a batch break on a mesh, before anything is built."""
+    """Return every rule that a model and batch violate on a mesh, before anything is built."""
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -105,7 +105,7 @@ def legal_meshes(
     count: int = 3,
 ) -> Sequence[MeshSpec]:
     """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`."""
-    # Splitting rows is proposed only if it was requested: it serves long rows alone.
+    # Propose a context axis only if one was requested: it is useful only for long rows.
     without = () if requested[CONTEXT] > 1 else (CONTEXT,)
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
@@ -118,10 +118,10 @@ def default_mesh(
     memory_bytes: int | None,
     needs: Needs | None = None,
 ) -> tuple[MeshSpec, str]:
-    """Return the mesh to use if the settings name none, and the reason.
+    """Return the mesh for settings that name none, and the reason.
 
-    `state_bytes` are parameters, gradients and moments of the model. `memory_bytes` of one device
-    may be unknown. Without the estimate `needs` only the state counts.
+    `state_bytes` is the size of parameters, gradients and moments. `memory_bytes` per device is
+    None if unknown. Without the memory estimate `needs`, only the state is considered.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"
@@ -152,7 +152,7 @@ def default_mesh(
 
 
 Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
-"""Mesh -> (bytes that one device needs, bytes that a run may take of it)."""
+"""Mesh -> (bytes needed per device, bytes that a run may use per device)."""
 
 
 # The rest is for activations, the loss head and communication buffers.

@@ -17,15 +17,15 @@ from jaxdist.core.types import Array
 from jaxdist.settings import setting
 
 INITIAL_LOSS_SCALE = 2.0**16
-"""First loss scale of a float16 run: too large a one is halved within the first steps."""
+"""First loss scale of a float16 run; the first steps halve it if it is too large."""
 
 GROWTH_STEPS = 2000
-"""Finite steps after which the loss scale doubles, as in PyTorch's GradScaler."""
+"""Number of finite steps after which the loss scale doubles, as in PyTorch's GradScaler."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats of compute and reductions."""
+    """Number formats of computation and reductions."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of matrix products; auto = float32 on CPU, bfloat16 on GPUs"
@@ -59,7 +59,7 @@ class PrecisionConfig:
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
     def resolve_reduce(self, compute_dtype: Any) -> Any:
-        """Return the dtype of sums of gradients that leave layers computing in `compute_dtype`."""
+        """Return the dtype for reducing gradients of layers that use `compute_dtype`."""
         if self.reduce_dtype != "auto":
             return jnp.dtype(self.reduce_dtype)
         # The range of float16 is too narrow for sums.
@@ -78,9 +78,9 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 
 
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """Halve after a step with NaN or Inf (never below 1), double after `GROWTH_STEPS` finite ones.
+    """Halve the scale after a step with NaN or Inf (never below 1); double it periodically.
 
-    `finite`, bool [], is True if loss and gradients of the step are finite.
+    It doubles after `GROWTH_STEPS` steps with finite loss and gradients (`finite`, bool []).
     """
     if not loss_scale:
         return {}
