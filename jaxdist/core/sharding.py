@@ -85,14 +85,14 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Placement of every array of a run. Axes of size 1 never appear in a spec.
+    """Placement of all arrays of a run on the mesh; specs never contain axes of size 1.
 
     Attributes:
-        rules: logical dim -> mesh axis for dims of the model's own, besides those of the axes.
+        rules: logical dim -> mesh axis, for dims specific to the model; `Axis.dims` has the others.
         zero: ZeRO stage over `data`.
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
-        auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
-        host_of: process -> its host; a process that is not named has a host of its own.
+        auto_tensor: XLA shards the tensor axis automatically (for a model without hooks).
+        host_of: process -> its host; processes that are not listed are each on a separate host.
     """
 
     mesh: Mesh
@@ -109,17 +109,17 @@ class Layout:
         return MeshSpec.of(self.mesh)
 
     def size(self, axis: Axis) -> int:
-        """Return the devices along an axis."""
+        """Return the number of devices along an axis."""
         return self.mesh_spec[axis]
 
     @property
     def used(self) -> tuple[Axis, ...]:
-        """Return axes of more than one device whose collectives the step writes, in mesh order."""
+        """Return the manual axes with more than one device, in mesh order."""
         return tuple(axis for axis in self.mesh_spec.used if axis.name in self.manual_axes)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """Return the axes whose collectives the step writes."""
+        """Return the names of the axes over which the step is manual (explicit collectives)."""
         names = tuple(self.mesh.axis_names)
         return tuple(a for a in names if not (a == TENSOR.name and self.auto_tensor))
 
@@ -145,7 +145,7 @@ class Layout:
         return self.mesh_spec.num_replicas
 
     def param_specs(self, dims: Any) -> Any:
-        """Return specs of parameters, for each leaf of a tree of `Dims` or for one `Dims`."""
+        """Return the specs of parameters, for one `Dims` or each leaf of a tree of `Dims`."""
         return self._specs(dims, with_zero=self.zero == 3)
 
     def gather_specs(self, dims: Any) -> Any:
@@ -175,17 +175,17 @@ class Layout:
         return {name: P(*self.batch_spec()[: x.ndim]) for name, x in batch.items()}
 
     def sharding(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
-        """Return a spec on this mesh."""
+        """Return the `NamedSharding` of a spec on this mesh."""
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
 
     def shardings(self, specs: Any, memory_kind: str | None = None) -> Any:
-        """Return a tree of specs on this mesh."""
+        """Return the `NamedSharding`s of a tree of specs on this mesh."""
         return jax.tree.map(
             lambda spec: self.sharding(spec, memory_kind), specs, is_leaf=lambda x: isinstance(x, P)
         )
 
     def constrain(self, tree: Any, specs: Any) -> Any:
-        """Constrain arrays of any shapes to `specs` in a jitted function; XLA moves the data."""
+        """Constrain arrays of any shapes to `specs` in a jitted function; XLA reshards them."""
         return jax.tree.map(
             lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
             specs,
@@ -217,7 +217,7 @@ class Layout:
 
 
 def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` if one mesh axis would split two dims of an array."""
+    """Raise `ConfigError` if a mesh axis would split two dims of the same array."""
     taken: dict[str, str] = {}
     for name in dims:
         axis = rules.get(name) if name else None

@@ -1,7 +1,7 @@
 """The state of a run between two steps, and its initialization on any mesh.
 
-`init_state` runs under `jit` with output shardings: each device makes its own part, and the values
-are the same bit for bit on every mesh (JAX's PRNG is partitionable).
+`init_state` runs under `jit` with output shardings, so each device creates only its own shards. The
+values are bit-identical on every mesh (JAX's PRNG is partitionable).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class TrainState:
     """Everything that a step reads and writes.
 
     Attributes:
-        step: int32 [], optimizer steps done.
-        params: parameters, nested dicts, stored and laid out as the records in `Model.axes` say.
-        ema_params: moving average of the trained `params`, None for frozen ones; {} without one.
-        opt_state: optax state; its parameter-shaped leaves by `Layout.moment_specs`.
+        step: int32 [], number of completed optimizer steps.
+        params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
+        ema_params: moving average of trained `params`, None for frozen ones; {} without EMA.
+        opt_state: optax state; leaves with parameter shapes are laid out by `Layout.moment_specs`.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
-        key: PRNG key of the run's random bits; folded with the step, never advanced.
+        key: PRNG key of the run; each step folds in its index, and the key itself never changes.
     """
 
     step: Array
@@ -42,12 +42,12 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate: their average, if there is one."""
+        """Return the parameters to evaluate: the EMA if there is one."""
         return merged(self.ema_params, self.params) if self.ema_params else self.params
 
     @property
     def groups(self) -> dict[str, Params]:
-        """Return the groups of parameters, by the names of their parts of a checkpoint."""
+        """Return the parameter groups by name, as used in checkpoints."""
         return {group.item: getattr(self, group.item) for group in GROUPS.values()}
 
 
@@ -62,11 +62,12 @@ def init_state(
     has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
-    """Return a new state, every leaf created on the devices that hold it.
+    """Return a new state; every shard is created on its device.
 
-    Parameters and random bits depend on `seed` alone. `offload` keeps parameter-shaped optimizer
-    state in host memory. `has_ema` keeps an average of the parameters, which starts as their copy.
-    `params`, placed by `layout`, replace random ones and are donated. `loss_scale` is {} or two [].
+    Parameters and random bits depend only on `seed`. `offload` stores optimizer state with
+    parameter shapes in host memory. `has_ema` adds an EMA that starts as a copy of the parameters.
+    `params`, laid out by `layout`, replace random ones and are donated. `loss_scale` is {} or two
+    [].
     """
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shardings = state_shardings(
@@ -103,7 +104,7 @@ def make_state(
     *,
     has_ema: bool = False,
 ) -> Any:
-    """Make (seed, params = random ones) -> TrainState, a pure function; layers [layers, ...]."""
+    """Make the pure function (seed, params=random) -> TrainState; layers are [layers, ...]."""
 
     def make(seed: int, params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
@@ -154,7 +155,7 @@ def opt_shardings(
     *,
     offload: bool = False,
 ) -> Any:
-    """Return shardings of the optimizer state; only parameter-shaped leaves are sharded."""
+    """Return shardings of the optimizer state; only leaves with parameter shapes are sharded."""
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     opt_state = jax.eval_shape(optimizer.init, params)
     specs = layout.moment_specs(trained(model.axes, model.axes))

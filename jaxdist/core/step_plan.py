@@ -1,7 +1,7 @@
-"""The decisions about one train step, made once: `plan_step` returns them in a frozen record.
+"""The decisions about one train step: `plan_step` makes all of them and returns a frozen record.
 
-Other modules read the record and make none of the decisions again. Building it traces nothing and
-starts no device, so a mesh search can build thousands.
+Other modules only read the record. Building it traces nothing and starts no device, so a mesh
+search can build thousands.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from jaxdist.core.step.config import TrainConfig
 
 UNROLL_UP_TO = 16
-"""XLA:CPU runs up to this many layers unrolled, faster than a loop. More compile too slowly."""
+"""Maximum number of layers that XLA:CPU unrolls, which is faster; more compile too slowly."""
 
 UNROLL_ON_GPUS_UP_TO = 32
-"""The same of XLA:GPU: values that backward reads are then not copied into stacks."""
+"""Maximum for XLA:GPU: unrolled, residuals are not copied into stacks."""
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
-_ROW_CHUNKS = 4  # the collectives of the first and the last overlap with nothing
+_ROW_CHUNKS = 4  # the first and the last chunk overlap their collectives with nothing
 
 
 class StepSettings(NamedTuple):
@@ -55,12 +55,12 @@ class StepSettings(NamedTuple):
 
 
 class Device(NamedTuple):
-    """The kind of device that a step is planned for.
+    """The kind of device for which a step is planned.
 
     Attributes:
         compute_capability: of an NVIDIA GPU, e.g. "9.0"; "" if unknown.
-        kind: `jax.Device.device_kind`, or the name of a GPU in the catalogue.
-        per_node: neighbors along the context axis that share a node.
+        kind: `jax.Device.device_kind`, or the name of a GPU in the catalog.
+        per_node: number of neighbors along the context axis within one node.
     """
 
     platform: str
@@ -71,7 +71,7 @@ class Device(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> Device:
-        """Return the device of a layout, read from the first device of its mesh."""
+        """Return the device kind of a layout, from the first device of its mesh."""
         first = layout.mesh.devices.flat[0]
         here = jax.devices()
         return cls(
@@ -84,7 +84,7 @@ class Device(NamedTuple):
 
 
 def platform_of(device: Any) -> str:
-    """Return "gpu" for every GPU, else the platform's own name."""
+    """Return "gpu" for every GPU, else the name of the platform."""
     return "gpu" if device.platform in ("gpu", "cuda") else device.platform
 
 
@@ -93,20 +93,20 @@ class StepPlan:
     """The decisions about one step on one layout.
 
     Attributes:
-        attention: the devices, the exchange between devices that share rows, the limits of cuDNN.
-        kernel: attention kernel of training's rows; "" = none, or the settings' cannot run here.
-        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations, of sums
-            of gradients as they leave a layer, and over microbatches of a pipeline.
-        matmul_dtype: key of `matmul.FORMATS` for all layers but the first and last; "" = none.
-        remat: the policy of recomputation, "auto" resolved.
-        gathers_layers: a layer gathers its weights when it runs.
-        layers_per_body: layers in the body of the loop over them.
-        num_microbatches: as in the settings; 0 = one, or chosen by the pipeline from its rows.
+        attention: the devices, the context-parallel exchange, the restrictions of cuDNN.
+        kernel: attention kernel in training; "" = none, or the configured one cannot run here.
+        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; of
+            gradient reductions per layer; of those over a pipeline's microbatches.
+        matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
+        remat: the remat policy, with "auto" resolved.
+        gathers_layers: each layer all-gathers its weights when it runs.
+        layers_per_body: layers per iteration of the layer loop.
+        num_microbatches: as configured; 0 = one, or chosen by the pipeline from its rows.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
-        gradient_barrier: no gradient of an MLP's inputs is used before all are computed.
-        avoids_donation_copies: averages, parameters, moments are written one after the other.
-        avoids_zeroed_buffers: XLA does not zero memory that a loop will fill.
-        memory_bytes: memory of a GPU for XLA's schedule; 0 = unknown, or a CPU.
+        gradient_barrier: delay the gradients of an MLP's inputs until all are computed.
+        avoids_donation_copies: write averages, parameters and moments one after another.
+        avoids_zeroed_buffers: XLA does not zero memory that a loop overwrites.
+        memory_bytes: GPU memory for XLA's scheduler; 0 = unknown, or a CPU.
     """
 
     attention: AttentionPlan
@@ -140,23 +140,23 @@ class StepPlan:
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """Return how devices that share rows exchange keys and values; None if none do."""
+        """Return the context-parallel exchange of keys and values; None without a context axis."""
         return self.attention.exchange
 
     @property
     def accumulation(self) -> int:
-        """Return the microbatches of a step without pipeline stages."""
+        """Return the number of microbatches of a step without pipeline stages."""
         return self.num_microbatches or 1
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a short hash of all decisions, the same in every command."""
+        """Return a short hash of all decisions, which is the same in every command."""
         decisions = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in ("reasons", "device")
         }
-        attention = self.attention  # without texts, which may differ between processes
+        attention = self.attention  # texts are excluded because they may differ between processes
         exchange = attention.exchange[:3] if attention.exchange is not None else None
         decisions["attention"] = (attention.platform, attention.compute_capability, exchange)
         return hashlib.sha256(repr(decisions).encode()).hexdigest()[:12]
@@ -171,11 +171,11 @@ def plan_step(
     check: KernelCheck | None = None,
     remat: str | None = None,
 ) -> StepPlan:
-    """Decide about the step of a model on a layout, of real or abstract devices.
+    """Plan the step of a model on a layout of real or abstract devices.
 
-    `check` is the comparison of cuDNN's kernel with the reference, None = not compared. `remat` is
-    the policy chosen by estimated costs, None = as in the settings. Raises `ConfigError` if the
-    heads or the stages do not allow the exchange of the settings.
+    `check` compares cuDNN's kernel with the reference; None = not compared. `remat` is the policy
+    chosen by estimated costs; None = as configured. Raises `ConfigError` if the heads or the stages
+    do not allow the configured exchange.
     """
     train, precision, pipeline = settings
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
@@ -238,9 +238,9 @@ def plan_step(
         pipeline=pipeline,
         dot=dot,
         gradient_barrier=on_gpu and in_steps and not has_stages,
-        # XLA:CPU writes each leaf of the state from old leaves, and copies on one core memory that
-        # it might write before its last reader is done. Several devices would need another
-        # collective.
+        # XLA:CPU writes each leaf of the new state from old leaves. On one core it copies memory
+        # that it might overwrite before its last read. With several devices, avoiding the copies
+        # would need another collective.
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
         offload_optimizer=train.offload_optimizer,
@@ -253,7 +253,7 @@ def plan_step(
 def request_of(
     call: AttentionCall, head_dim: int, seq_len: int, dtype: Any, *, packed: bool
 ) -> AttentionRequest:
-    """Return the `choose_kernel` request for the attention of training."""
+    """Return the `choose_kernel` request for attention in training."""
     return AttentionRequest(
         dtype,
         head_dim,
@@ -269,14 +269,14 @@ def request_of(
 def exchange_of(
     model: Model, layout: Layout, per_node: int, *, packed: bool
 ) -> ExchangePlan | None:
-    """Plan how devices that share rows exchange keys and values; None if none do."""
+    """Plan the context-parallel exchange of keys and values; None without a context axis."""
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
     return plan_exchange(
         layout.context_attention,
         size=layout.size(CONTEXT),
-        # A model that does not name its heads keeps them together.
+        # If a model does not name its heads dim, its heads are not exchanged.
         heads=model.dims.get("heads", 1) // tensor or 1,
         kv_heads=model.dims.get("kv_heads", 1) // tensor or 1,
         per_node=per_node,
@@ -286,7 +286,7 @@ def exchange_of(
 
 
 def _per_node(layout: Layout) -> int:
-    """Return the largest groups of neighbors along the context axis that each share a host."""
+    """Return the largest number of neighbors along the context axis that share a host."""
     mesh = layout.mesh
     lines = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
     processes = [device.process_index for device in lines.flat]
@@ -297,7 +297,7 @@ def _per_node(layout: Layout) -> int:
 
 
 def kernel_rejection(layout: Layout, device: Device, check: KernelCheck | None) -> str:
-    """Return why cuDNN's operations must not be bound directly on this layout; "" = they may."""
+    """Return why cuDNN's operations must not be used directly on this layout; "" = they may."""
     if layout.auto_tensor and TENSOR in layout.used:
         return "XLA splits this model's heads, and cannot split cuDNN's own operations"
     if check is not None:
@@ -318,12 +318,12 @@ def _choose_remat(setting: str, chosen: str | None, platform: str) -> tuple[str,
 def layers_of_a_body(
     model: Model, layout: Layout, platform: str, remat: str, *, gathers: bool
 ) -> tuple[int, str]:
-    """Choose the layers in the body of the loop over them, all or one, and return the reason.
+    """Choose the number of layers per iteration of the layer loop (all or one), with the reason.
 
-    Unrolling only some layers is slower on every platform. A pipeline has its layers in several
-    loop bodies, which would compile slowly if unrolled. On GPUs, collectives in every layer also
-    compile slowly, and a layer that saves only its input has little to copy. ZeRO-2 saves memory,
-    but unrolled it would need more: GPT-2 keeps complete gradients longer (6.5 instead of 5.1 GiB).
+    Unrolling only some layers is slower on every platform. A pipeline has several loops over its
+    layers and would compile slowly if they were unrolled. On GPUs, collectives in every layer also
+    make compiling slow, and layers that save only their input have little to copy. ZeRO-2 saves
+    memory, but unrolling needs more: GPT-2 keeps complete gradients longer (6.5, not 5.1 GiB).
     """
     if layout.size(PIPELINE) > 1:
         return 1, "stages hold their layers in several loops"
@@ -339,13 +339,13 @@ def layers_of_a_body(
 
 
 def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int, str]:
-    """Choose the maximum number of chunks of a microbatch's rows, and return the reason.
+    """Choose the maximum number of row chunks of a microbatch, with the reason.
 
-    More than one if `tensor` splits layers on GPUs: XLA then overlaps the collectives of one chunk
-    with the products of another (Wang et al. 2024, "Domino", section 3). With a ring, which has
-    collectives in each hop, chunks gain nothing (`scripts/bench/results/gpu_program.md`). In fp8
-    each chunk would have its own scale, and so round differently from a mesh without chunks;
-    block-scaled formats were not tried.
+    More than one if `tensor` splits layers on GPUs. XLA then overlaps collectives of one chunk with
+    products of another (Wang et al. 2024, "Domino", section 3). With a ring, which has collectives
+    in each hop, chunks gain nothing (`scripts/bench/results/gpu_program.md`). In fp8 each chunk
+    would have its own scale and would round differently than without chunks. Block-scaled formats
+    were not tried.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:
@@ -354,12 +354,12 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
 
 
 def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
-    """Choose the implementation of products with weights, and return the reason.
+    """Choose the implementation of products with weights, with the reason.
 
-    On GPUs, if `tensor` gathers and scatters positions, positions are the outermost dim in memory:
-    otherwise XLA would transpose the activations before and after every product. On CPUs, weight
-    gradients use a faster sum, except with stages, which recognize these products by their form to
-    postpone them.
+    If `tensor` splits the sequence on GPUs, positions are the outermost dim in memory. Otherwise
+    XLA transposes the activations before and after every product. CPUs use a faster sum for weight
+    gradients, except with pipeline stages, whose split backward must recognize these products by
+    their form.
     """
     if platform == "cpu" and PIPELINE not in layout.used:
         return "cpu", "sums gradients of weights faster on CPU"
@@ -370,13 +370,13 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
 
 
 def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:
-    """Return the default number of tokens whose logits exist at once; 0 = all.
+    """Return the default number of tokens whose logits are in memory at once; 0 = all.
 
     Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4: 12
-    bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
-    passes below `_HEAD_PASSES` of the products' time, and float32 logits below `_LOGITS_SHARE` of
-    its memory, in multiples of 128, the tile of a product. A CPU takes as many as fit its caches.
-    For an unknown GPU the smallest usual one is assumed.
+    bytes per element, for 6 FLOPs per token and element. On a GPU, a chunk is large enough that
+    these passes take less than `_HEAD_PASSES` of the products' time. It is small enough that
+    float32 logits take less than `_LOGITS_SHARE` of memory. It is a multiple of 128, the tile size
+    of products. On a CPU, it fits in the caches. An unknown GPU counts as the smallest usual one.
     """
     if not vocab_shard:
         return 0

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy of each token, from a head whose vocabulary may be split.
+"""Log-probabilities and entropy of each token, from a head with a possibly sharded vocabulary.
 
-Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass: one head
+Logits are in memory for one chunk of tokens at a time, and backward recomputes them: one head
 product more than in the fused cross-entropy of `losses.py`.
 """
 
@@ -25,7 +25,7 @@ _SIGN = np.uint32(1 << 31)
 
 
 class LogitFilter(NamedTuple):
-    """Filter of sampled tokens: temperature, then top-k, then top-p; equal logits are kept."""
+    """Filter for sampling: temperature, then top-k, then top-p; ties at the threshold are kept."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -37,9 +37,9 @@ def make_token_logps(
     chunk: int = 0,
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., TokenLogps]:
-    """Build `Context.token_logps` for a vocabulary that `axis` splits.
+    """Build `Context.token_logps` for a vocabulary split over `axis`.
 
-    `chunk` and `weight_gradient`, float32 [d_model, vocab], are those of `losses.Vocabulary`.
+    For `chunk` and `weight_gradient`, float32 [d_model, vocab], see `losses.Vocabulary`.
     """
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
@@ -65,7 +65,7 @@ def _logps(
     """Return log-probabilities and entropies, float32 [tokens], from x [tokens, d_model]."""
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Any]:
-        """Return both of a chunk [chunk, ...] of tokens."""
+        """Return log-probabilities and entropies of a chunk of tokens, float32 [chunk] each."""
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, sampling)[:2]
 
     _, outputs = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
@@ -76,7 +76,7 @@ def _logps(
 def _forward(
     x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, sampling: LogitFilter
 ) -> Any:
-    """Return the results of `_logps`, float32 [tokens] each, and its arrays for the backward."""
+    """Return the results of `_logps`, float32 [tokens] each, and its residuals."""
     return _logps(x, kernel, targets, vocabulary, sampling), (x, kernel, targets)
 
 
@@ -90,7 +90,7 @@ def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: 
         _, entropy, logps, probs, hit, slope = _chunk_logps(
             x, targets, kernel, vocabulary, sampling
         )
-        # The entropy is minus the sum of p log p; a token that is not kept has neither.
+        # The entropy is minus the sum of p log p; filtered tokens do not contribute.
         surprise = jnp.where(probs > 0, logps, 0.0) + entropy[:, None]
         dlogits = (hit - probs) * dlogps[:, None] - probs * surprise * dentropy[:, None]
         dlogits = dlogits * slope / sampling.temperature
@@ -110,11 +110,11 @@ _logps.defvjp(_forward, _backward)
 def _chunk_logps(
     x: Array, targets: Array, kernel: Array, vocabulary: Vocabulary, sampling: LogitFilter
 ) -> tuple[Any, ...]:
-    """Return log-probabilities of one chunk, and all that their gradients need, in float32.
+    """Return log-probabilities of one chunk and the residuals for their gradients, in float32.
 
     x is [tokens, d_model]. Log-probability and entropy are [tokens], equal on all devices of the
-    axis; [tokens, vocab_shard] are log-probabilities, probabilities, the one-hot target (0 if it is
-    not kept), and the slope of the soft cap.
+    axis. The residuals are [tokens, vocab_shard]: log-probabilities, probabilities, the one-hot
+    target (0 if it is filtered), and the slope of the soft cap.
     """
     total = lambda y: collectives.all_reduce(y, vocabulary.axis) if vocabulary.axis else y
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -135,7 +135,7 @@ def _chunk_logps(
     shifted = logits - top[:, None]
     exps = jnp.exp(shifted)
     is_target = targets[:, None] == columns
-    # Where, not a product: columns that are not kept hold -inf, and -inf * 0 is NaN.
+    # `where` instead of a product, because filtered columns contain -inf, and -inf * 0 is NaN.
     finite = jnp.where(exps > 0, shifted, 0.0)
     picked = jnp.where(is_target, finite, 0.0)
     hit = (is_target & (logits > -jnp.inf)).astype(jnp.float32)
@@ -148,16 +148,16 @@ def _chunk_logps(
 
 
 def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | float) -> Array:
-    """Keep the largest logits [tokens, vocab_shard] of which `measure` reaches `needed`.
+    """Keep the fewest largest logits [tokens, vocab_shard] for which `measure` reaches `needed`.
 
-    `measure` maps the columns that are kept to float32 [tokens] over all devices. The threshold is
-    set bit by bit in ordered integers, so no device needs the logits of another.
+    `measure` maps the kept columns to float32 [tokens], reduced over all devices. The threshold is
+    found bit by bit in ordered integers, so no device needs logits of another.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
     def step(i: Array, threshold: Array) -> Array:
-        """Set a bit of the threshold, uint32 [tokens], if enough is kept above it."""
+        """Set a bit of the threshold, uint32 [tokens], if enough logits are above it."""
         higher = threshold | (_SIGN >> i.astype(jnp.uint32))
         return jnp.where(measure(order >= higher[:, None]) >= needed, higher, threshold)
 

@@ -22,52 +22,52 @@ from jaxdist.settings.declare import ConfigError
 
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
-"""Plain nested dicts of arrays; stacked layers live under `layers` as `[num_layers, ...]`."""
+"""Plain nested dicts of arrays; stacked layers are in `layers` as `[num_layers, ...]`."""
 
 Batch: TypeAlias = dict[str, Array]
 """Named arrays whose first dim is the batch.
 
 Text: `tokens`, `targets` int32 [batch, seq]; `weights` float32 [batch, seq] (0 = not in the loss);
-`segments` int32 [batch, seq] (documents of a packed row, 1, 2, ...; 0 = padding; absent when rows
+`segments` int32 [batch, seq] (document ids in a packed row, 1, 2, ...; 0 = padding; absent if rows
 are not packed); `positions` int32 [batch, seq] (position inside the document).
 Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weights` [batch].
-Inside the step `rows` int32 [batch] is added: the row's index in the global batch, from which
-random bits follow."""
+The step adds `rows` int32 [batch]: the row's index in the global batch, from which random bits are
+computed."""
 
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
 
-The objective returns `loss` (nats) and `weight` (tokens or rows that count), and may add others
-(`correct`). Head and blocks may return any, or none: {}. Each name is summed exactly once over
+The objective returns `loss` (nats) and `weight` (number of tokens or rows), and may add others
+(`correct`). Head and blocks may return any sums, or {}. Each name is summed exactly once over
 layers, head, microbatches and devices, on every mesh and schedule. Means are sum / weight.
 
 Training differentiates `loss` + `aux_loss` of objective, head and blocks (`trained_loss`).
-`aux_loss` is for terms that are no likelihood, such as a router's balance loss, and is not part of
-the reported loss. Every other name is a metric.
+`aux_loss` is for regularizers, such as a router's balance loss. It is not part of the reported
+loss. All other names are metrics.
 
-Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
-(its tokens under sequence parallelism, its heads) and is added up. One that does not vary counts
-once. So does, over the `context` axis, a sum that follows from `Context.sum` over "seq" alone. Take
-sums of the residual stream, of inputs of `Context.enter` or of a split product: outputs of `enter`
-vary, though they are equal on all devices, and would count once for each."""
+Over the `tensor` axis, the JAX type of the sum decides. A sum that varies over it is this device's
+part (its tokens under sequence parallelism, its heads) and is summed. A sum that does not vary
+counts once. So does, over the `context` axis, a sum computed only from `Context.sum` over "seq".
+Compute sums from the residual stream, inputs of `Context.enter` or a split product. Outputs of
+`enter` vary although they are equal on all devices, so their sums would count several times."""
 
 
 BATCH_STATISTICS = "batch_statistics"
-"""Name among a head's sums of the batch statistics of the running averages: a tree of
-float32 arrays, equal on all devices that split rows, in which trained leaves are absent."""
+"""Key in a head's sums for the batch statistics of running averages: a tree of float32 arrays
+without trained leaves, equal on all devices that split rows."""
 
 TRAINED = ("loss", "aux_loss")
 """Names of the sums that training differentiates."""
 
 
 def trained_loss(sums: Sums) -> Array:
-    """Add up the sums that training differentiates: those of `TRAINED`, float32 []."""
+    """Return the sum of the values that training differentiates (`TRAINED`), float32 []."""
     first, *others = (sums[name] for name in TRAINED if name in sums)
     return sum(others, start=first)
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Add both sums, [] each, by name; a name that one of them lacks counts as 0 there."""
+    """Add two `Sums`, scalars [], by name; a missing name counts as 0."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 
@@ -79,7 +79,7 @@ Update: TypeAlias = Literal["gradient", "statistic", "none"]
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
-    No mesh axis may split a dim `None`. The array is float32 and trained; see `weights.Parameter`.
+    Mesh axes never split a dim `None`. The array is float32 and trained; see `weights.Parameter`.
     """
 
     storage: Storage = "float32"
@@ -93,16 +93,16 @@ class Dims(tuple[str | None, ...]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """The rule for the keys that a query sees; never the [queries, keys] mask itself.
+    """Which keys a query attends to, without the [queries, keys] mask.
 
     Attributes:
         causal: a query sees the keys up to its own position.
-        sliding_window: newest keys that a query sees, itself included; 0 = all.
-        segments: int32 [batch, seq], documents of packed rows: a query sees its own; None = one.
+        sliding_window: number of newest keys that a query sees, including its own; 0 = all.
+        segments: int32 [batch, seq], document ids of packed rows; a query sees its own; None = one.
         query_positions: int32 [batch, queries], index of each query among the keys; None = queries
-            and keys are the same positions 0, 1, ...
-        full_every: every such layer, from the end of each group, has no window; 0 = none.
-        layer: index of the layer in the model, int32 scalar; read if `full_every` is set.
+            and keys have the same positions 0, 1, ...
+        full_every: the last layer of each group of this many layers has no window; 0 = none.
+        layer: index of the layer in the model, int32 scalar; used if `full_every` is set.
     """
 
     causal: bool = True
@@ -120,9 +120,9 @@ class AttentionMask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDropout:
-    """Dropout of attention probabilities with the same bits on every mesh.
+    """Dropout of attention probabilities that is identical on every mesh.
 
-    `key` is consumed once; `rows` are int32 [batch], the index of each row in the global batch.
+    `key` is used once. `rows` are int32 [batch], the index of each row in the global batch.
     """
 
     rate: float
@@ -132,11 +132,11 @@ class AttentionDropout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments that a model's layers pass to `Context.attend` for rows of any kind.
+    """The arguments with which a model's layers call `Context.attend` in training.
 
     Attributes:
-        sliding_window: newest keys that a query sees, itself included; 0 = all before it.
-        full_every: every such layer has no window; 0 = none.
+        sliding_window: number of newest keys that a query sees, including its own; 0 = all.
+        full_every: every layer at this interval has no window; 0 = none.
         softcap: bound of the scores; 0 = none.
     """
 
@@ -148,17 +148,17 @@ class AttentionCall:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Return the newest keys that a query sees in each kind of layer; 0 = all before it."""
+        """Return the attention window of each kind of layer; 0 = no window."""
         differ = self.full_every and self.sliding_window
         return (self.sliding_window, 0) if differ else (self.sliding_window,)
 
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Multiply activations by a weight, with named dims: the plain `Context.dot`.
+    """Multiply activations by a weight, with named dims: the default `Context.dot`.
 
-    `dims` are e.g. "batch seq d_model, d_model mlp -> batch seq mlp"; dims that the result lacks
-    are summed. w is cast to the dtype of x [*first dims named]. `out_dtype` is that of the result
-    and of its sums; None = that of x.
+    `dims` is e.g. "batch seq d_model, d_model mlp -> batch seq mlp"; dims that are not in the
+    result are contracted. w is cast to the dtype of x [*first dims named]. Sums and result have
+    `out_dtype`; None = the dtype of x.
     """
     inputs, _, output = dims.partition("->")
     names = dict.fromkeys(inputs.replace(",", " ").split())
@@ -190,7 +190,7 @@ class TokenLogps(NamedTuple):
     """Predictions of the model for each token.
 
     Attributes:
-        logps: of the target, float32 [batch, seq]; -inf if top-k or top-p leaves it out.
+        logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p drops it.
         entropy: nats, float32 [batch, seq].
     """
 
@@ -203,7 +203,7 @@ def _identity(x: Any) -> Any:
 
 
 def _same_sum(x: Any, over: str) -> Any:
-    """Return x [...]: one device holds all terms of a sum."""
+    """Return x [...], because one device has all terms of the sum."""
     del over
     return x
 
@@ -222,7 +222,7 @@ _RENAMED = {
     "gather": "the parameters that the model receives, which are complete",
     "row_groups": "the rows of the batch, which a model never splits itself",
 }
-"""Removed members of `Context` -> their replacements, for models and objectives of users."""
+"""Removed members of `Context` -> their replacements, for custom models and objectives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,19 +246,19 @@ class Context:
         sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
             rows), "seq" (the positions of a row) or "tensor" (the products of a layer). It is
             differentiable. The sum of 1 is the number of devices, an int.
-        gradient_barrier: tree of arrays -> the same; no gradient of them is used before all are
+        gradient_barrier: tree of arrays -> the same tree; its gradients are used only after all are
             computed.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
-        position_ids: number of this device's positions -> int32 [that many], index in its row of
-            each; 0, 1, ... unless devices share rows.
+        position_ids: n, the number of this device's positions -> int32 [n], the index of each in
+            its row; 0, 1, ... without a context axis.
         token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
             head's product, over a vocabulary that may be split.
         token_logps: (TokenHead, targets, temperature=1.0, top_k=0, top_p=1.0) -> `TokenLogps`,
             differentiable, without materializing full logits. An objective of plain cross-entropy
             calls `token_loss`, which is faster.
         dropout_key: PRNG key for this step and layer; None in evaluation.
-        layer: index in the model of the block that runs, int32 scalar.
-        platform: "cpu" or "gpu", read from the mesh and never from the default backend.
+        layer: model index of the current block, int32 scalar.
+        platform: "cpu" or "gpu", of the mesh and not of the default backend.
     """
 
     dtype: Any = jnp.float32
@@ -285,7 +285,7 @@ class Context:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Reject a removed member by name."""
+            """Raise an error for a removed member, with its replacement."""
             if name in _RENAMED:
                 raise ConfigError(f"Context.{name} was removed. Use {_RENAMED[name]}.")
             raise AttributeError(f"Context has no attribute {name!r}")
@@ -312,7 +312,7 @@ class Decoding:
 Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 """(output of the head, this device's rows of one microbatch, context) -> Sums.
 
-Its attribute `rows_per_example` is the number of adjacent rows that form an example: 2 of pairs."""
+Its attribute `rows_per_example` is the number of adjacent rows per example, e.g. 2 for pairs."""
 
 
 def rows_per_example(objective: Objective | None) -> int:

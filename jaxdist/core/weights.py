@@ -1,7 +1,7 @@
-"""Metadata of parameters, and weights that are more than one array.
+"""Metadata of parameters, and weights that consist of several arrays.
 
-`Model.axes` holds a record at each leaf: plain `Dims`, a float32 array that gradients train, or a
-`Parameter`. A `CompositeWeight` is stored in several arrays, with a record for each.
+`Model.axes` has a record at each leaf: plain `Dims` (a trained float32 array) or a `Parameter`. A
+`CompositeWeight` is stored in several arrays, each with its own record.
 
     storage     on disk, in memory, on the wire   gathered as               update
     float32     4 bytes                           compute dtype             any
@@ -22,9 +22,9 @@ from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
 
 
 class ParameterGroup(NamedTuple):
-    """A named tree of parameters in the state of a run; `item` is its part of a checkpoint.
+    """A named tree of parameters in the state of a run; `item` is its name in a checkpoint.
 
-    A run may lack an optional group. A checkpoint without it starts it from the model.
+    Optional groups may be absent. If a checkpoint lacks one, it is initialized from the model.
     """
 
     item: str
@@ -32,17 +32,17 @@ class ParameterGroup(NamedTuple):
 
 
 GROUPS = {"model": ParameterGroup("params", False), "ema": ParameterGroup("ema_params", True)}
-"""The groups of parameters. Those after the model hold its trained leaves (see `merged`)."""
+"""The groups of parameters; all but the model contain only its trained leaves (`merged`)."""
 
 
 class Parameter(Dims):
-    """Metadata of one parameter: its logical dims, how it is stored, and how training updates it.
+    """Metadata of one parameter: logical dims, storage format, and how training updates it.
 
     Attributes:
         storage: dtype of the array. Trained parameters are float32.
-        update: "gradient" = by the optimizer; "statistic" = a running average, moved by the
-            batches' own values (`step/statistics.py`); "none" = frozen.
-        keeps_dtype: the model receives it as it is stored, not in the compute dtype.
+        update: "gradient" = by the optimizer; "statistic" = a running average of batch statistics
+            (`step/statistics.py`); "none" = frozen.
+        keeps_dtype: the model receives the storage dtype instead of the compute dtype.
     """
 
     def __new__(
@@ -53,7 +53,7 @@ class Parameter(Dims):
         update: Update = "gradient",
         keeps_dtype: bool = False,
     ) -> Parameter:
-        """Check that only frozen parameters are stored in fewer bits."""
+        """Check that only frozen parameters have a storage dtype other than float32."""
         if storage != "float32" and update != "none":
             raise ValueError(
                 f"a parameter with storage={storage!r} and update={update!r}: trained parameters "
@@ -66,7 +66,7 @@ class Parameter(Dims):
 
 
 def freeze(dims: Dims) -> Parameter:
-    """Return the record of the same parameter, frozen."""
+    """Return the record of a parameter, marked as frozen."""
     return Parameter(dims, **{**vars(dims), "update": "none"})
 
 
@@ -82,7 +82,7 @@ def trained(tree: Any, axes: Any) -> Any:
 
 
 def frozen(tree: Any, axes: Any) -> Any:
-    """Return the leaves that `trained` leaves out."""
+    """Return the tree without the leaves that `trained` returns."""
     return jax.tree.map(lambda dims, x: x if dims.update == "none" else None, axes, tree)
 
 
@@ -93,7 +93,7 @@ def merged(tree: Any, rest: Any) -> Any:
 
 
 GATHERS = ("gather_weight", "gather_rounded")
-"""Functions with a custom derivative that make a parameter ready for use: gathered, and cast."""
+"""Functions with a custom VJP that gather or cast parameters before use."""
 
 
 def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
@@ -104,12 +104,12 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 class CompositeWeight:
-    """A weight that is stored in several arrays, for `Context.dot`; subclasses are pytrees."""
+    """A weight stored in several arrays, for `Context.dot`; subclasses are pytrees."""
 
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
     ) -> Array:
-        """Return the product [*dims after the arrow]; `dot` multiplies parts of this weight."""
+        """Return the product [*dims after the arrow]; `dot` multiplies the weight's arrays."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> CompositeWeight:
@@ -118,7 +118,7 @@ class CompositeWeight:
 
 
 def with_weights(dot: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a `Context.dot` of arrays [*dims], and of a `CompositeWeight`, by its `multiply`."""
+    """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`."""
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
         """Return the product [*dims after the arrow]; the arguments are those of `types.dot`."""
@@ -132,9 +132,9 @@ def with_weights(dot: Callable[..., Array]) -> Callable[..., Array]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(CompositeWeight):
-    """A frozen weight in int8 [*dims], with a float32 scale for each of its outputs.
+    """A frozen weight in int8 [*dims], with a float32 scale per output.
 
-    The scale has size 1 in the dims that the product sums.
+    The scale has size 1 in the contracted dims.
     """
 
     values: Any
@@ -149,14 +149,14 @@ class Int8Weight(CompositeWeight):
     ) -> Array:
         """Return the product [*dims after the arrow] of x and the values times their scale."""
         run = lambda x, weight: dot(dims, x, weight.astype(x.dtype), out_dtype=out_dtype)
-        return jax.checkpoint(run)(x, self)  # backward keeps the int8 values and no float copy
+        return jax.checkpoint(run)(x, self)  # backward saves only the int8 values
 
 
 def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
-    """Return a model that stores some of its weights as frozen `Int8Weight`s.
+    """Return a model that stores the named weights as frozen `Int8Weight`s.
 
-    `summed` maps the name of each, e.g. "layers/mlp/down", to the dims over which its product sums.
-    Weights are rounded to the nearest of 255 values; an output's largest is 127 times its scale.
+    `summed` maps names, e.g. "layers/mlp/down", to the dims that their products contract. Weights
+    are rounded to the nearest of 255 values; the largest of each output is 127 times its scale.
     """
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -167,7 +167,7 @@ def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
         return Int8Weight(Parameter(dims, storage="int8", update="none"), kept) if over else dims
 
     def convert(path: Any, dims: Dims, w: Array) -> Any:
-        """Return the parameter [*dims] as it is stored."""
+        """Return the parameter [*dims] in its storage format."""
         over = [i for i, dim in enumerate(dims) if dim in summed.get(name(path), ())]
         if not over:
             return w
