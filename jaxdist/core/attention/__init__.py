@@ -1,12 +1,12 @@
-"""Attention: the choice of the kernel, the kernels, attention over rows that devices share.
+"""Attention: choice of the kernel, the kernels, and attention over context-parallel rows.
 
-kernels           public API: the choice of the kernel and its reason; dense attention; dropout
-tiled             plain JAX for rows of up to 2,047 keys on CPU: tiles of queries
-blockwise         plain JAX in blocks: memory is linear in the length of the row
-cudnn             the only module that binds cuDNN's private operations; packed documents on it
+kernels           public API: choice of the kernel with its reason; dense attention; dropout
+tiled             plain JAX for up to 2,047 keys on CPUs, in tiles of queries
+blockwise         plain JAX in blocks: memory is linear in the row length
+cudnn             the only module that uses cuDNN's private operations; packed documents
 kernel_check      numeric check of cuDNN on the user's device
 context_parallel  rows split over devices: ring, all-gather, all-to-all, hybrid
-ring              keys and values travel around the devices, overlapped with attention
+ring              keys and values are sent around the devices, overlapped with attention
 zigzag            one hop of a ring on cuDNN's kernel
 """
 

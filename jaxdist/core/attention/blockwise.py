@@ -1,15 +1,15 @@
 """Block-wise attention in plain JAX: the [queries, keys] matrix of a row is never materialized.
 
-Scores of one block of queries and one block of keys at a time update a running softmax. The
-backward pass recomputes them from the log-sum-exp. Pairs of blocks in which no query sees a key are
-skipped. Queries and keys carry their positions (`Span`), so any part of a row can attend to any
-other part; `merge` joins the results.
+Scores of one block of queries and one block of keys at a time update a running softmax. Backward
+recomputes them from the log-sum-exp. Pairs of blocks in which every key is masked are skipped.
+Queries and keys have positions (`Span`), so any part of a row can attend to any other part; `merge`
+joins the results.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2. Deviation: blocks are XLA products in
 loops, not one fused kernel.
 
-Inside, blocks of queries are [num_blocks, batch, kv_heads, group, block, head_dim] with group =
-heads / kv_heads, and blocks of keys [num_blocks, batch, kv_heads, block, head_dim].
+Internal layout: query blocks are [num_blocks, batch, kv_heads, group, block, head_dim] with group =
+heads / kv_heads; key blocks are [num_blocks, batch, kv_heads, block, head_dim].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
 Q: TypeAlias = Float[Array, "batch queries heads head_dim"]
-"""Queries, outputs of attention and their gradients; of this device's heads."""
+"""Queries, outputs of attention and their gradients; only this device's heads."""
 
 KV: TypeAlias = Float[Array, "batch keys kv_heads head_dim"]
 """Keys, values and their gradients. Each key/value head serves heads / kv_heads query heads."""
@@ -38,17 +38,17 @@ Lse: TypeAlias = Float[Array, "batch queries heads"]
 """Log-sum-exp of the scores of each query, float32 or wider."""
 
 Segments: TypeAlias = Int[Array, "batch length"]
-"""Documents of packed rows: the number changes where the next document (or padding) starts."""
+"""Document ids of packed rows: the number changes where the next document (or padding) starts."""
 
 UNSEEN = -1e30
-"""Log-sum-exp of a query that saw no key. Finite, so that differences of two are not NaN."""
+"""Log-sum-exp of a query that saw no key; finite, so that differences are not NaN."""
 
 BLOCK = 256
-"""Positions of a block: on CPU twice as fast as 1024, whose scores leave the cache."""
+"""Positions per block: on CPUs twice as fast as 1024, whose scores do not fit in the cache."""
 
 
 class Span(NamedTuple):
-    """Positions of queries or keys in their row (-1 = padding), and documents of packed rows."""
+    """Positions of queries or keys in their row (-1 = padding), and document ids if packed."""
 
     positions: Int[Array, "batch_or_1 length"]
     segments: Segments | None = None
@@ -58,8 +58,8 @@ class Rule(NamedTuple):
     """The keys that a query sees within its document.
 
     Attributes:
-        window: only the newest keys, the query's own included; 0 = all.
-        softcap: bound that scores approach; 0 = none.
+        window: number of newest keys that a query sees, including its own; 0 = all.
+        softcap: bound of the scores; 0 = none.
     """
 
     causal: bool = True
@@ -69,14 +69,14 @@ class Rule(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Softmax over a part of the keys, and the log of its denominator; float32 or wider."""
+    """Attention over a part of the keys, and its log-sum-exp; float32 or wider."""
 
     out: Q
     lse: Lse
 
 
 class BackwardStats(NamedTuple):
-    """Statistics of queries over all parts of the keys, for the backward pass."""
+    """Per-query statistics over all keys, for the backward pass."""
 
     cotangent: Q
     lse: Lse
@@ -100,7 +100,7 @@ def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) 
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Declare that arrays [*dims] vary over every axis over which any of them varies."""
+    """Make arrays [*dims] vary over every axis over which any of them varies."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
@@ -127,7 +127,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def name_residuals(total: Partial, dtype: Any) -> tuple[Q, Lse]:
-    """Return the output in `dtype` and the log-sum-exp, named for remat policies that keep them."""
+    """Return the output in `dtype` and the log-sum-exp, named for remat policies that save them."""
     named = lambda x: checkpoint_name(x, "attention")
     return named(total.out.astype(dtype)), named(total.lse)
 
@@ -183,16 +183,16 @@ def forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule)
 
 
 def wide_dtype(query: Float[Array, "*dims"]) -> Any:
-    """Return the dtype of sums: float32, or float64 if the query is."""
+    """Return the dtype for sums: float64 for float64 queries, else float32."""
     return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 
 def backward(
     query: Q, key: KV, value: KV, queries: Span, keys: Span, stats: BackwardStats, rule: Rule
 ) -> tuple[Q, KV, KV]:
-    """Return gradients of query, key and value through attention to these keys.
+    """Return the gradients of query, key and value through attention to these keys.
 
-    `stats` is over all keys that the queries see. Gradients are float32 or wider.
+    `stats` must include all keys that the queries see. Gradients are float32 or wider.
     """
     query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
@@ -215,7 +215,7 @@ def backward(
             def add_block() -> tuple[Array, Array, Array]:
                 """Return dq [batch, kv_heads, group, block, ...] of this block; dk, dv so far."""
                 scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
-                # Mask before any product: hidden values may be infinite.
+                # Mask before any product, because masked values may be infinite.
                 probs = jnp.where(
                     cut.allowed(q_span, k_span), jnp.exp(scores - lse[..., None]), 0.0
                 )
@@ -228,7 +228,7 @@ def backward(
                     dv + product("bgrqk,bgrqd->bgkd", probs.astype(do.dtype), do),
                 )
 
-            # Only blocks leave the branch: a branch that returned dq would copy all of it.
+            # Return only blocks from the branch: a branch that returned dq would copy all of it.
             part, dk, dv = lax.cond(is_seen, add_block, lambda: (jnp.zeros_like(q, wide), dk, dv))
             dq = lax.dynamic_update_index_in_dim(dq, dq[number] + part, number, 0)
             return (dq, dk, dv), None
@@ -246,23 +246,23 @@ def _together(*inputs: Any) -> Any:
     """Pass trees of arrays through a barrier, so that none is available before the others.
 
     Positions and documents are equal in all layers. Without the barrier, differentiating a loop
-    over layers would compute the masks of all blocks before the loop and store them, together
+    over layers would compute the masks of all blocks before the loop and store them: together
     [queries, keys].
     """
     return lax.optimization_barrier(inputs)
 
 
 _Grads: TypeAlias = tuple[Array, Array, Array]
-"""Float32 gradients so far: of all queries, and of the keys and values of one block."""
+"""Accumulated float32 gradients: of all queries, and of keys and values of one block."""
 
 
 class _Running(NamedTuple):
-    """A softmax in progress over one block of queries.
+    """Running softmax of one block of queries.
 
     Attributes:
         out: [batch, kv_heads, group, block, head_dim], not yet divided by `weight`.
         top: [batch, kv_heads, group, block], largest score so far.
-        weight: the same shape, sum of exp(score - top).
+        weight: [batch, kv_heads, group, block], sum of exp(score - top).
     """
 
     out: Array
@@ -271,12 +271,12 @@ class _Running(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Rows cut into blocks.
+    """Rows split into blocks.
 
     Attributes:
-        queries: spans of the blocks of queries, leaves [num_blocks, batch or 1, block].
-        keys: spans of the blocks of keys.
-        seen: True if any query of a block may see any key of another.
+        queries: spans of the query blocks, leaves [num_blocks, batch or 1, block].
+        keys: spans of the key blocks.
+        seen: True for pairs of blocks in which a query may see a key.
     """
 
     queries: Span
@@ -288,7 +288,7 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, query: Q, key: KV, queries: Span, keys: Span, rule: Rule) -> _Cut:
-        # Carries of the loops vary over the axes of the queries, so their inputs must vary too.
+        # Loop carries vary over the axes of the queries, so the loop inputs must too.
         axes = tuple(collectives.varying_axes(query))
         cut = lambda x: jnp.moveaxis(_blocks(x, rule.block, fill=-1), 1, 0)
         queries, keys = jax.tree.map(cut, collectives.vary((queries, keys), axes))
@@ -330,9 +330,9 @@ class _Cut(NamedTuple):
 
 
 def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
-    """[batch, length, ...] -> [batch, blocks, block, ...], padded with `fill` if necessary.
+    """Reshape [batch, length, ...] to [batch, blocks, block, ...], padded with `fill` if needed.
 
-    A row without a divisor between an eighth of `longest` and `longest` is padded.
+    Rows are padded if their length has no divisor between `longest` / 8 and `longest`.
     """
     length = x.shape[1]
     divisors = [n for n in range(1, min(length, longest) + 1) if length % n == 0]
@@ -346,7 +346,7 @@ def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
 
 
 def _any_seen(queries: Span, keys: Span, rule: Rule) -> Bool[Array, "query_blocks key_blocks"]:
-    """Return whether queries of a block may see keys of another; never False if one is seen."""
+    """Return whether queries of a block may see keys of another; no false negatives."""
     low = lambda x: jnp.min(x, -1)[:, None]
     high = lambda x: jnp.max(x, -1)[:, None]
     first, last = (lambda x: jnp.min(x, -1)[None]), (lambda x: jnp.max(x, -1)[None])

@@ -1,18 +1,18 @@
-"""Products in 8 and 4 bits with a scale for each block of numbers that are summed.
+"""Products in 8 and 4 bits with one scale per block of elements along the contracted dims.
 
-mxfp8: everything, gradients too, is rounded to E4M3, and each 32 numbers along the summed dims
-share a scale that is a power of two (E8M0). All three products of a weight are such products.
+mxfp8: inputs, weights and gradients are rounded to E4M3. Each 32 elements along the contracted dims
+share a power-of-two scale (E8M0). Forward and both backward products use this format.
 
-nvfp4: forward, everything is rounded to E2M1, each 16 numbers share a scale in E4M3, and the array
-has one more, a power of two, under which the scales fit. Both products of the backward pass are in
-mxfp8, computed from the unrounded inputs.
+nvfp4: in forward, inputs and weights are rounded to E2M1. Each 16 elements share a scale in E4M3,
+and the array has one more scale, a power of two, so that block scales fit in E4M3. Both backward
+products use mxfp8 on the unrounded inputs.
 
-Blocks run along the dims that a product sums over, the last dims in memory, so an array is rounded
-again for each product. The last block is padded with zeros.
+Blocks are along the dims that a product contracts, which come last in memory. So an array is
+rounded again for each product. The last block is padded with zeros.
 
-A GPU multiplies the rounded numbers (`jax.nn.scaled_matmul`). Elsewhere the values that they
-represent are multiplied in the compute dtype, in which they are exact: E2M1 times E4M3 has six
-significant bits.
+A GPU multiplies the rounded elements (`jax.nn.scaled_matmul`). Other platforms multiply the values
+that they represent in the compute dtype, which is exact: E2M1 times E4M3 has six significant bits.
+
 
 Sources: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", section 5: the blocks.
 Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", sections 2 and 3: E4M3 throughout,
@@ -42,19 +42,19 @@ from jaxdist.core.types import Array
 E8M0, E2M1 = jnp.float8_e8m0fnu, jnp.float4_e2m1fn
 
 PRODUCT = "block_scaled_product"
-"""Name of a product forward in a traced program, for the remat policy that keeps products."""
+"""Name of a forward product in a traced program, for the remat policy that saves products."""
 
 BLOCK = {"mxfp8": 32, "nvfp4": 16}
-"""Numbers that share a scale."""
+"""Number of elements that share a scale."""
 
 _LARGEST_E2M1 = 6.0
 
 Scales: TypeAlias = tuple[Float32[Array, ""], Float32[Array, ""]]
-"""Scales of two complete arrays."""
+"""Array scales of both factors."""
 
 
 class Blocks(NamedTuple):
-    """Values in E4M3 or E2M1, a scale for each block (E8M0 or E4M3), and nvfp4's for the array."""
+    """Values in E4M3 or E2M1, a scale per block (E8M0 or E4M3), and nvfp4's scale of the array."""
 
     values: Float[Array, "batch rows summed"]
     scales: Shaped[Array, "batch rows blocks"]
@@ -68,9 +68,9 @@ class Blocks(NamedTuple):
 
 
 def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
-    """Round each 32 numbers to E4M3 under their own scale; `summed` is padded with zeros.
+    """Round blocks of 32 elements to E4M3 with one scale each; `summed` is padded with zeros.
 
-    The largest magnitude of each block is in (224, 448]. A block with a NaN or Inf is NaN.
+    The largest magnitude of each block is in (224, 448]. A block with a NaN or Inf becomes NaN.
     """
     blocks = _cut(x, BLOCK["mxfp8"])
     scales = scale_of(jnp.max(jnp.abs(blocks), axis=-1), E4M3)
@@ -79,10 +79,10 @@ def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
 
 
 def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""]) -> Blocks:
-    """Round each 16 numbers to E2M1 under their own scale and `scale`, that of the array.
+    """Round blocks of 16 elements to E2M1 with one scale each, and `scale` for the array.
 
-    `scale` is a result of `scale_of_nvfp4`. `summed` is padded with zeros. A block whose scale
-    would be below E4M3's smallest number is zeros.
+    Compute `scale` with `scale_of_nvfp4`. `summed` is padded with zeros. A block becomes zeros if
+    its scale would be below E4M3's smallest number.
     """
     blocks = _cut(x, BLOCK["nvfp4"]) * (1 / scale)
     scales = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST_E2M1).astype(E4M3)
@@ -90,13 +90,13 @@ def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""])
     values = jnp.where(
         wide == 0, jnp.zeros_like(blocks), blocks / jnp.where(wide == 0, jnp.ones_like(wide), wide)
     )
-    # A scale rounded down leaves its largest value above 6.
+    # If a scale was rounded down, the largest value of its block exceeds 6.
     values = jnp.clip(values, -_LARGEST_E2M1, _LARGEST_E2M1).astype(E2M1)
     return Blocks(_join(values), scales, scale)
 
 
 def scale_of_nvfp4(largest: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Return the scale of an array from its largest magnitude; blocks' scales then fit E4M3."""
+    """Return the scale of an array from its largest magnitude, so that block scales fit in E4M3."""
     return scale_of(largest / _LARGEST_E2M1, E4M3)
 
 
@@ -121,9 +121,9 @@ def make_dot(
     *,
     is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
-    """Make a `Context.dot` in mxfp8 or nvfp4; returns a product [*dims] like `matmul.make_dot`.
+    """Make a `Context.dot` in mxfp8 or nvfp4: product [*dims], see `matmul.make_dot`.
 
-    Communication: an all-reduce of 4 bytes per array over `axes` for nvfp4's array scale; none for
+    Communication: for nvfp4's array scale an all-reduce of 4 bytes per array over `axes`; none for
     mxfp8.
     """
 
@@ -141,10 +141,10 @@ def make_dot(
 
 
 class _Scaled(NamedTuple):
-    """A product and the two products of its gradients; `dims` as `types.dot` takes them.
+    """A product and its two gradient products; `dims` as in `types.dot`.
 
-    Products of gradients are in mxfp8. The scale of an array is equal over `axes`. `is_narrow`
-    multiplies the rounded numbers; otherwise the values that they represent are multiplied.
+    Gradient products are in mxfp8. The array scale is equal over `axes`. `is_narrow`: multiply the
+    rounded elements; otherwise multiply the values that they represent.
     """
 
     matmul_dtype: str
@@ -155,7 +155,7 @@ class _Scaled(NamedTuple):
     is_narrow: bool
 
     def scales(self, x: Array, w: Array) -> Scales | None:
-        """Return the scales of x [*dims] and w [*dims]; None in mxfp8, which has none."""
+        """Return the array scales of x [*dims] and w [*dims]; None for mxfp8."""
         if self.matmul_dtype == "mxfp8":
             return None
         x_scale, w_scale = (scale_of_nvfp4(largest_of(array, self.axes)) for array in (x, w))
@@ -167,7 +167,7 @@ class _Scaled(NamedTuple):
         return checkpoint_name(self._multiply(names, x, w, self.out_dtype, scales), PRODUCT)
 
     def backward(self, x: Array, w: Array, g: Array) -> tuple[Array, Array]:
-        """Return gradients of x [*dims] and w [*dims], from g [*dims] of the result."""
+        """Return gradients of x [*dims] and w [*dims] from the result's gradient g [*dims]."""
         left, right, out = _names(self.dims)
         dx = self._multiply((out, right, left), g, w, x.dtype)
         return dx, self._multiply((left, out, right), x, g, x.dtype)
@@ -211,7 +211,7 @@ class _Scaled(NamedTuple):
         product = jax.nn.scaled_matmul(
             a.values, b.values, a.scales, b.scales, preferred_element_type=dtype
         )
-        # It forgets over which axes its arguments vary.
+        # The product loses the axes over which its arguments vary.
         product = collectives.vary(product, tuple(collectives.varying_axes(a.values)))
         if a.scale is None or b.scale is None:
             return product
@@ -241,7 +241,7 @@ def _dot(product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None) -> 
 def _dot_forward(
     product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None
 ) -> tuple[Array, Any]:
-    """Return the product [*dims] and the inputs of its backward pass."""
+    """Return the product [*dims] and its residuals."""
     scales = product.scales(x, w)
     if wide is None:
         return product.forward(x, w, scales), (x, w, None)

@@ -1,4 +1,4 @@
-"""The formats of `precision.matmul_dtype`: the GPUs that support each, and its product."""
+"""The formats of `precision.matmul_dtype`: supported GPUs and product of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxdist.core.types import Array
 
 
 class Format(NamedTuple):
-    """A format that layers can multiply in; `library` computes its products on a GPU.
+    """A low-precision format; `library` computes its products on a GPU.
 
-    `lowest_capability` is the first compute capability whose tensor cores support it.
+    `lowest_capability` is the lowest compute capability whose tensor cores support it.
     """
 
     rounding: str
@@ -33,13 +33,13 @@ FORMATS = {
         "Blackwell and later",
     ),
 }
-"""`precision.matmul_dtype` -> format; "auto" is none of them."""
+"""`precision.matmul_dtype` -> format; "auto" is not included."""
 
 
 def problems(
     matmul_dtype: str, num_layers: int, platform: str, compute_capability: str
 ) -> list[str]:
-    """Return the reasons why layers of a model cannot multiply in a format on these devices."""
+    """Return the reasons why a model's layers cannot use a format on these devices."""
     if matmul_dtype not in FORMATS:
         return []
     lowest, problems = FORMATS[matmul_dtype].lowest_capability, []
@@ -76,9 +76,9 @@ def make_dot(
 ) -> Callable[..., Array]:
     """Make a `Context.dot` in a format: product [*dims named after the arrow].
 
-    The scale of an array is equal over `axes`. On "gpu" the rounded numbers are multiplied,
-    elsewhere the values that they represent. If `is_wide`, this layer multiplies in the compute
-    dtype.
+    The scale of an array is equal over `axes`. On "gpu" the rounded elements are multiplied, on
+    other platforms the values that they represent. If `is_wide`, this layer uses the compute dtype
+    instead.
     """
     if matmul_dtype == "fp8":
         return fp8.make_dot(axes, platform, is_wide=is_wide)

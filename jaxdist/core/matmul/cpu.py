@@ -1,7 +1,7 @@
-"""Float32 products on CPU with faster gradients of weights (`scripts/bench/results/cpu.md`).
+"""Float32 products on CPUs with faster weight gradients (`scripts/bench/results/cpu.md`).
 
-XLA:CPU contracts the rows of two large inputs at two thirds of the speed of a plain product. So one
-input is transposed first, behind a barrier that keeps the compiler from undoing it.
+XLA:CPU contracts the rows of two large inputs at two thirds of the rate of a plain product. So one
+input is transposed first, behind a barrier that keeps the compiler from removing the transpose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
 def weight_gradient(
     x: Float[Array, "rows inner"], g: Float[Array, "rows outer"]
 ) -> Float[Array, "inner outer"]:
-    """Return a product's weight gradient, float32 or wider; the narrower input is transposed."""
+    """Return a weight gradient, float32 or wider; the input with fewer columns is transposed."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     x, g = x.astype(wide), g.astype(wide)
     if x.shape[1] <= g.shape[1]:
@@ -50,7 +50,7 @@ def _dot(dims: str, x: Array, w: Array) -> Array:
 
 
 def _forward(dims: str, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Return the product [*dims named after the arrow] and the inputs of its backward pass."""
+    """Return the product [*dims named after the arrow] and its residuals."""
     return types.dot(dims, x, w), (x, w)
 
 
@@ -60,7 +60,7 @@ def _backward(dims: str, saved: tuple[Array, Array], g: Array) -> tuple[Array, A
     inner = w.shape[: _num_inner(dims)]
     outer = w.shape[len(inner) :]
     flat = lambda a, last: a.reshape(-1, math.prod(last))
-    # XLA would copy the transpose of a weight with several outer dims, and reads a flat one.
+    # XLA would copy the transpose of a weight with several outer dims, but not of a flat one.
     dx = lax.dot_general(flat(g, outer), flat(w, outer), (((1,), (1,)), ((), ())))
     dw = weight_gradient(flat(x, inner), flat(g, outer))
     return dx.reshape(x.shape), dw.reshape(w.shape)
@@ -70,7 +70,7 @@ _dot.defvjp(_forward, _backward)
 
 
 def _num_inner(dims: str) -> int:
-    """Count the summed dims; 0 if they are not the last of x and the first of w in this order."""
+    """Return the number of contracted dims; 0 unless they end x and begin w in the same order."""
     inputs, _, out = dims.partition("->")
     left, right = (part.split() for part in inputs.split(","))
     inner = [name for name in left if name in right]

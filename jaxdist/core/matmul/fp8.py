@@ -1,15 +1,15 @@
 """Products in fp8: formats and scales.
 
-Activations and weights are rounded to E4M3, gradients of a product's result to E5M2, each with one
-scale from its own largest magnitude. All three products of a weight multiply 8-bit numbers and add
-up wider ones.
+Activations and weights are rounded to E4M3, and gradients of a product's result to E5M2. Each array
+has one scale, computed from its largest magnitude. Forward and both backward products multiply
+8-bit elements and accumulate in a wider dtype.
 
-A GPU multiplies the 8-bit numbers and scales the result. Elsewhere the values that they represent
-are multiplied in the compute dtype, with the same result. On a GPU that would not work: XLA treats
-narrowing and widening as excess precision, and drops the rounding.
+A GPU multiplies the 8-bit elements and scales the result. Other platforms multiply the values that
+they represent in the compute dtype, with the same result. This would not work on a GPU, because XLA
+treats narrowing and widening as excess precision and removes the rounding.
 
-Scales are powers of two, so a value rounds the same way under every scale, except the smallest
-(below 2^-14 of the largest in E4M3): the split of rows hardly matters.
+Scales are powers of two, so a value is rounded equally under every scale, except the smallest
+values (below 2^-14 of the largest in E4M3). Sharding of the rows therefore hardly changes results.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats.
 Deviations: a scale is a power of two, computed from the current array, and nothing saturates.
@@ -33,16 +33,16 @@ from jaxdist.core.types import Array
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 SCALE = "fp8_scale"
-"""Name of a scale in a traced program: four bytes that every remat policy keeps."""
+"""Name of scales in a traced program; every remat policy saves them (4 bytes each)."""
 
 # Both formats end at 1.75 * 2^n: 448 and 57344.
 _LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
-_LARGEST_MANTISSA = 0x600000  # of 1.75, as float32 stores it
-_SMALLEST_SCALE = -100  # 2^-100 and its inverse are far from overflow
+_LARGEST_MANTISSA = 0x600000  # mantissa of 1.75 in float32
+_SMALLEST_SCALE = -100  # 2^-100 and its inverse cannot overflow
 
 
 def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "*arrays"]:
-    """Return the powers of two by which arrays are divided before they are rounded to `dtype`.
+    """Return the power-of-two scales by which arrays are divided before rounding to `dtype`.
 
     `largest` / scale is in (max / 2, max] of the format. The scale is 1 for zeros, and NaN if the
     array has a NaN or Inf.
@@ -59,7 +59,7 @@ def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "
 def largest_of(
     x: Float[Array, "*dims"], axes: tuple[str, ...], dims: tuple[int, ...] | None = None
 ) -> Float32[Array, "*rest"]:
-    """Return the largest magnitude over `dims` (None = all) of an array that mesh `axes` split.
+    """Return the largest magnitude over `dims` (None = all) of an array sharded over `axes`.
 
     Inf if any part has a NaN: collectives may drop a NaN from a maximum. Wire: 4 bytes.
     """
@@ -77,7 +77,7 @@ def narrow(
 
 
 def widen(x: Float[Array, "*dims"], scale: Float32[Array, ""], dtype: Any) -> Float[Array, "*dims"]:
-    """Return the values that 8-bit x and its scale represent, exactly, in `dtype`."""
+    """Return the values [*dims] that 8-bit x and its scale represent, exactly, in `dtype`."""
     return x.astype(dtype) * scale.astype(dtype)
 
 
@@ -90,29 +90,29 @@ Rounded: TypeAlias = tuple[Shaped[Array, "..."], Float32[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight:
-    """A gathered weight [*dims] in the compute dtype, and rounded before it was gathered."""
+    """A gathered weight [*dims] in the compute dtype, and in 8 bits (rounded before the gather)."""
 
     values: Any
     rounded: Any
 
     def astype(self, dtype: Any) -> Shaped[Array, "*dims"]:
-        """Return the values in a dtype, for products that are not `Context.dot`."""
+        """Return the values in a dtype, for products other than `Context.dot`."""
         return self.values.astype(dtype)
 
     def __jax_array__(self) -> Shaped[Array, "*dims"]:
         return self.values
 
     def __getitem__(self, index: Any) -> Any:
-        """Return itself: Flax reads the value of a parameter as `param[...]`."""
+        """Return itself, because Flax reads a parameter's value as `param[...]`."""
         return self if index is ... else self.values[index]
 
 
 def make_dot(
     axes: tuple[str, ...], platform: str, *, is_wide: Bool[Array, ""] | None = None
 ) -> Any:
-    """Make a `Context.dot` in fp8; returns a product [*dims] like `matmul.make_dot`.
+    """Make a `Context.dot` in fp8: product [*dims], see `matmul.make_dot`.
 
-    `fp8_weights.gather` returns each `RoundedWeight`. Other weights are rounded here.
+    Weights may be `RoundedWeight`s of `fp8_weights.gather`. Other weights are rounded here.
     """
 
     def dot(dims: str, x: Array, w: Array | RoundedWeight, *, out_dtype: Any = None) -> Array:
@@ -128,10 +128,10 @@ def make_dot(
 
 
 class _Product(NamedTuple):
-    """A product and the two products of its gradients; `dims` as `types.dot` takes them.
+    """A product and its two gradient products; `dims` as in `types.dot`.
 
-    Scales are equal over `axes`. Without `in_8_bits` the values that 8 bits represent are
-    multiplied.
+    Scales are equal over `axes`. `in_8_bits`: multiply the 8-bit elements; otherwise multiply the
+    values that they represent.
     """
 
     dims: str
@@ -146,7 +146,7 @@ class _Product(NamedTuple):
         return self._multiply((left, right, out), x, w, self.out_dtype)
 
     def backward(self, x: Rounded, w: Rounded, g: Rounded) -> tuple[Array, Array]:
-        """Return gradients of x [*dims] and w [*dims], from g of the result."""
+        """Return gradients of x [*dims] and w [*dims] from the result's gradient g."""
         left, right, out = self._names()
         dx = self._multiply((out, right, left), g, w, self.dtype)
         return dx, self._multiply((left, out, right), x, g, self.dtype)
@@ -195,10 +195,10 @@ def _dot(
 def _dot_forward(
     product: _Product, x: Array, w: Array, w8: Rounded | None, wide: Bool[Array, ""] | None
 ) -> tuple[Array, Any]:
-    """Return the product [*dims] and the inputs of its backward pass."""
+    """Return the product [*dims] and its residuals."""
     x8, near = product.rounded(x, E4M3), w8 or product.rounded(w, E4M3)
     if wide is None:
-        # A gathered weight is never kept; see `fsdp.keep_all_but_weights`.
+        # Gathered weights are never saved; see `fsdp.keep_all_but_weights`.
         return product.forward(x8, near), (_as_bytes(x8), w8 or _as_bytes(near), None)
     out = lax.cond(wide, lambda: product.wide(x, w), lambda: product.forward(x8, near))
     return out, (x, w, wide)
@@ -221,7 +221,7 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _as_bytes(x: Rounded) -> Rounded:
-    """Reinterpret the 8 bits as integers: `jax.checkpoint` would turn E4M3's largest into NaN."""
+    """Reinterpret 8-bit floats as integers, because `jax.checkpoint` turns E4M3's max into NaN."""
     return lax.bitcast_convert_type(x[0], jnp.uint8), x[1]
 
 

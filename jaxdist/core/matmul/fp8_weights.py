@@ -1,4 +1,4 @@
-"""Weights of fp8 products: shards are rounded before they are gathered as bytes."""
+"""Weights of fp8 products: shards are rounded, then gathered as bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxdist.core.types import Array
 
 
 def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
-    """Round the float32 shards [layers, ...] of weights that multiply, before they are gathered.
+    """Round the float32 shards [layers, ...] of weights used in products, before their gather.
 
-    `specs` of one layer have all mesh axes that split a leaf; `is_product` marks those that
-    `Context.dot` multiplies. Weights are rounded to the compute `dtype` first, as `fsdp.gather`
-    does. Returns (E4M3 [layers, ...], float32 scales [layers], equal on all devices) or (). Not
+    `specs` of one layer have all mesh axes that shard a leaf. `is_product` marks the weights that
+    `Context.dot` multiplies. Like `fsdp.gather`, weights are first rounded to the compute `dtype`.
+    Returns (E4M3 [layers, ...], float32 scales [layers], equal on all devices) or (). Not
     differentiable.
     """
 
@@ -41,8 +41,8 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
 def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Any:
     """Gather the weights of one layer like `fsdp.gather`; rounded ones become `RoundedWeight`s.
 
-    `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients ignore
-    the rounding and belong to `shards`.
+    `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients are
+    computed for `shards` and ignore the rounding.
 
     Wire, per rounded leaf of n elements over k shards: n·(k−1)/k bytes forward, n·(k−1)/k
     elements of `reduce_dtype` backward.
@@ -71,7 +71,7 @@ _Weight: TypeAlias = Float[Array, "*weight"]
 def gather_rounded(
     how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
 ) -> tuple[_Weight, _Weight]:
-    """Return the weight, wide and in 8 bits; `weights.GATHERS` names this function.
+    """Return the gathered weight in the compute dtype and in 8 bits; listed in `weights.GATHERS`.
 
     Gradients flow from the first result to `w`.
     """
