@@ -66,7 +66,7 @@ def init_state(
 
     Parameters and random bits depend only on `seed`. `offload` stores optimizer state with
     parameter shapes in host memory. `has_ema` adds an EMA that starts as a copy of the parameters.
-    `params`, laid out by `layout`, replace random ones; they are donated. `loss_scale`: {} or two [].
+    `params`, laid out by `layout`, replace random ones; they are donated. `loss_scale`: {} or 2 [].
     """
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shardings = state_shardings(

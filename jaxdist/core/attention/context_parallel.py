@@ -1,12 +1,12 @@
 """Attention over rows whose positions are split over devices (the `context` axis).
 
-    ring         keys and values travel from device to device, overlapped with attention
-    all_gather   every device gathers all keys and values
+    ring         keys and values are sent around the devices, overlapped with attention
+    all_gather   every device all-gathers keys and values
     all_to_all   heads are exchanged for positions: each device attends to complete rows
     hybrid       all_to_all inside groups of neighbors, a ring over the groups
 
-All but `all_gather` are one mechanism: all-to-all inside groups of `inner` devices, a ring over
-the groups (`ring.py`). The ring has `inner` 1, the all-to-all one group.
+All except `all_gather` use one mechanism: all-to-all inside groups of `inner` devices, and a ring
+over the groups (`ring.py`). For `ring`, `inner` is 1; for `all_to_all`, there is one group.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
 Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism
@@ -42,8 +42,8 @@ class ExchangePlan(NamedTuple):
     """The exchange of keys and values between devices of the context axis.
 
     Attributes:
-        inner: neighbors that exchange heads for positions; 1 = none.
-        paired: permutes are exchanges between pairs. A pipeline needs that: its stages take
+        inner: number of neighbors that exchange heads for positions; 1 = none.
+        paired: permutes are exchanges between pairs. Pipelines need this, because their stages take
             different branches, and a permute waits for all devices of the mesh.
     """
 
@@ -65,11 +65,11 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Choose the exchange between `size` devices of the context axis; `setting` may be "auto".
 
-    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbors along the
-    axis share a node. `has_stages`: a pipeline runs the layers.
+    `heads` and `kv_heads` are those of one device before the exchange. `per_node` neighbors along
+    the axis share a node. `has_stages`: the layers run in a pipeline.
     """
     fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
-    # Pairs that exchange need an even ring.
+    # Exchanges between pairs need a ring of even length.
     rings = [n for n in fits if not has_stages or size // n == 1 or size // n % 2 == 0]
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
     exchange: str
@@ -138,10 +138,9 @@ def make_attend_to_shared(
 ) -> Callable[..., Array]:
     """Make the `attend` of a `Context` for rows that are split over devices.
 
-    `attend_rows` is the `attend` for complete rows, `choose_kernel` maps a query and its keys to
-    the kernel. The result takes this device's queries and keys, [batch, seq_shard, heads,
-    head_dim], in the order of `parallel.context.local_position_ids`, and raises `ConfigError` for
-    dropout.
+    `attend_rows` is the `attend` for complete rows; `choose_kernel` returns the kernel for a query
+    and keys. The result takes this device's queries and keys, [batch, seq_shard, heads, head_dim],
+    in the order of `parallel.context.local_position_ids`. It raises `ConfigError` for dropout.
     """
 
     def attend(
@@ -154,13 +153,13 @@ def make_attend_to_shared(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Q:
-        if dropout is not None:  # for models of the package the mesh was rejected before
+        if dropout is not None:  # for built-in models the mesh was already rejected
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
         if mask.full_every:
             near = dataclasses.replace(mask, full_every=0)
             far = dataclasses.replace(near, sliding_window=0)
-            # Devices that share a row run the same layer, and so the same branch.
+            # Devices that share a row run the same layer, so they take the same branch.
             each = [partial(attend, mask=m, kernel=kernel, softcap=softcap) for m in (far, near)]
             return jax.lax.cond(mask.has_no_window, *each, query, key, value)
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
@@ -194,7 +193,7 @@ def make_attend_to_shared(
             mixed = _attend_over_groups(*shared, segments, rule, ring)
         if plan.inner == 1:
             return mixed
-        # Remat policies keep it after the exchange too, so that it is not repeated.
+        # Named again, so that remat policies save it and do not repeat the exchange.
         return checkpoint_name(group.return_heads(mixed), "attention")
 
     return attend
@@ -205,7 +204,7 @@ def _attend_over_groups(
 ) -> Q:
     if rule.window >= query.shape[1] * ring.size:
         rule = rule._replace(window=0)
-    # Branches on documents must vary over the same axes as the queries.
+    # Branches that depend on documents must vary over the same axes as the queries.
     segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
     inputs = (query, key, value, segments)
     if not ring.fused:
@@ -223,7 +222,7 @@ class _Group(NamedTuple):
     size: int
 
     def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
-        """Return [batch, size · seq_shard, heads / size, ...] of [batch, seq_shard, heads, ...]."""
+        """Exchange positions for heads: -> [batch, size · seq_shard, heads / size, ...]."""
         if self.size == 1:
             return query, key, value
         times = max(1, self.size // key.shape[2])
@@ -242,7 +241,7 @@ class _Group(NamedTuple):
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
 
     def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
-        """Exchange x [*dims]: `split_dim` shrinks, and `concat_dim` grows, by the group's size."""
+        """Exchange x [*dims]: `split_dim` shrinks and `concat_dim` grows by the group size."""
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
 
 
@@ -253,7 +252,7 @@ def _reordered(
     return chunks[:, order].reshape(x.shape)
 
 
-# --- all keys and values on every device ----------------------------------------------------------
+# --- all-gather of keys and values ----------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -281,7 +280,7 @@ def _gathered_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     all_keys, all_values = _gather((key, value))
     queries, keys = _gathered_spans(query, segments)
     dq, *grads = blockwise.backward(query, all_keys, all_values, queries, keys, stats, rule)
-    # These are one device's gradients of all keys: sum them, and keep this device's part.
+    # Each device has gradients of all keys: reduce-scatter them.
     dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
@@ -290,7 +289,7 @@ _attend_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _gather(tree: Any) -> Any:
-    """Gather leaves [batch, seq_shard, ...] to [batch, seq, ...], in device order."""
+    """All-gather leaves [batch, seq_shard, ...] to [batch, seq, ...], in device order."""
     return jax.tree.map(lambda x: collectives.all_gather(x, CONTEXT.name, dim=1), tree)
 
 

@@ -1,10 +1,10 @@
-"""cuDNN's fused attention through private operations of jax, and attention to packed documents.
+"""cuDNN's fused attention through private operations of jax, and its use for packed documents.
 
-Only this module uses these operations. `jax.nn.dot_product_attention` has no documents, and its
-gradient lacks the part through the log-sum-exp. `forward` and `backward` run only inside
-`shard_map`: XLA has no rule to split the operations.
+Only this module uses these operations. `jax.nn.dot_product_attention` does not support documents,
+and its gradient omits the contribution of the log-sum-exp. `forward` and `backward` must run inside
+`shard_map`, because XLA cannot shard the operations.
 
-A call takes at most `DOCUMENTS` documents of a row, because its scratch memory grows with them.
+One call handles at most `DOCUMENTS` documents per row, because scratch memory grows with them.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ from jaxdist.settings import ConfigError
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as operations
-except (ImportError, AttributeError):  # a private module of jax, which may move
+except (ImportError, AttributeError):  # a private module of jax, which may be moved
     operations = None  # type: ignore[assignment]
 
 DOCUMENTS = 4
-"""Documents of a row in one call. We assume that cuDNN gives each the scratch memory of a complete
-row: 8 of them would need 4 GiB for an 8B model with two rows of 8,192."""
+"""Documents per row and call. We assume that cuDNN allocates the scratch memory of a complete row
+for each: 8 would need 4 GiB for an 8B model with two rows of 8,192."""
 
 Stats: TypeAlias = Float32[Array, "sequences heads queries"]
-"""cuDNN's log-sum-exp, by the position in each sequence. A sequence is a row, or a document."""
+"""cuDNN's log-sum-exp by position in each sequence; a sequence is a row or a document."""
 
 
 class Sequences(NamedTuple):
-    """Parts of the rows of a batch. Empty ones have length 0 and start at the end of the row."""
+    """Sequences of each row of a batch; empty ones have length 0 and start at the row end."""
 
     starts: Int[Array, "batch number"]
     lengths: Int[Array, "batch number"]
 
 
 class Documents(NamedTuple):
-    """Documents of packed rows: the index 0, 1, ... of each position's document in its row."""
+    """Documents of packed rows: for each position, the index of its document in the row."""
 
     number: Segments
 
     @classmethod
     def of(cls, segments: Segments) -> Documents:
-        """Count the changes of the segments along each row."""
+        """Number the documents of each row by counting changes of the segment id."""
         changes = segments[:, 1:] != segments[:, :-1]
         first = jnp.zeros_like(segments[:, :1])
         return cls(jnp.concatenate([first, jnp.cumsum(changes, 1, dtype=jnp.int32)], 1))
 
     @property
     def num_calls(self) -> Int[Array, ""]:
-        """Number of calls for the row with the most documents."""
+        """Number of calls that the row with the most documents needs."""
         return jnp.max(self.number) // DOCUMENTS + 1
 
     def sequences(self, call: Int[Array, ""]) -> Sequences:
-        """Return the documents of a call; calls count from 0."""
+        """Return the documents that a call handles; calls count from 0."""
         documents = call * DOCUMENTS + jnp.arange(DOCUMENTS, dtype=jnp.int32)
         number, documents = self.number[:, None, :], documents[None, :, None]
         count = lambda mask: jnp.sum(mask, -1, dtype=jnp.int32)
         return Sequences(count(number < documents), count(number == documents))
 
     def taken(self, call: Int[Array, ""]) -> Bool[Array, "batch seq"]:
-        """Return the mask of positions whose document is in that call."""
+        """Return the mask of positions whose documents a call handles."""
         return self.number // DOCUMENTS == call
 
     def lse_of(self, stats: Stats, call: Int[Array, ""], starts: Int[Array, "batch number"]) -> Lse:
-        """Return the log-sum-exp of that call's positions; undefined elsewhere."""
+        """Return the log-sum-exp of the positions that a call handles; undefined elsewhere."""
         batch, seq = self.number.shape
         slot = jnp.clip(self.number - call * DOCUMENTS, 0, DOCUMENTS - 1)
         inside = jnp.arange(seq) - jnp.take_along_axis(starts, slot, axis=1)
@@ -93,14 +93,14 @@ def stats_of(lse: Lse, starts: Int[Array, "batch number"]) -> Stats:
 
 
 def attend_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> Q:
-    """Attend within every document. Padding is a document of its own; positions count within it."""
+    """Attend within each document; padding counts as one document."""
     if reason := too_large(query.shape):
         raise ConfigError(f"{reason}. Use model.attention='xla', or smaller microbatches.")
     return _attend_packed(*declare_alike(query, key, value, segments), rule)
 
 
 def too_large(shape: tuple[int, ...]) -> str:
-    """Return why cuDNN cannot count the elements of packed queries of this shape; "" = it can."""
+    """Return why cuDNN cannot index packed queries of this shape; "" = it can."""
     if math.prod(shape) < 2**31:
         return ""
     return f"cuDNN counts the elements of packed queries in 32 bits, these are {shape}"
@@ -127,7 +127,7 @@ _attend_packed.defvjp(_packed_forward, _packed_backward)
 
 
 def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> tuple[Q, Lse]:
-    """Attend within every document; not differentiable. The log-sum-exp is float32."""
+    """Attend within each document; not differentiable. The log-sum-exp is float32."""
     documents = Documents.of(segments)
 
     def attend(call: Array, own: Sequences) -> tuple[Array, Array]:
@@ -141,7 +141,7 @@ def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule)
 def backward_packed(
     query: Q, key: KV, value: KV, out: Q, lse: Lse, cotangent: Q, *, segments: Segments, rule: Rule
 ) -> tuple[Q, KV, KV]:
-    """Return gradients in the inputs' dtypes; `out`, its cotangent and `lse` as in `backward`."""
+    """Return gradients in the inputs' dtypes; see `backward` for `out`, `lse`, `cotangent`."""
 
     def pull_back(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
         stats = stats_of(lse, own.starts)
@@ -154,7 +154,7 @@ def backward_packed(
 def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
     """Run `run(call, sequences)` for each call and merge its results, leaves [batch, seq, ...].
 
-    cuDNN leaves positions outside the documents of a call undefined, so results are selected by
+    cuDNN does not define results outside the documents of a call, so results are selected by
     document and never added.
     """
 
@@ -162,7 +162,7 @@ def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any
         return carry[0] < num_calls
 
     def step(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        """Write the results of call number carry[0], int32 [], to its documents."""
+        """Write the results of call carry[0], int32 [], to the positions of its documents."""
         call, totals = carry
         taken = documents.taken(call)
         mask = lambda x: jnp.expand_dims(taken, tuple(range(2, x.ndim)))
@@ -188,8 +188,8 @@ def forward(
 ) -> tuple[Q, Stats]:
     """Call the kernel once; not differentiable.
 
-    `sequences` belong to the queries and to the keys: both have the same number of sequences, more
-    than one per row.
+    `sequences` are those of the queries and of the keys. Both have the same number of sequences per
+    row, more than one.
     """
     operands = (query, key, value, *_others(query, key, sequences))
     settings = _settings(query, rule, sequences)
@@ -209,10 +209,10 @@ def backward(
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Q, KV, KV]:
-    """Call the kernel once for gradients of query, key and value, in their dtypes.
+    """Call the kernel once for the gradients of query, key and value, in their dtypes.
 
-    `out`, its cotangent and `stats` may cover more keys: the gradients are then the part that flows
-    through these keys.
+    If `out`, its cotangent and `stats` include more keys, the gradients are only the contribution
+    of these keys.
     """
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
@@ -221,11 +221,11 @@ def backward(
 
 
 def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
-    """Return bias, lengths and first elements of sequences, page tables; unused ones are [0]."""
+    """Return bias, lengths and offsets of sequences, page tables; unused ones are [0]."""
     unused = jnp.zeros(0, query.dtype)
     if sequences is None:
         return (unused,) * 7
-    # jax's own helper uses the query's heads for the key too in 0.10.
+    # In jax 0.10 its own helper also uses the query's number of heads for the key.
     mine, others = sequences
     firsts = _first_elements(mine, query), _first_elements(others, key)
     return (unused, mine.lengths, others.lengths, *firsts, unused, unused)
@@ -234,7 +234,7 @@ def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) ->
 def _first_elements(
     sequences: Sequences, x: Float[Array, "batch seq heads head_dim"]
 ) -> Int[Array, "batch number_plus_1"]:
-    """Return each sequence's offset in x in elements, and the end of the array as padding."""
+    """Return each sequence's offset in x in elements; padding is the end of the array."""
     batch, seq = x.shape[:2]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * seq
     starts = (sequences.starts + rows).reshape(-1)
@@ -251,7 +251,7 @@ def _settings(query: Q, rule: Rule, sequences: Any) -> dict[str, Any]:
         "scale": 1 / math.sqrt(query.shape[-1]),
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),  # no bias, no gradient of one
+        "variadic_args": (False, False),  # no bias and no bias gradient
         "mask_type": mask,
         "layout": operations.AttentionLayout.BTNH.value,
         "sliding_window_length": rule.window or None,
@@ -273,7 +273,7 @@ _ATTRIBUTES = {
 
 
 def missing() -> str:
-    """Return why jax's operations cannot be bound; "" = they can."""
+    """Return why jax's operations are unavailable; "" = they are available."""
     if operations is None:
         return f"jax {jax.__version__} has moved cuDNN's operations"
     names = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
@@ -288,10 +288,10 @@ def missing() -> str:
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keep the residuals of attention as a remat policy: attention then runs once.
+    """Save the residuals of attention, so that remat does not repeat it: a remat policy.
 
-    The residuals of cuDNN's kernel are its output and its log-sum-exp. A policy by name would keep
-    only the output, and the backward pass would repeat the call.
+    The residuals of cuDNN's kernel are its output and its log-sum-exp. A policy by name would save
+    only the output, and backward would repeat the call.
     """
     if primitive.name == "name":
         return params["name"] == "attention"
@@ -299,7 +299,7 @@ def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def emulate_gpu(compute_capability: str, version: tuple[int, int, int]) -> None:
-    """Answer jax's checks before cuDNN attention for a described GPU, not for the local backend.
+    """Make jax's checks before cuDNN attention use a described GPU instead of the local backend.
 
     Raises `RuntimeError` if jax has renamed a check.
     """

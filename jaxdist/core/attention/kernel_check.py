@@ -1,8 +1,8 @@
-"""Numeric check of cuDNN's kernel on the user's device, for calls that bind its operations.
+"""Numeric check of cuDNN's kernel on the user's device, for calls to private operations.
 
-Packed documents and hops of a ring need private operations of jax, which depend on the versions of
-cuDNN and of the driver. So a run first compares them with the block-wise kernel in float32, on two
-rows of its length and heads. If they differ, attention runs block by block.
+Packed documents and ring hops need private operations of jax, which depend on the versions of cuDNN
+and of the driver. So a run first compares them with the block-wise kernel in float32, on two rows
+with its length and heads. If they differ, the run uses block-wise attention.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxdist.core.attention.zigzag import GlobalAttention, Keys, Queries
 from jaxdist.core.types import Array
 
 TOLERANCE = 0.02
-"""Largest difference relative to the reference's peak; rounding to bfloat16 is under half."""
+"""Maximum error relative to the reference's peak; bfloat16 rounding is less than half of it."""
 
 Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
-"""Calls that are checked: documents of complete rows, hops of a ring, documents on a ring."""
+"""Calls to check: documents of complete rows, ring hops, documents on a ring."""
 
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
-_MAX_RING_LEN = 8192  # the reference's float32 arrays of a longer part might not fit
+_MAX_RING_LEN = 8192  # float32 arrays of the reference might not fit for longer chunks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Shapes:
     """Shapes of one device's attention.
 
     Attributes:
-        seq_len: positions of a row; on a ring those of one group of devices.
+        seq_len: positions per row; on a ring, positions per group of devices.
         heads, kv_heads: heads of this device.
-        windows: window of each kind of layer; 0 = all keys.
+        windows: attention windows of the layers; 0 = no window.
     """
 
     rows: int
@@ -55,9 +55,9 @@ class KernelCheck:
     """Result of the comparison with the reference.
 
     Attributes:
-        errors: output and gradients -> largest difference, relative to the reference's peak; {} if
-            the kernel failed, or only other processes compared it.
-        rejection_reason: why the kernel is not used; "" = it is.
+        errors: output and gradients -> largest error relative to the reference's peak; {} if the
+            kernel failed, or if only other processes compared it.
+        rejection_reason: why the kernel is not used; "" = it is used.
     """
 
     errors: dict[str, float]
@@ -81,12 +81,12 @@ class KernelCheck:
 def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
     """Compare cuDNN's kernel with the reference on a device, forward and backward.
 
-    On a ring the rows are those of two groups of at most `_MAX_RING_LEN` positions each, and every
-    kind of hop is compared. Packed rows are compared with each window of the model.
+    On a ring, rows consist of two groups of at most `_MAX_RING_LEN` positions each, and all kinds
+    of hops are compared. Packed rows are compared with each window of the model.
     """
     try:
         with jax.default_device(device):
-            errors = np.max(_compare(use, shapes), axis=0)  # NaN if any is
+            errors = np.max(_compare(use, shapes), axis=0)  # NaN if any error is NaN
     except Exception as error:  # any failure of cuDNN, the compiler or jax
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         rejection = f"cuDNN's kernel failed ({reason[:200]})"
@@ -98,7 +98,7 @@ def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck
 
 
 def _compare(use: Use, shapes: Shapes) -> list[list[float]]:
-    """Return the largest differences of each comparison, in the order of `_NAMES`."""
+    """Return the largest errors of each comparison, in the order of `_NAMES`."""
     rows = min(shapes.rows, _ROWS)
     length = shapes.seq_len if use == "packed" else 2 * min(shapes.seq_len, _MAX_RING_LEN)
     is_ring = use == "ring"
@@ -150,7 +150,7 @@ def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: 
 
 
 def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | None) -> Any:
-    """Return the same of rows [rows, seq, ...] of two groups, both on this device."""
+    """Return output and gradients of a ring of two groups, [rows, seq, ...], on this device."""
     documents = (None, None) if segments is None else _split_by_group(jnp.asarray(segments))
 
     def run(*inputs: Array) -> tuple[Array, ...]:
@@ -192,7 +192,7 @@ def _join_groups(outer: Array, inner: Array) -> Array:
 def _reference(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
     """Return output and gradients of the float32 reference.
 
-    The inputs [rows, seq, heads, head_dim] are the kernel's, already rounded to its dtype.
+    The inputs [rows, seq, heads, head_dim] are those of the kernel, rounded to its dtype.
     """
     span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
     rule = Rule(True, window)

@@ -1,7 +1,7 @@
-"""The choice of the attention kernel, and attention to complete rows with it; dropout.
+"""The choice of the attention kernel, attention to complete rows with it, and dropout.
 
-A model calls `Context.attend`, which `make_attend` builds for a platform. It receives the inputs of
-the mask (`AttentionMask`), never the mask itself.
+Models call `Context.attend`, which `make_attend` builds for a platform. It receives the parameters
+of the mask (`AttentionMask`), never the mask itself.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jaxdist.settings import ConfigError
 Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 
 BLOCKWISE_FROM = 2048
-"""Keys of a row from which XLA's attention runs block by block on CPU. Tiles are faster, but hold
-scores of a complete row (`scripts/bench/results/context.md`)."""
+"""Minimum keys per row for block-wise attention on CPUs. Tiles are faster, but hold scores of a
+complete row (`scripts/bench/results/context.md`)."""
 
 DENSE_BELOW = 1024
-"""Keys of a row below which it is dense if it cannot run in tiles. Longer rows are faster block by
-block, which skips the half that the causal mask hides."""
+"""Maximum keys per row for dense attention if tiles are not supported. For longer rows, block-wise
+attention is faster, because it skips the half that the causal mask hides."""
 
 
 class AttentionPlan(NamedTuple):
-    """The devices that attend, as `choose_kernel` needs them.
+    """The devices that attend, as input of `choose_kernel`.
 
     Attributes:
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" if unknown.
-        exchange: exchange of keys and values between devices that share rows; None = they do not.
+        exchange: context-parallel exchange of keys and values; None without a context axis.
         packed_rejection: why cuDNN must not run packed documents; "" = it may.
-        ring_rejection: the same for hops of a ring on rows of one document.
+        ring_rejection: why cuDNN must not run ring hops on unpacked rows; "" = it may.
     """
 
     platform: str
@@ -53,11 +53,11 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """One call of attention, as `choose_kernel` needs it.
+    """One call of attention, as input of `choose_kernel`.
 
-    Rows have `num_keys` positions. Queries are `cached` if they have positions of their own among
-    the keys. `window` and `causal` count only if devices share rows. `too_large` is the reason why
-    the packed kernel cannot take the shapes, "" = it can.
+    Rows have `num_keys` positions. `cached`: queries have explicit positions among the keys.
+    `window` and `causal` matter only with a context axis. `too_large` is the reason why the packed
+    kernel does not support the shapes; "" = it does.
     """
 
     dtype: Any
@@ -118,7 +118,7 @@ def make_attend(
             return _attend(query, key, value, mask, chosen, softcap)
         near = dataclasses.replace(mask, full_every=0)
         far = dataclasses.replace(near, sliding_window=0)
-        # Kernels skip what a window hides, so the window selects one of two programs.
+        # Kernels skip keys outside a window, so each kind of layer needs a separate program.
         branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
         return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
 
@@ -128,7 +128,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """Compute float16 [batch, queries, heads, head_dim] in float32: XLA:CPU has no such product."""
+    """Compute float16 [batch, queries, heads, head_dim] in float32, as XLA:CPU has no product."""
 
     def in_float32(query: Q, key: KV, value: KV, *args: Any, **options: Any) -> Q:
         if query.dtype != jnp.float16:
@@ -140,14 +140,14 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
-    """Choose the attention kernel of a call on these devices, with the reason.
+    """Choose the attention kernel for a call on these devices, with the reason.
 
-    Raises `ConfigError` if the call names cuDNN, which cannot honor the mask or the shapes.
+    Raises `ConfigError` if the call requests cuDNN but cuDNN does not support its mask or shapes.
     """
     platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
     dtype, head_dim, packed = request.dtype, request.head_dim, request.packed
     softcap, num_keys, dropout = request.softcap, request.num_keys, request.dropout
-    # After heads are exchanged for positions each device has complete rows.
+    # After the exchange of heads for positions, each device has complete rows.
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
     reasons = []
     if platform != "gpu":
@@ -163,7 +163,7 @@ def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kerne
         reasons += hidden
     if request.cached:
         reasons.append("cuDNN's kernel does not support explicit query positions (KV cache)")
-    # Wider heads run only if they were compared first, as complete packed rows are.
+    # Wider heads are allowed only if they are checked first, as for complete packed rows.
     widest = 256 if packed and not in_parts else 128
     if head_dim % 8 or head_dim > widest:
         reasons.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
@@ -208,7 +208,7 @@ def _packed_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[s
 
 
 def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
-    """Return the reasons why cuDNN cannot run on rows split over devices."""
+    """Return the reasons why cuDNN cannot run on context-parallel rows."""
     assert plan.exchange is not None
     if plan.exchange.exchange == "all_gather":
         return ["cuDNN's causal mask has no positions of all gathered keys"]
@@ -240,7 +240,7 @@ def visible(
 def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, softcap: float) -> Q:
     """Run a kernel that supports the mask and the soft cap.
 
-    Residuals are named "attention" for remat policies, except those of `cudnn.keeps_attention`.
+    Residuals are named "attention" for remat policies; `cudnn.keeps_attention` handles cuDNN's.
     """
     rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
     if kernel == "cudnn" and mask.segments is not None:
@@ -282,7 +282,7 @@ def _attend_dense(
 ) -> Q:
     """Attend with materialized scores and probabilities, float32 [batch, heads, queries, keys].
 
-    `first_head` is the global index of the first local head: random bits follow from row and head.
+    `first_head` is the global index of the first local head: random bits depend on row and head.
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]

@@ -1,9 +1,10 @@
-"""Ring attention: keys and values travel around a ring of devices, and each hop attends to them.
+"""Ring attention: keys and values are sent around a ring of devices; each hop attends to them.
 
-Partial results are merged by their log-sum-exp. The backward pass saves only this device's keys and
-values; they travel again, and their gradients return in float32. Half of each hop's work overlaps
-with sending keys, half with sending gradients. Hops run block by block in plain JAX, or on cuDNN's
-kernel (`zigzag.py`). Arrays hold the positions of a group's devices, in device order.
+Partial results are merged by their log-sum-exp. Only the local keys and values are saved for
+backward, which sends them around again and returns their gradients in float32. Half of each hop's
+compute overlaps with sending keys, half with sending gradients. Hops are block-wise in plain JAX,
+or on cuDNN's kernel (`zigzag.py`). Arrays have the positions of a group of devices, in device
+order.
 
 Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 """
@@ -28,10 +29,10 @@ from jaxdist.core.types import Array
 
 
 class Ring(NamedTuple):
-    """The groups of `inner` devices of the context axis on a ring; `paired` as in `ExchangePlan`.
+    """A ring of groups of `inner` devices on the context axis; `paired` as in `ExchangePlan`.
 
-    `fused` hops run on cuDNN's kernel. Positions are then in the order of `in_row_order`, and a
-    query sees all keys of its document before it, or all keys if rows are one document.
+    `fused`: hops run on cuDNN's kernel. Positions are then in the order of `in_row_order`. A query
+    sees all earlier keys of its document, or of its row if rows are not packed.
     """
 
     inner: int
@@ -54,14 +55,14 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: move(x, CONTEXT.name, groups * self.inner), tree)
 
     def positions(self, steps_back: Any, length: int) -> Int[Array, "1 {length}"]:
-        """Return positions in the row of the group that many hops before this one."""
+        """Return the positions in the row of the group that is `steps_back` hops earlier."""
         first = (self.group - steps_back) % self.size * self.inner
         each, total = length // self.inner, collectives.group_size(CONTEXT.name)
         parts = [context.position_ids_of(first + i, each, total) for i in range(self.inner)]
         return jnp.concatenate(parts)[None]
 
     def is_earlier(self, steps_back: Any) -> Bool[Array, ""] | None:
-        """Return whether the group that many hops before this one precedes it; None for 0 hops."""
+        """Return whether the group `steps_back` hops earlier precedes this one; None for 0 hops."""
         if _is_number(steps_back, 0):
             return None
         return self.group >= steps_back
@@ -72,7 +73,7 @@ class Ring(NamedTuple):
         """Split into early and late positions, in row order."""
         each = x.reshape(x.shape[0], self.inner, 2, -1, *x.shape[2:])
         flat = lambda half: half.reshape(x.shape[0], -1, *x.shape[2:])
-        # In a group's late half, the first device's positions are the last.
+        # In the late half of a group, the positions of the first device are the last.
         return flat(each[:, :, 0]), flat(each[:, ::-1, 1])
 
     def in_row_order(self, x: Shaped[Array, "batch length ..."]) -> Array:
@@ -103,7 +104,7 @@ class _Chunk(NamedTuple):
 def attend_ring(
     query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
 ) -> Q:
-    """Attend to the keys of all groups, each sent past every group."""
+    """Attend to the keys of all groups, which are sent around the ring."""
     return _ring(query, key, value, segments, rule, ring).out.astype(query.dtype)
 
 
@@ -149,7 +150,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
 
     def pull_back(chunk: _Chunk, hop: Any, half: int | None) -> PartGrads:
-        """Return gradients of query, keys and values before `scatter`: half or all (None)."""
+        """Return gradients of query, key and value before `scatter`: of a half, or all (None)."""
         key, value = chunk.keys_values
         if ring.fused:
             assert half is not None
@@ -160,7 +161,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         return blockwise.backward(query, cut(key), cut(value), queries, keys, stats, rule)
 
     def scatter(grads: PartGrads, hop: Any, half: int | None) -> tuple[Q, Array]:
-        """Return the query's gradient, and those of the chunk [2, batch, keys, ...]."""
+        """Return the query's gradient, and the gradients of the chunk [2, batch, keys, ...]."""
         dq, dk, dv = grads
         if ring.fused:
             assert half is not None
@@ -181,8 +182,8 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
             together = (arriving, chunk, grads, first_half)
             arriving, chunk, grads, first_half = lax.optimization_barrier(together)
             parts.append(scatter(first_half, hop, 0))
-        # The gradients of these keys come from the devices that the keys came from; the first of
-        # them starts with its own.
+        # Gradients of keys follow the keys around the ring; the first device of a chunk starts with
+        # its own contribution.
         grads = ring.send(grads)
         half = 1 if ring.fused else None
         parts.append(scatter(pull_back(chunk, hop, half), hop, half))
@@ -191,7 +192,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         return (dq, grads, arriving), None
 
     own, last = _Chunk(jnp.stack([key, value]), segments), ring.size - 1
-    # Barriers keep a product for every hop: the compiler would put several beside the longest.
+    # Barriers keep one product per hop; the compiler would combine several next to the longest.
     arriving = ring.send(own)
     arriving, first = lax.optimization_barrier((arriving, pull_back(own, 0, 0)))
     carry: Any = (jnp.zeros_like(query, lse.dtype), None, arriving)

@@ -1,12 +1,12 @@
-"""Attention in tiles of queries, in plain JAX: for rows of up to a few thousand keys on CPU.
+"""Attention in tiles of queries, in plain JAX, for rows of up to a few thousand keys on CPUs.
 
-Each tile multiplies only the keys that one of its queries may see. Tiles are static, so there is no
-loop or branch, and the program grows with the row; longer rows use `blockwise.py`. The backward
-pass recomputes probabilities from the log-sum-exp of their scores, which is faster on CPU than
-reading them.
+Each tile multiplies only the keys that one of its queries may see. Tiles are static, so there are
+no loops or branches, and the program grows with the row; longer rows use `blockwise.py`. Backward
+recomputes probabilities from the log-sum-exp of their scores, which is faster on CPUs than reading
+them.
 
-Inside, queries are [batch, kv_heads, group, length, head_dim] with group = heads / kv_heads, and
-keys and values [batch, kv_heads, length, head_dim]: batch and heads are one batch of products.
+Internal layout: queries are [batch, kv_heads, group, length, head_dim] with group = heads /
+kv_heads; keys and values are [batch, kv_heads, length, head_dim].
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
 TILE = 128
-"""Queries of a tile. On CPU 64 are as fast but double the program; 256 skip too few keys."""
+"""Queries per tile. On CPUs 64 is as fast but doubles the program; 256 skips too few keys."""
 
 
 class _Tile(NamedTuple):
-    """Queries of one product, and the keys that any of them may see."""
+    """Queries of one tile, and the keys that any of them may see."""
 
     queries: slice
     keys: slice
@@ -91,7 +91,7 @@ def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
         seen = lambda x, tile=tile: x[:, :, tile.keys]
         scores = product("bgkd,bgrqd->bgkrq", seen(k), mine(q)) * _scale(query)
         scores = soft_cap(scores, rule.softcap)
-        # Mask before any product: hidden values may be infinite.
+        # Mask before any product, because masked values may be infinite.
         allowed = jnp.moveaxis(_allowed(tile, segments, rule), -1, 2)
         probs = jnp.exp(jnp.where(allowed, scores - mine(lse)[:, :, None], -jnp.inf))
         dprobs = product("bgkd,bgrqd->bgkrq", seen(v), mine(do))

@@ -1,15 +1,15 @@
-"""One hop of a zig-zag ring on cuDNN's kernel: the queries of a group and the keys that it holds.
+"""One hop of a zig-zag ring on cuDNN's kernel: a group's queries attend to one group's keys.
 
-Group i of n holds chunks i and 2n−1−i of a row: an early and a late half, in row order. So under a
-causal mask each hop needs no mask of its own:
+Group i of n has chunks i and 2n−1−i of a row: an early and a late half. With a causal mask, only
+the first of three kinds of hops needs a mask:
 
     own keys                      one causal call
     keys of an earlier group      all queries see the early half of the keys, none the late half
     keys of a later group         late queries see all of the keys, early queries none
 
-Two different chunks of packed rows share at most one document, because a document has no gaps: its
-keys are the last ones of their chunk, and its queries the first ones of theirs. It is one sequence
-of cuDNN's packed layout, without a mask.
+Two different chunks of packed rows share at most one document, because documents are contiguous.
+Its keys are at the end of the earlier chunk, its queries at the start of the later one. It is one
+sequence of cuDNN's packed layout, without a mask.
 
 Queries that see no key get zeros and the log-sum-exp `UNSEEN`. Hops are merged, and gradients
 summed, in float32. Nothing here is differentiable.
@@ -35,24 +35,24 @@ from jaxdist.core.types import Array
 
 Tree = TypeVar("Tree")
 Grads: TypeAlias = tuple[Q, KV, KV]
-"""Part of the gradients of query, key and value that flows through these keys."""
+"""Contribution of these keys to the gradients of query, key and value."""
 PartGrads: TypeAlias = tuple[
     Float[Array, "rows part_queries heads head_dim"],
     Float[Array, "rows part_keys kv_heads head_dim"],
     Float[Array, "rows part_keys kv_heads head_dim"],
 ]
-"""The same of the positions of one call."""
+"""The gradients at the positions of one call."""
 
 
 class Queries(NamedTuple):
-    """Queries and their documents; None = a row is one document."""
+    """Queries and their document ids; None = rows are not packed."""
 
     query: Q
     segments: Segments | None
 
 
 class Keys(NamedTuple):
-    """Keys, values and their documents; None = a row is one document."""
+    """Keys, values and their document ids; None = rows are not packed."""
 
     key: KV
     value: KV
@@ -60,7 +60,7 @@ class Keys(NamedTuple):
 
 
 class GlobalAttention(NamedTuple):
-    """Attention over all keys of the row: its output, the output's gradient, its log-sum-exp."""
+    """Attention over all keys of the row: its output, the output's cotangent, its log-sum-exp."""
 
     out: Q
     cotangent: Q
@@ -96,18 +96,18 @@ def backward(
     is_earlier: Bool[Array, ""] | None,
     half: int,
 ) -> PartGrads:
-    """Compute half of the gradients that flow through these keys, in one call of the kernel.
+    """Compute half of the gradient contributions of these keys, in one call of the kernel.
 
-    The result covers the positions of the call. `scatter_to_positions` expands it, and the sum of
-    both halves is complete. The halves are equal in size: one overlaps with sending keys, the other
-    with sending gradients.
+    The result has the positions of the call; `scatter_to_positions` expands it, and both halves
+    must be summed. The halves take equal time: one overlaps with sending keys, the other with
+    sending gradients.
     """
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)
     if half == 0:  # late queries see the early keys of any group
         return across_backward(late(queries), early(keys), late(total))
     if is_earlier is None:
-        # Each half of a group's own as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
+        # Both halves of the group as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
         queries, keys, total = jax.tree.map(rows, (queries, keys, total))
         return within_backward(queries, keys, total, Rule(is_causal))
@@ -138,7 +138,7 @@ def scatter_to_positions(
 
 
 def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Q, Lse]:
-    """Attend to the keys of the queries' own chunks."""
+    """Attend to the keys of the same chunks as the queries."""
     if keys.segments is not None:
         return cudnn.forward_packed(queries.query, keys.key, keys.value, keys.segments, rule)
     out, stats = cudnn.forward(queries.query, keys.key, keys.value, rule)
@@ -198,13 +198,13 @@ def across_backward(queries: Queries, keys: Keys, total: GlobalAttention) -> Gra
 _ALL = Rule(causal=False)
 
 SEQUENCES = 2
-"""Sequences of a row: one, and an empty one, because cuDNN reads a single one as complete rows."""
+"""Sequences per row: one and an empty one, because cuDNN treats a single one as complete rows."""
 
 
 class SharedDocument(NamedTuple):
-    """The document of each row that spans the end of the keys and the start of the queries, if any.
+    """Each row's document, if any, that spans the end of the keys and the start of the queries.
 
-    `queries` and `keys` mask its positions; the queries come after the keys in the row.
+    `queries` and `keys` are masks of its positions. The queries follow the keys in the row.
     """
 
     queries: Bool[Array, "batch queries"]
@@ -214,7 +214,7 @@ class SharedDocument(NamedTuple):
     def of(
         cls, queries: Int[Array, "batch queries"], keys: Int[Array, "batch keys"]
     ) -> SharedDocument:
-        """Compare the documents of both."""
+        """Find the document by comparing the document ids of queries and keys."""
         last = keys[:, -1:]
         is_last = queries == last
         return cls(is_last, (keys == last) & jnp.any(is_last, axis=1, keepdims=True))
@@ -266,4 +266,4 @@ def after_early(
 
 
 HALVES = ((early, before_late), (late, after_early))
-"""Functions that take each half of the positions of [batch, length, ...], and that expand it."""
+"""Functions that take each half of the positions of [batch, length, ...], and expand it."""
