@@ -93,7 +93,7 @@ class Dims(tuple[str | None, ...]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """Which keys a query attends to, without the [queries, keys] mask.
+    """The keys that a query attends to, without the [queries, keys] mask.
 
     Attributes:
         causal: a query sees the keys up to its own position.
