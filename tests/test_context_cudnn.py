@@ -150,13 +150,13 @@ def positions_stay_as_devices_hold_them(monkeypatch):
 
 def a_document_begins_early(monkeypatch):
     """Let queries of a later chunk see the last key of the previous document."""
-    of = zigzag.Reaching.of
+    of = zigzag.SharedDocument.of
 
     def early(queries, keys):
         spans = of(queries, keys)
         return spans._replace(keys=spans.keys | jnp.roll(spans.keys, -1, axis=1))
 
-    monkeypatch.setattr(zigzag.Reaching, "of", early)
+    monkeypatch.setattr(zigzag.SharedDocument, "of", early)
 
 
 @pytest.mark.parametrize(
