@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import RunConfig
-from jaxdist.core import collectives
+from jaxdist.core import collectives, step_plan
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
-from jaxdist.core.step import TrainConfig, layer_scan
+from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.models import DecoderConfig
 from jaxdist.run.audit import audit_parts, differences
@@ -261,7 +261,7 @@ def main() -> int:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    layer_scan.UNROLL_UP_TO = 0  # one copy of the layer, which is quick to trace
+    step_plan.UNROLL_UP_TO = 0  # one copy of the layer, which is quick to trace
     total: collections.Counter = collections.Counter()
     lines, alive = [], []
     for number, case in enumerate(CASES, start=1):
