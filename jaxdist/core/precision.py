@@ -25,7 +25,7 @@ GROWTH_STEPS = 2000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats of computation and reductions."""
+    """Number formats of compute and reductions."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of matrix products; auto = float32 on CPU, bfloat16 on GPUs"

@@ -11,7 +11,7 @@ from jaxdist.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer, its learning-rate schedule, and weight decay."""
+    """The optimizer, its learning rate over the run, and weight decay."""
 
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting(
         "adamw", "update rule; muon updates the matrices of the layers, AdamW everything else"

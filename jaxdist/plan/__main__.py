@@ -1,12 +1,12 @@
-"""`python -m jaxdist.plan`: estimate whether a run fits, on which mesh, how fast, at what cost.
+"""`python -m jaxdist.plan`: estimate if a run fits, on which mesh, how fast and at what price.
 
     python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:8
     python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:64,a100-80:64 --tokens 1e12
     python -m jaxdist.plan --config configs/llama3_70b.toml --gpus h100:128 --mesh fsdp=16,tp=8
     python -m jaxdist.plan --show-schedule --stages 4 --microbatches 8
 
-Takes the same settings as training. Needs no GPU and starts no device. Without --mesh it compares
-all legal meshes. With the extra `plan` installed it compiles the train step for those GPUs.
+Takes the settings of training, needs no GPU and starts no device. Without --mesh it compares
+every legal one. With the extra `plan` installed it compiles the train step for those GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan and print; return exit code 0 even if the run does not fit."""
+    """Plan and print; return the exit code, 0 whatever the verdict is."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # estimates must never start a GPU
     from jaxdist.plan.options import clusters_of, read_gpus, read_plan
 

@@ -21,7 +21,7 @@ _MOST_CELLS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(RunConfig):
-    """Settings of a run, and the GPUs and limits to plan for."""
+    """A run's settings, and the GPUs and limits to plan for."""
 
     gpus: str = setting(
         "",

@@ -16,7 +16,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Schedule of microbatches on the stages of the `pipeline` axis (`pp` > 1)."""
+    """Flow of microbatches through the stages of the `pipeline` axis (`pp` > 1)."""
 
     schedule: ScheduleName = setting(
         "1f1b_lockstep",
