@@ -344,8 +344,7 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
     More than one if `tensor` splits layers on GPUs. XLA then overlaps collectives of one chunk with
     products of another (Wang et al. 2024, "Domino", section 3). With a ring, which has collectives
     in each hop, chunks gain nothing (`scripts/bench/results/gpu_program.md`). In fp8 each chunk
-    would have its own scale and would round differently than without chunks. Block-scaled formats
-    were not tried.
+    would have its own scale and would round differently than without chunks. Others are untested.
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:

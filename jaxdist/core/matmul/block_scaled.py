@@ -123,8 +123,7 @@ def make_dot(
 ) -> Callable[..., Array]:
     """Make a `Context.dot` in mxfp8 or nvfp4: product [*dims], see `matmul.make_dot`.
 
-    Communication: for nvfp4's array scale an all-reduce of 4 bytes per array over `axes`; none for
-    mxfp8.
+    Communication: for nvfp4's array scale an all-reduce of 4 bytes per array over `axes`.
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:

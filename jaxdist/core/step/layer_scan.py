@@ -88,8 +88,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
     If the stage has gathered all weights before, they are only cast. With `plan.matmul_dtype` and
     pipeline stages, all layers except the first and the last use this format. Returns (block,
-    shards of one layer, x [batch, seq_shard, d_model], index in the model, aux, context) -> (x,
-    Sums).
+    one layer's shards, x [batch, seq_shard, d_model], model index, aux, context) -> (x, Sums).
     """
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     has_stages = layout.size(PIPELINE) > 1
