@@ -79,7 +79,7 @@ def test_groups_are_read_in_every_notation(groups, axes, nodes):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ("{{0,3},{1,2},{4,7},{5,6}}", "no mesh axes"),
+        ("{{0,3},{1,2},{4,7},{5,6}}", "match mesh axes"),
         ("{{0,1},{2,3}}", "8 devices once"),
         ("[2,2,2]<=[8]", "no list of lists"),
         ("mesh['a'=8] {'a':(3)2}", "do not divide"),

@@ -143,7 +143,7 @@ def test_replay_distinguishes_data_errors_from_transient_ones(tmp_path, capsys):
     files = sorted(run_dir.rglob("*"))
     out = replayed(bad)
     assert "verdict: data" in out and str(BAD_ROW) in out
-    assert missing(out, f"step {bad} of", f"from step {(bad - 1) // 5 * 5}") == []
+    assert missing(out, f"step {bad} of", f"after step {(bad - 1) // 5 * 5}") == []
     # An anomaly that is not in the data: the same step numbers, another step's record.
     planted = json.loads((run_dir / "anomalies.jsonl").read_text())
     planted |= {"step": bad - 1, "first_sample": planted["first_sample"] - planted["num_samples"]}
