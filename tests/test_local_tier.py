@@ -106,7 +106,7 @@ def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
             assert other.held() == []
         with (
             connected("127.0.0.1", server.port, "guess") as stranger,
-            pytest.raises(OSError, match="no answer"),
+            pytest.raises(OSError, match="signature"),
         ):
             stranger.read(f"{save.path}/manifest.json")
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
