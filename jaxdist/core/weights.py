@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,14 +104,14 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
 
 
-class CompositeWeight:
+class CompositeWeight(abc.ABC):
     """A weight stored in several arrays, for `Context.dot`; subclasses are pytrees."""
 
+    @abc.abstractmethod
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
     ) -> Array:
         """Return the product [*dims after the arrow]; `dot` multiplies the weight's arrays."""
-        raise NotImplementedError
 
     def __getitem__(self, index: Any) -> CompositeWeight:
         """Return itself: Flax reads the value of a parameter as `param[...]`."""
