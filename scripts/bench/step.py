@@ -7,6 +7,10 @@ Both steps run in one process on the same batches, in alternating blocks whose o
 noise of the machine affects both equally. The script reports medians, p99, and the median ratio of
 neighboring blocks, for wall time and on CPU also for CPU time, which other programs disturb less.
 It reports MFU by both conventions if the peak of the device is known.
+
+`--json` is written after the compilation and again after each pair of blocks, so a process that is
+stopped leaves the numbers it has. A file that is complete is not measured again. Compiled programs
+are cached between processes (`JAXDIST_CACHE`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import bare
@@ -32,8 +38,10 @@ from jaxdist.data import DataConfig
 from jaxdist.data.packing import text_fields
 from jaxdist.hardware import peak_flops
 from jaxdist.models import DecoderConfig
+from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run.monitoring.throughput import device_memory
-from jaxdist.run.setup import assemble, compare_kernel
+from jaxdist.run.setup import Parts, assemble, compare_kernel
+from jaxdist.runtime import setup_compilation_cache
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, compare with bare step)
 PRESETS = {
@@ -68,12 +76,31 @@ def main() -> None:
     parser.add_argument("--no-bare", action="store_true", help="measure ours alone")
     parser.add_argument("--json", default="", help="file to write")
     args = parser.parse_args()
-    results = [measure(name, args) for name in args.preset]
-    report = {"conditions": conditions(), "results": results}
+    if args.json and is_complete(Path(args.json)):
+        print(f"{args.json} is complete")
+        return
+    setup_compilation_cache()
+    report = {"conditions": conditions(), "complete": False, "results": []}
+    for name in args.preset:
+        report["results"].append({})
+        for result in measure(name, args):
+            report["results"][-1] = result
+            write(args.json, report)
+    report["complete"] = True
+    write(args.json, report)
     print(table(report))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether the file has all numbers of an earlier process."""
+    return path.exists() and json.loads(path.read_text()).get("complete", False)
+
+
+def write(path: str, report: dict) -> None:
+    """Replace the file, if one is named."""
+    if path:
+        Path(path + ".new").write_text(json.dumps(report, indent=1) + "\n")
+        Path(path + ".new").replace(path)
 
 
 def conditions() -> dict[str, str]:
@@ -93,8 +120,8 @@ def conditions() -> dict[str, str]:
     }
 
 
-def measure(name: str, args: argparse.Namespace) -> dict:
-    """Measure a preset: ours, and the bare step unless it is too large or excluded."""
+def measure(name: str, args: argparse.Namespace) -> Iterator[dict]:
+    """Yield the results of a preset so far: ours, and the bare step unless it is excluded."""
     vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, with_bare = PRESETS[name]
     batch, with_bare = args.batch or batch, with_bare and not args.no_bare
     shape = bare.Shape(vocab, d_model, layers, heads, kv_heads, mlp, seq)
@@ -104,14 +131,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         parts = compare_kernel(parts, text_fields(seq, packed=True))
     batches = make_batches(vocab, batch, seq, parts.step.batch_sharding, args.documents)
     ours = Ours(parts, batches)
-    rivals = [ours]
-    if with_bare:
-        rivals.append(Bare(shape, parts, batches))
+    rivals = [ours, *([Bare(shape, parts, batches)] if with_bare else [])]
     compile_s = [rival.warm_up() for rival in rivals]
-    times = alternate(rivals, args.blocks, args.block_steps)
-    losses = [rival.loss() for rival in rivals]  # same batches, different initial weights
-    tokens = batch * seq
-    median = statistics.median(block.wall_s for block in times[0])
     result = {
         "preset": name,
         "batch": batch,
@@ -119,28 +140,48 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         **packed_kernel(parts),
         "remat": config.train.remat,
         "dtype": str(parts.plan.compute_dtype),
+        "compile_s": compile_s[0],
+        **memory(ours),
+    }
+    if budget := parts.budget():
+        budget = budget.replanned(parts.packed, parts.check)
+        result["planned_gb"] = budget.memory.total_bytes / 1e9
+        result["planned_step_ms"] = 1e3 * estimate_time(budget.job).seconds
+    yield result
+    times: list[list[Block]] = [[] for _ in rivals]
+    for block in range(args.blocks):
+        alternate(rivals, times, block, args.block_steps)
+        yield result | speed(parts, batch * seq, times)
+    result |= speed(parts, batch * seq, times) | memory(ours)
+    result["dispatch_ms"] = 1e3 * ours.dispatch_s()
+    losses = [rival.loss() for rival in rivals]  # same batches, different initial weights
+    result["loss"] = losses[0]
+    if with_bare:
+        result |= {"bare_compile_s": compile_s[1], "bare_loss": losses[1]}
+    yield result
+
+
+def speed(parts: Parts, tokens: int, times: Sequence[Sequence[Block]]) -> dict[str, float]:
+    """Return the numbers of the blocks so far for steps of `tokens`; ours come first."""
+    median = statistics.median(block.wall_s for block in times[0])
+    result = {
+        "blocks": len(times[0]),
         "tokens_per_s": tokens / median,
         "step_ms_p50": 1e3 * median,
         "step_ms_p99": 1e3 * float(np.percentile([block.wall_s for block in times[0]], 99)),
         "processor_ms": 1e3 * statistics.median(block.processor_s for block in times[0]),
-        "compile_s": compile_s[0],
-        "dispatch_ms": 1e3 * ours.dispatch_s(),
-        "loss": losses[0],
-        **memory(ours),
     }
     peak = peak_flops(jax.devices()[0].device_kind, str(parts.plan.compute_dtype))
     if peak:
         for convention, flops in parts.model.flops_per_token.items():
             result[f"mfu_{convention}"] = result["tokens_per_s"] * flops / peak
-    if with_bare:
+    if len(times) > 1:
         ratio = lambda of: statistics.median(
             of(bare) / of(our) for our, bare in zip(*times, strict=True)
         )
         result |= {
             "bare_tokens_per_s": tokens / statistics.median(block.wall_s for block in times[1]),
             "ratio_to_bare": ratio(lambda block: block.wall_s),
-            "bare_compile_s": compile_s[1],
-            "bare_loss": losses[1],
         }
         if jax.devices()[0].platform == "cpu":
             result["processor_ratio_to_bare"] = ratio(lambda block: block.processor_s)
@@ -193,7 +234,7 @@ class Ours:
         """Dispatch some steps and wait for the last."""
         for _ in range(steps):
             batch = self.batches[self.count % len(self.batches)]
-            self.state, self.metrics = self.parts.step.train(self.state, batch, np.inf)
+            self.state, self.metrics = self.compiled(self.state, batch, np.inf)
             self.count += 1
         jax.block_until_ready(self.metrics["loss"])
 
@@ -224,7 +265,7 @@ class Bare:
         """Compile; return the seconds."""
         batch = self.batches[0]
         begin = time.perf_counter()
-        self.step.lower(self.state, batch["tokens"], batch["targets"]).compile()
+        self.step = self.step.lower(self.state, batch["tokens"], batch["targets"]).compile()
         seconds = time.perf_counter() - begin
         self.run(2)
         return seconds
@@ -249,18 +290,15 @@ class Block(NamedTuple):
     processor_s: float
 
 
-def alternate(rivals, blocks: int, block_steps: int) -> list[list[Block]]:
-    """Return the blocks of each rival; rivals alternate and swap their order."""
-    times: list[list[Block]] = [[] for _ in rivals]
-    for block in range(blocks):
-        order = range(len(rivals)) if block % 2 == 0 else reversed(range(len(rivals)))
-        for index in order:
-            begin = time.perf_counter(), time.process_time()
-            rivals[index].run(block_steps)
-            end = time.perf_counter(), time.process_time()
-            spent = ((b - a) / block_steps for a, b in zip(begin, end, strict=True))
-            times[index].append(Block(*spent))
-    return times
+def alternate(rivals: Sequence, times: list[list[Block]], block: int, block_steps: int) -> None:
+    """Append one block of each rival to its times; odd blocks run in the reverse order."""
+    order = range(len(rivals)) if block % 2 == 0 else reversed(range(len(rivals)))
+    for index in order:
+        begin = time.perf_counter(), time.process_time()
+        rivals[index].run(block_steps)
+        end = time.perf_counter(), time.process_time()
+        spent = ((b - a) / block_steps for a, b in zip(begin, end, strict=True))
+        times[index].append(Block(*spent))
 
 
 def packed_kernel(parts) -> dict[str, str]:
