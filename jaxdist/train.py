@@ -56,6 +56,7 @@ def run(
     from jaxdist.run.setup import (
         assemble,
         check_data_fits,
+        check_operations,
         decide_step,
         in_examples,
     )
@@ -70,6 +71,8 @@ def run(
 
     times.mark("imports")
     # 2. Check everything before anything is written or compiled.
+    if "operations" not in config.override:
+        check_operations()
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective

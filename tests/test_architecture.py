@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_510,
-    "package code lines": 36_910,
-    "test lines": 40_440,
+    "package lines": 52_810,
+    "package code lines": 37_140,
+    "test lines": 40_600,
     "two-way folder pairs": 0,
     "settings of a run": 121,
 }

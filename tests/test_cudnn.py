@@ -14,6 +14,7 @@ from kernel_choice import kernel_of
 from refusals import refused
 
 from jaxdist.config import read_run
+from jaxdist.core import trials
 from jaxdist.core.attention import (
     AttentionPlan,
     blockwise,
@@ -32,7 +33,7 @@ from jaxdist.core.attention.kernel_check import (
 )
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import TrainConfig
-from jaxdist.core.step.packed_kernel import check_kernel
+from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, kernel_rejection
 from jaxdist.core.types import AttentionCall, AttentionMask
 from jaxdist.data.packing import text_fields
@@ -213,7 +214,7 @@ def test_rejection_on_one_process_applies_to_all(monkeypatch, obstacle):
         compared.append(shapes)
         return KernelCheck(errors={}, rejection_reason="", use=use)
 
-    monkeypatch.setattr(kernel_check, "validate_kernel", validate)
+    monkeypatch.setattr(trials, "try_kernel", validate)
     gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     layout = SimpleNamespace(
@@ -258,7 +259,7 @@ def test_ring_comparison_uses_shapes_of_a_group(monkeypatch, obstacle):
         compared.append(shapes)
         return KernelCheck(errors={}, rejection_reason="", use=use)
 
-    monkeypatch.setattr(kernel_check, "validate_kernel", validate)
+    monkeypatch.setattr(trials, "try_kernel", validate)
     gpu = SimpleNamespace()
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     layout = SimpleNamespace(
@@ -288,11 +289,13 @@ def test_ring_comparison_uses_shapes_of_a_group(monkeypatch, obstacle):
     assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
     admit(hybrid, accumulation=1)
     assert compared.pop().rows == 12
-    # Nothing is compared if no ring of cuDNN's kernel is requested.
+    # Complete rows are compared as such.
+    for exchange in (None, ExchangePlan("all_to_all", 4, False, "")):
+        assert admit(exchange).use == "plain" and compared.pop().seq_len >= 1024
+    # Nothing is compared if cuDNN's kernel is not requested.
     assert admit(hybrid, dtype=jnp.float32) is None
     gathered = ExchangePlan("all_gather", 1, False, "")
-    for exchange in (None, gathered, ExchangePlan("all_to_all", 4, False, "")):
-        assert admit(exchange) is None
+    assert admit(gathered) is None
     assert admit(gathered, packed=True) is None and len(compared) == 1
     # Packed rows around it are compared with the same shapes.
     assert obstacle in admit(hybrid, packed=True).rejection_reason

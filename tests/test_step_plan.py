@@ -132,6 +132,7 @@ EXCEPTIONS = {
     "core.step.config": "settings: checks names",
     "core.matmul.block_scaled": "a record of its own, made for one format",
     "core.mesh_choice": "rejects a mesh before there is a layout to plan for",
+    "core.trials": "names the device in the key of a verdict",
     "models.configs": "settings: rejects combinations, and names the kernel in AttentionCall",
     "models.decoder": "passes the kernel of its call on; spells a split as XLA's backend prefers",
     "models.positions": "keeps angles that XLA:CPU would compute again",

@@ -74,11 +74,12 @@ class RunConfig:
         "parts of the model that are initialized randomly and not loaded from init_from, e.g. "
         "head; names as `jaxdist convert inspect` prints them",
     )
-    override: list[Literal["memory", "audit", "data"]] = setting(
+    override: list[Literal["memory", "audit", "data", "operations"]] = setting(
         [],
         "checks whose failure does not stop the start. memory = the estimate of GPU memory; audit "
         "= the mesh audit, so that wrong sums between devices are not detected; data = the check "
-        "that a resumed run has the data of its checkpoint: other data begin at the first sample",
+        "that a resumed run has the data of its checkpoint: other data begin at the first sample; "
+        "operations = the comparison of a GPU's elementary operations with numpy",
     )
     debug: bool = setting(
         False,

@@ -181,15 +181,16 @@ def plan_step(
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
     dtype = precision.resolve(platform)
     matmul_dtype = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
-    is_ring = check is not None and check.use == "ring"
+    use = "" if check is None else check.use
     exchange = exchange_of(model, layout, device.per_node, packed=packed)
     reasons = {} if exchange is None else {"exchange": exchange.reason}
     attention = AttentionPlan(
         platform,
         device.compute_capability,
         exchange,
-        packed_rejection=kernel_rejection(layout, device, None if is_ring else check),
-        ring_rejection=kernel_rejection(layout, device, check if is_ring else None),
+        packed_rejection=kernel_rejection(layout, device, check if "packed" in use else None),
+        ring_rejection=kernel_rejection(layout, device, check if use == "ring" else None),
+        plain_rejection=check.rejection_reason if check is not None and use == "plain" else "",
     )
     kernel = ""
     if model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:

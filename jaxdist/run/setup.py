@@ -32,8 +32,9 @@ from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Optimizer, Step, make_step
-from jaxdist.core.step.packed_kernel import check_kernel
+from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
+from jaxdist.core.trials import wrong_operations
 from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
 from jaxdist.core.weights import trained
 from jaxdist.data import Dataset, Loader, Position, TrainData
@@ -356,11 +357,26 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
+def check_operations() -> None:
+    """Reject GPUs on which elementary operations are wrong; collective."""
+    device = jax.local_devices()[0]
+    wrong = wrong_operations(device) if platform_of(device) == "gpu" else []
+    everyone = coordination.gather("operations", "\n".join(wrong))
+    problems = [
+        f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. Install another "
+        "version of jax or of the driver, or leave the GPU out; override=operations starts anyway."
+        for process, text in enumerate(everyone)
+        for line in text.splitlines()
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
     """Return the parts for rows of these fields, after checking cuDNN's kernel for them.
 
-    The kernel for packed documents and for ring attention is used only if the check succeeds. The
-    check is skipped if the kernel is not eligible.
+    The kernel is used only if the check succeeds. The check is skipped if the kernel is not
+    eligible.
     """
     packed, train = "segments" in fields, parts.config.train
     if packed != parts.packed:

@@ -1,13 +1,14 @@
-"""Numeric check of cuDNN's kernel on the user's device, for calls to private operations.
+"""Numeric check of cuDNN's kernel on the user's device.
 
-Packed documents and ring hops need private operations of jax, which depend on the versions of cuDNN
-and of the driver. So a run first compares them with the block-wise kernel in float32, on two rows
-with its length and heads. If they differ, the run uses block-wise attention.
+Its results depend on the versions of cuDNN and of the driver; packed documents and ring hops also
+need private operations of jax. So a run first compares its call with the block-wise kernel in
+float32, on two rows with its length and heads. If they differ, the run does not use cuDNN.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -23,8 +24,8 @@ from jaxdist.core.types import Array
 TOLERANCE = 0.02
 """Maximum error relative to the reference's peak; bfloat16 rounding is less than half of it."""
 
-Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
-"""Calls to check: documents of complete rows, ring hops, documents on a ring."""
+Use: TypeAlias = Literal["plain", "packed", "ring", "packed_ring"]
+"""Calls to check: complete rows, documents of complete rows, ring hops, documents on a ring."""
 
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
@@ -68,7 +69,7 @@ class KernelCheck:
         """Return one line for the log."""
         name = f"{self.use.replace('_', ' ')} attention"
         if self.rejection_reason:
-            return f"{name}: {self.rejection_reason}; block by block instead"
+            return f"{name}: {self.rejection_reason}; plain JAX instead"
         if not self.errors:
             return f"{name}: cuDNN's kernel, which other processes compared"
         worst = max(self.errors, key=lambda name: self.errors[name])
@@ -100,17 +101,18 @@ def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck
 def _compare(use: Use, shapes: Shapes) -> list[list[float]]:
     """Return the largest errors of each comparison, in the order of `_NAMES`."""
     rows = min(shapes.rows, _ROWS)
-    length = shapes.seq_len if use == "packed" else 2 * min(shapes.seq_len, _MAX_RING_LEN)
-    is_ring = use == "ring"
-    segments = np.ones((rows, length), np.int32) if is_ring else sample_segments(rows, length)
+    on_ring, is_packed = use in ("ring", "packed_ring"), use in ("packed", "packed_ring")
+    length = 2 * min(shapes.seq_len, _MAX_RING_LEN) if on_ring else shapes.seq_len
+    segments = sample_segments(rows, length) if is_packed else np.ones((rows, length), np.int32)
     inputs = _sample_inputs(shapes, segments)
-    if use == "packed":
+    if not on_ring:
+        call = _packed if is_packed else _plain
         pairs = [
-            (_packed(inputs, segments, window), _reference(inputs, segments, window))
+            (call(inputs, segments, window), _reference(inputs, segments, window))
             for window in shapes.windows
         ]
     else:
-        results = _round_a_ring(inputs, None if is_ring else segments)
+        results = _round_a_ring(inputs, segments if is_packed else None)
         pairs = [(results, _reference(inputs, segments, 0))]
     return [[_error(*both) for both in zip(*pair, strict=True)] for pair in pairs]
 
@@ -146,6 +148,18 @@ def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: 
     """Return output and gradients of cuDNN's packed kernel, [rows, seq, heads, head_dim] each."""
     documents, rule = jnp.asarray(segments), Rule(True, window)
     attend = lambda q, k, v: cudnn.attend_packed(q, k, v, documents, rule)
+    return _vjp(attend, inputs)
+
+
+def _plain(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
+    """Return output and gradients of cuDNN for single documents, [rows, seq, heads, head_dim]."""
+    near = (window - 1, 0) if window else None
+    attend = partial(
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        local_window_size=near,
+        implementation="cudnn",
+    )
     return _vjp(attend, inputs)
 
 

@@ -43,6 +43,7 @@ class AttentionPlan(NamedTuple):
         exchange: context-parallel exchange of keys and values; None without a context axis.
         packed_rejection: why cuDNN must not run packed documents; "" = it may.
         ring_rejection: why cuDNN must not run ring hops on unpacked rows; "" = it may.
+        plain_rejection: why cuDNN must not run complete unpacked rows; "" = it may.
     """
 
     platform: str
@@ -50,6 +51,7 @@ class AttentionPlan(NamedTuple):
     exchange: ExchangePlan | None = None
     packed_rejection: str = ""
     ring_rejection: str = ""
+    plain_rejection: str = ""
 
 
 class AttentionRequest(NamedTuple):
@@ -160,6 +162,8 @@ def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kerne
         hidden = _ring_rejections(request, plan) if in_parts else []
         if packed and not hidden:
             hidden = _packed_rejections(request, plan)
+        if plan.plain_rejection and not packed and not in_parts:
+            hidden = [plan.plain_rejection]
         reasons += hidden
     if request.cached:
         reasons.append("cuDNN's kernel does not support explicit query positions (KV cache)")

@@ -26,6 +26,8 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 _MAX_RETRIES = 2  # a compilation takes minutes
+_NEGLIGIBLE = 0.01
+"""Share of the limit below which a wrong estimate is not worth a warning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,9 @@ class Budget:
         """Return a warning if the step's `memory_analysis()` is not as estimated, else ""."""
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
-        if self.memory.is_rough or abs(error) <= TOLERANCE:
+        # Of a small step, even a large error says nothing about whether the run fits.
+        is_small = abs(error) * needed <= _NEGLIGIBLE * self.limit_bytes
+        if self.memory.is_rough or abs(error) <= TOLERANCE or is_small:
             return ""
         return (
             f"memory: the compiled step takes {in_bytes(needed)} of each GPU; the estimate was "

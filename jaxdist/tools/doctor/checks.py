@@ -17,6 +17,7 @@ from jaxdist.config import ALIASES, RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import by_name
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.trials import wrong_operations
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import JoinedJob, coordination
 from jaxdist.runtime.distributed import code_digest
@@ -24,7 +25,7 @@ from jaxdist.runtime.entry_point import advice_for
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, problems_of, read_settings, setting
 from jaxdist.tools.doctor import devices, findings, gpus, host, processes, software, variables
-from jaxdist.tools.doctor.findings import Finding, Reported, error, ok
+from jaxdist.tools.doctor.findings import Finding, Reported, error, note, ok
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
@@ -193,6 +194,13 @@ def _compute(
     on_cpu = job.platform == "cpu"
     products = devices.compute(job.local_devices, 128 if on_cpu else 8192)
     results = devices.check_compute(_gather("compute", products, config), hosts, simulated=on_cpu)
+    first = job.local_devices[0]
+    if not on_cpu:
+        wrong = _gather("operations", wrong_operations(first), config)
+        results += devices.check_operations(wrong, hosts)
+    if counts := devices.row_counts_that_change_bits(first):
+        text = f"the bits of a product's row depend on the number of rows (here {counts}, not 1)"
+        results.append(note("devices", text))
     mesh = spec.build(jax.devices())
     num_bytes = (config.allreduce_mib or (1 if on_cpu else 256)) << 20
     timed = _gather("axes", devices.time_axes(mesh, num_bytes), config)

@@ -49,6 +49,35 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
     return results
 
 
+def check_operations(everyone: Sequence[Sequence[str]], hosts: Sequence[str]) -> list[Finding]:
+    """Report wrong elementary operations; `everyone` has lines of `wrong_operations` by process."""
+    results = [
+        error(
+            "operations",
+            f"process {process} on {hosts[process]}: {line}",
+            "install another version of jax or of the driver, or leave the GPU out",
+        )
+        for process, lines in enumerate(everyone)
+        for line in lines
+    ]
+    return results or [ok("operations", "elementary operations agree with numpy")]
+
+
+def row_counts_that_change_bits(device: jax.Device) -> list[int]:
+    """Return the numbers of rows for which the first row of a product has other bits than alone.
+
+    A server that computes other batches than training then returns slightly other values
+    (TransformerEngine#2986).
+    """
+    rng = np.random.default_rng(0)
+    x, w = (jax.device_put(rng.standard_normal((512, 1024)), device) for _ in range(2))
+    x, w = x.astype(jnp.bfloat16), w.T.astype(jnp.bfloat16)
+    product = jax.jit(lambda x, w: (x @ w)[0].astype(jnp.float32))
+    alone = np.asarray(product(x[:1], w))
+    counts = (2, 8, 64, 512)
+    return [n for n in counts if not np.array_equal(np.asarray(product(x[:n], w)), alone)]
+
+
 def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:

@@ -1,8 +1,8 @@
-"""Check of cuDNN's attention kernel before the first step: packed documents and ring hops.
+"""Check of cuDNN's attention kernel before the first step.
 
-Every process tests the kernel on one of its devices (`attention/kernel_check.py`). If one process
-rejects it, all do, because all must run the same program. If devices are only described, the
-program is compiled but not run, so there is no check.
+Every process tries the kernel on one of its devices (`trials.py`). If one process rejects it, all
+do, because all must run the same program. If devices are only described, the program is compiled
+but not run, so there is no check.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import jax
 
-from jaxdist.core.attention import choose_kernel, kernel_check
+from jaxdist.core import trials
+from jaxdist.core.attention import choose_kernel
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
@@ -36,23 +37,21 @@ def check_kernel(
     shapes = shapes_of(model, layout, plan, config)
     exchange, call = plan.exchange, model.attention_call
     in_parts = exchange is not None and exchange.exchange != "all_to_all"
-    # Unpacked rows on one device need no special operation; after an all-gather none can be used.
-    is_ring = exchange is not None and exchange.exchange in ("ring", "hybrid")
-    if shapes is None or plan.device.is_described or not (plan.packed or is_ring):
+    if shapes is None or plan.device.is_described:
         return None
     request = request_of(
         call, model.dims["head_dim"], config.seq_len, plan.compute_dtype, packed=plan.packed
     )
     # The kernel is needed if any layer has no window.
     request = request._replace(window=min(shapes.windows))
-    untested = plan.attention._replace(packed_rejection="", ring_rejection="")
+    untested = plan.attention._replace(packed_rejection="", ring_rejection="", plain_rejection="")
     try:
         kernel, _ = choose_kernel(request, untested)
     except ConfigError:  # the step reports it
         return None
     if kernel != "cudnn":
         return None
-    use: Use = "ring"
+    use: Use = "ring" if in_parts else "plain"
     if plan.packed:
         use = "packed_ring" if in_parts else "packed"
     return _agreed(shapes, layout, use, agree)
@@ -64,7 +63,7 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelChe
     own = [device for device in layout.mesh.devices.flat if device in here]
     check = KernelCheck(errors={}, rejection_reason="", use=use)
     if own:
-        check = kernel_check.validate_kernel(use, shapes, own[0])
+        check = trials.try_kernel(use, shapes, own[0])
     rejections = [text for text in agree(f"{use}_attention", check.rejection_reason) if text]
     if rejections and not check.rejection_reason:
         reason = f"in another process {rejections[0]}"

@@ -1,0 +1,225 @@
+"""Trials of a GPU in a child process, whose failure cannot end the run; verdicts are cached.
+
+Two kinds exist: cuDNN's attention kernels (`attention/kernel_check.py`) and elementary operations.
+A kernel with an illegal access destroys the CUDA context of its process, so a run tries each one in
+a child process first. The verdict is kept next to the compiled programs. Its key has the request,
+the GPU, the driver, and the versions of jax, its plugin and cuDNN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.core.attention import kernel_check
+from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
+from jaxdist.runtime.progress import waiting
+
+log = logging.getLogger("jaxdist")
+
+TIMEOUT_S = 300
+"""Time limit of a trial: jax starts in 10 s, and compiling a kernel takes 5 to 20 s."""
+
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+Result = dict[str, Any]
+
+
+def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
+    """Compare cuDNN's kernel with its reference in a child process, or return the cached verdict.
+
+    If the child lacks memory next to this process, this process compares.
+    """
+    request = {"use": use} | dataclasses.asdict(shapes) | {"dtype": jnp.dtype(shapes.dtype).name}
+    name = f"cuDNN's {use.replace('_', ' ')} attention"
+    result = _trial("attention", request, device, name)
+    if "failed" not in result:
+        return KernelCheck(**result)
+    if _OUT_OF_MEMORY in result["failed"]:
+        return kernel_check.validate_kernel(use, shapes, device)
+    reason = f"cuDNN's kernel failed in a child process ({result['failed']})"
+    return KernelCheck(errors={}, rejection_reason=reason, use=use)
+
+
+def wrong_operations(device: jax.Device) -> list[str]:
+    """Return the elementary operations that a GPU computes wrongly, one line each; cached."""
+    result = _trial("operations", {}, device, "elementary operations")
+    if "failed" in result:
+        return [f"elementary operations failed in a child process ({result['failed']})"]
+    return [
+        f"{name}: error {error:.1e} relative to the largest value, at most {limit:.0e} is rounding"
+        for name, (error, limit) in result.items()
+        if not error <= limit
+    ]
+
+
+def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str) -> Result:
+    """Return the cached result of a trial, else that of a child; {"failed": reason} if it died."""
+    key = json.dumps([kind, request, device.device_kind, _versions()], sort_keys=True)
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    path = Path(folder or ".") / "trials" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if folder and path.exists():
+        try:
+            return json.loads(path.read_text())["result"]
+        except (OSError, ValueError, KeyError):
+            log.warning("%s is unreadable: %s are tried again", path, name)
+    with waiting(f"trying {name} in a child process"):
+        result = _in_child(kind, request, _child_environ(device))
+    if folder and "failed" not in result:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({"key": key, "result": result}))
+            partial.replace(path)
+        except OSError as error:
+            log.warning("the verdict about %s is not kept: %s", name, error)
+    return result
+
+
+def _in_child(kind: str, request: Mapping[str, Any], environ: Mapping[str, str]) -> Result:
+    command = [sys.executable, "-m", "jaxdist.core.trials", kind]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(request),
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result after {TIMEOUT_S} s"}
+    except OSError as error:
+        return {"failed": str(error)}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 0 and last.startswith("{"):
+        return json.loads(last)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    cause = next((line for line in lines if _OUT_OF_MEMORY in line), lines[-1] if lines else "")
+    code = done.returncode
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return {"failed": f"{how}: {cause.strip()[:200]}" if cause else how}
+
+
+def _child_environ(device: jax.Device) -> dict[str, str]:
+    """Return the environment of a child that uses only this GPU, and little of its memory."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    index = getattr(device, "local_hardware_id", None) or 0
+    names = [name for name in visible.split(",") if name.strip()]
+    own = names[index] if index < len(names) else str(index)
+    return dict(os.environ) | {
+        "CUDA_VISIBLE_DEVICES": own,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that a verdict depends on."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    driver = Path("/proc/driver/nvidia/version")
+    code = Path(kernel_check.__file__).read_bytes() + Path(__file__).read_bytes()
+    return versions | {
+        "driver": driver.read_text() if driver.exists() else "",
+        "code": hashlib.sha256(code).hexdigest()[:16],
+    }
+
+
+def operation_errors() -> dict[str, tuple[float, float]]:
+    """Return operation and dtype -> (error, limit) on the default device.
+
+    Errors are the largest difference to numpy in float64, relative to the largest value of the
+    result. Limits are a few units of rounding of the result's dtype; float32 products may round
+    their inputs to tf32, which has 10 bits.
+    """
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((2, 193, 257))
+    index = rng.integers(0, 193, 1024)
+    results = {}
+    for dtype, unit in (("float32", 2.0**-23), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        x, y = (jnp.asarray(array, dtype) for array in inputs)
+        wide = [np.asarray(array.astype(jnp.float32), np.float64) for array in (x, y)]
+        computed = jax.jit(lambda x, y: {n: f(x, y, index) for n, (f, _, _) in _OPERATIONS.items()})
+        for name, value in computed(x, y).items():
+            _, reference, factor = _OPERATIONS[name]
+            right = np.asarray(reference(*wide, index), np.float64)
+            error = np.max(np.abs(np.asarray(value.astype(jnp.float32), np.float64) - right))
+            limit = 2.0**-10 if name.startswith("product") and dtype == "float32" else factor * unit
+            results[f"{name} in {dtype}"] = (float(error / np.max(np.abs(right))), limit)
+    return results
+
+
+def _scan(x: Any, y: Any, index: Any) -> Any:
+    """Write row after row of x + y into a buffer, last row first: [rows, columns]."""
+
+    def body(buffer: Any, row: Any) -> Any:
+        return buffer.at[row].set(x[row] + y[row]), None
+
+    return jax.lax.scan(body, jnp.zeros_like(x), jnp.arange(len(x))[::-1])[0]
+
+
+# Operation -> ours, numpy's, and the limit in units of rounding.
+_OPERATIONS: dict[str, tuple[Callable, Callable, float]] = {
+    "sum": (lambda x, y, i: jnp.sum(x * x), lambda x, y, i: np.sum(x * x), 8),
+    "sum of rows": (lambda x, y, i: jnp.sum(abs(x), 1), lambda x, y, i: np.sum(abs(x), 1), 8),
+    "sum of columns": (lambda x, y, i: jnp.sum(abs(x), 0), lambda x, y, i: np.sum(abs(x), 0), 8),
+    "largest": (lambda x, y, i: jnp.max(x, 1), lambda x, y, i: np.max(x, 1), 0),
+    "index of the largest": (
+        lambda x, y, i: jnp.argmax(x, 1),
+        lambda x, y, i: np.argmax(x, 1),
+        0,
+    ),
+    "product": (lambda x, y, i: x @ y.T, lambda x, y, i: x @ y.T, 8),
+    "product of transposed": (lambda x, y, i: x.T @ y, lambda x, y, i: x.T @ y, 8),
+    "gather": (lambda x, y, i: x[i], lambda x, y, i: x[i], 0),
+    "scatter of sums": (
+        lambda x, y, i: jnp.zeros(len(x), jnp.float32).at[i].add(x[i, 0]),
+        lambda x, y, i: np.bincount(i, x[i, 0], len(x)),
+        8,
+    ),
+    "running sum": (lambda x, y, i: jnp.cumsum(x, 1), lambda x, y, i: np.cumsum(x, 1), 64),
+    "sort": (lambda x, y, i: jnp.sort(x, 1), lambda x, y, i: np.sort(x, 1), 0),
+    "exponential": (lambda x, y, i: jnp.exp(x), lambda x, y, i: np.exp(x), 8),
+    "hyperbolic tangent": (lambda x, y, i: jnp.tanh(x), lambda x, y, i: np.tanh(x), 8),
+    "select": (
+        lambda x, y, i: jnp.where(x > y, x, y),
+        lambda x, y, i: np.maximum(x, y),
+        0,
+    ),
+    "loop that writes rows": (_scan, lambda x, y, i: x + y, 2),
+}
+
+
+def _main(kind: str) -> None:
+    """Read a request from stdin and print the result as one line of JSON."""
+    request = json.load(sys.stdin)
+    if kind == "attention":
+        use, dtype = request.pop("use"), jnp.dtype(request.pop("dtype"))
+        shapes = Shapes(**request | {"windows": tuple(request["windows"])}, dtype=dtype)
+        check = kernel_check.validate_kernel(use, shapes, jax.devices()[0])
+        print(json.dumps(dataclasses.asdict(check)))
+    else:
+        print(json.dumps(operation_errors()))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
