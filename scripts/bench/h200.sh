@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure one GPU in under ten minutes: numeric checks, GPT-2 124M next to the bare step, 1.7B and
+# Measure one GPU in about ten minutes: numeric checks, GPT-2 124M next to the bare step, 1.7B and
 # Llama2-7B shapes, 1.7B on rows packed from 4 documents (one call of cuDNN's kernel a layer) and 20
 # (five calls) and with products in 8 bits. Last, the hops of a ring with an 8B row of 16,384 tokens
 # on one GPU, next to one call for the complete row.
@@ -19,11 +19,11 @@ limited() { # NAME SECONDS SCRIPT ARGUMENT...: one process each, for a memory pe
   timeout "$2" python3 "scripts/bench/$3" --json "$out-$1.json" "${@:4}" || code=$?
   echo "$1: exit code $code after $((SECONDS - began)) s"
 }
-limited gpt2-124m 100 step.py --preset gpt2-124m --blocks 6 --block-steps 10
 limited 1.7b 100 step.py --preset 1.7b --blocks 6 --block-steps 3
-limited 1.7b-packed4 90 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 4
-limited 1.7b-packed20 90 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 20
-limited 1.7b-fp8 90 step.py --preset 1.7b --blocks 4 --block-steps 3 --matmul-dtype fp8
 limited llama2-7b 100 step.py --preset llama2-7b --blocks 5 --block-steps 3 --moments bfloat16
+limited gpt2-124m 100 step.py --preset gpt2-124m --blocks 6 --block-steps 10
+limited 1.7b-packed4 100 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 4
 limited ring 60 ring_kernel.py
-limited checks 300 gpu_checks.py
+limited checks 420 gpu_checks.py
+limited 1.7b-packed20 100 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 20
+limited 1.7b-fp8 240 step.py --preset 1.7b --blocks 4 --block-steps 3 --matmul-dtype fp8
