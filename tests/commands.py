@@ -30,7 +30,7 @@ TINY = [
     "--eval.final_max_batches=2",
     "--optim.warmup_steps=2",
     "--monitoring.log_interval_steps=1",
-    "--monitoring.tensorboard=false",  # tensorboardX imports PyTorch where that is installed
+    "--monitoring.tracker=",  # tensorboardX imports PyTorch where that is installed
 ]
 
 

@@ -26,7 +26,7 @@ TRAIN = [
     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
     *("--train.seq_len=32", "--data.sources=faulty_dataset:rows"),
     *("--checkpoint.save_interval_steps=5", "--eval.interval_steps=0"),
-    "--monitoring.tensorboard=false",
+    "--monitoring.tracker=",
     *("--runtime.heartbeat_timeout_s=10", "--runtime.join_timeout_s=10"),
     "--resilience.step_timeout_s=5",
 ]

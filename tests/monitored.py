@@ -9,7 +9,7 @@ from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 
-QUIET = MonitoringConfig(tensorboard=False, log_interval_steps=1)
+QUIET = MonitoringConfig(tracker=[], log_interval_steps=1)
 
 
 class Clock:

@@ -28,7 +28,7 @@ TINY = {
     "train": {"seq_len": 32, "global_batch_size": 16},
     "eval": {"interval_steps": 0, "final_max_batches": 2},
     "optim.warmup_steps": 2,
-    "monitoring.tensorboard": False,
+    "monitoring.tracker": [],
 }
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
 

@@ -184,7 +184,7 @@ def test_only_a_new_mesh_of_a_custom_model_is_compared(monkeypatch, tmp_path, ca
 
     def start(name, mesh, **options):
         train = {"global_batch_size": 16, "seq_len": SEQ, "steps": 1}
-        quiet = {"eval.interval_steps": 0, "monitoring.tensorboard": False}
+        quiet = {"eval.interval_steps": 0, "monitoring.tracker": []}
         settings = {"train": train, "mesh": mesh, **quiet}
         jaxdist.train(settings, run_dir=tmp_path / name, progress=False, **options)
         return compared

@@ -280,7 +280,7 @@ NUM_SETTINGS = {
     "data": 13,
     "eval": 5,
     "checkpoint": 10,
-    "monitoring": 6,
+    "monitoring": 5,
     "resilience": 6,
     "runtime": 5,
 }
@@ -313,6 +313,26 @@ def test_removed_setting_is_accepted_only_at_its_fixed_value(tmp_path):
         if removed.value is not None:
             with refused(name, f"flag --{name}", num_problems=1):
                 read_run([f"--{name}=another"], command="test")
+
+
+@pytest.mark.parametrize(
+    "lines, flags, trackers",
+    [
+        ("tensorboard = true\ntracker = []", [], ["tensorboard"]),
+        ("tensorboard = false", [], []),
+        ('tracker = ["a:b"]\ntensorboard = true', [], ["tensorboard", "a:b"]),
+        ('tracker = ["a:b", "tensorboard"]', ["--monitoring.tensorboard=false"], ["a:b"]),
+        ("tensorboard = true", ["--monitoring.tracker=a:b"], ["tensorboard", "a:b"]),
+        ("profile = ''", ["--monitoring.tensorboard"], ["tensorboard"]),
+    ],
+)
+def test_the_old_switch_of_tensorboard_is_an_item_of_the_trackers(tmp_path, lines, flags, trackers):
+    file = tmp_path / "config.toml"
+    file.write_text(f"[monitoring]\n{lines}\n")
+    config = read_run([f"--config={file}", *flags], command="test")
+    assert config.monitoring.tracker == trackers
+    again = read_run(["--monitoring.tensorboard=false"], command="test", base=config)
+    assert again.monitoring.tracker == [name for name in trackers if name != "tensorboard"]
 
 
 def test_the_settings_reference_is_up_to_date():

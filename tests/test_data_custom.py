@@ -319,7 +319,7 @@ def train_regression(**settings):
         "data": {"sources": ["my_rows:points"]},
         "train": {"seq_len": 8, "global_batch_size": 8},
         "optim": {**optim, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e6},
-        "monitoring": {"tensorboard": False},
+        "monitoring": {"tracker": []},
         **settings,
     }
     return jaxdist.train(settings, mesh="dp=8", run_dir="run", progress=False)

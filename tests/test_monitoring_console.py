@@ -47,7 +47,7 @@ def test_header_describes_the_run(tmp_path, caplog):
 
 def test_step_lines_align_and_are_complete(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
-    config = MonitoringConfig(tensorboard=False, log_interval_steps=1, peak_tflops=1e-6)
+    config = MonitoringConfig(tracker=[], log_interval_steps=1, peak_tflops=1e-6)
     monitor = start(tmp_path, config, total_steps=1000, flops_per_token={"causal": 10.0})
     for step in (1, 2, 999):
         train(monitor, step, learning_rate=3e-4, grad_norm=1.25, accuracy=0.5)
@@ -148,7 +148,7 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
 def test_summary_describes_the_result_of_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     clock = Clock()
-    config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6)
+    config = MonitoringConfig(tracker=[], peak_tflops=1e-6)
     monitor = start(
         tmp_path,
         config,

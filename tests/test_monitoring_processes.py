@@ -295,7 +295,7 @@ def test_interval_stays_open_until_the_last_process_has_reported(monkeypatch):
 
 def finish(tmp_path, steps, **config) -> dict:
     run = RunDirectory.open(tmp_path / "run")
-    settings = MonitoringConfig(tensorboard=False, **config)
+    settings = MonitoringConfig(tracker=[], **config)
     monitor = Monitor(settings, run, total_steps=len(steps) + 1, clock=Clock())
     for i, (step_s, data_s, device_s) in enumerate([steps[0], *steps], start=1):
         monitor.train(
@@ -332,7 +332,7 @@ def test_device_hours_and_cost(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     run = RunDirectory.open(tmp_path / "run")
     clock = Clock()
-    config = MonitoringConfig(tensorboard=False)
+    config = MonitoringConfig(tracker=[])
     monitor = Monitor(config, run, total_steps=1, clock=clock)
     monitor.device_kind = "Tesla T4"
     clock.advance(1800)

@@ -38,7 +38,7 @@ def fetch(port: int) -> dict[str, float]:
 
 
 def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
-    config = MonitoringConfig(tensorboard=False, prometheus=str(port))
+    config = MonitoringConfig(tracker=[], prometheus=str(port))
     run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
 
@@ -159,7 +159,7 @@ def test_the_dashboard_queries_served_metrics_only(tmp_path, monkeypatch):
     names = {name for text in queries for name in re.findall(r"jaxdist_\w+", text)}
     assert len(names) >= 15
     port = free_port()
-    config = MonitoringConfig(tensorboard=False, prometheus=f"127.0.0.1:{port}", peak_tflops=1.0)
+    config = MonitoringConfig(tracker=[], prometheus=f"127.0.0.1:{port}", peak_tflops=1.0)
     run = RunDirectory.open(tmp_path / "run")
     flops = {"causal": 1e9}
     with Monitor(config, run, total_steps=10, flops_per_token=flops) as monitor:

@@ -92,7 +92,7 @@ def test_peaks_are_dense(kind, bfloat16, float32):
 def make_monitor(tmp_path, **settings) -> Monitor:
     total_steps = settings.pop("total_steps", 100)
     flops = settings.pop("flops_per_token", None)
-    config = MonitoringConfig(tensorboard=False, **settings)
+    config = MonitoringConfig(tracker=[], **settings)
     run = RunDirectory.open(tmp_path / "run")
     return Monitor(config, run, total_steps=total_steps, flops_per_token=flops)
 

@@ -335,7 +335,7 @@ SETTINGS = {
     "model": {"d_model": 16, "num_layers": 2, "num_heads": 2, "mlp_dim": 16, "vocab_size": 100},
     "train": {"global_batch_size": 8, "seq_len": tiny.SEQ, "steps": 2},
     "eval.interval_steps": 0,
-    "monitoring.tensorboard": False,
+    "monitoring.tracker": [],
 }
 
 

@@ -66,7 +66,7 @@ def make_run(
             "git": [{"commit": "0123456789abcdef", "dirty": True}],
         }
     )
-    config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6)
+    config = MonitoringConfig(tracker=[], peak_tflops=1e-6)
     monitor = Monitor(
         config,
         run,

@@ -30,7 +30,7 @@ TINY = [
     *("--simulate=1", "--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
     *("--model.num_kv_heads=2", "--train.global_batch_size=4", "--train.seq_len=32"),
     *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
-    "--monitoring.tensorboard=false",
+    "--monitoring.tracker=",
 ]
 TRAINING = [*TINY, "--mesh=dp=2", "--steps=120", "--checkpoint.save-interval-steps=40"]
 

@@ -113,7 +113,7 @@ def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
     run = RunDirectory.open(trial.path)
     run.write_config(write_toml(trial.config))
     monitor = Monitor(
-        MonitoringConfig(tensorboard=False, peak_tflops=1e-6),
+        MonitoringConfig(tracker=[], peak_tflops=1e-6),
         run,
         total_steps=trial.config.train.steps,
         start_step=0,

@@ -61,7 +61,7 @@ def test_a_run_and_its_restart_are_one_run_of_a_tracker(tmp_path):
         "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},
         "train": {"seq_len": 32, "global_batch_size": 16},
         "eval": {"interval_steps": 0, "final_max_batches": 2},
-        "monitoring": {"tensorboard": False, "log_interval_steps": 1},
+        "monitoring": {"log_interval_steps": 1},
         "run_dir": tmp_path / "run",
     }
     tracker = {"monitoring.tracker": [named(Notebook), named(Breaking)]}

@@ -32,7 +32,7 @@ JOB = [*HERE, "--simulate=8"]
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """Return an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
-    flags = tiny(*SETTINGS, "--simulate=8", "--monitoring.tensorboard=true")
+    flags = tiny(*SETTINGS, "--simulate=8", "--monitoring.tracker=tensorboard")
     disk = run_dir.parent / "disk"
     flags += [f"--checkpoint.local-dir={disk}", "--checkpoint.local-interval-steps=3"]
     done = run("train", *flags, "--run-dir", run_dir)

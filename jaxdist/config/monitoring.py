@@ -9,8 +9,10 @@ import re
 from jaxdist.runtime.config import is_address
 from jaxdist.settings import setting
 
-TRACKERS = ("wandb", "mlflow")
-"""Tracker packages that can receive metrics; each is an optional extra of jaxdist."""
+TENSORBOARD = "tensorboard"
+
+_PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""Tracker -> its package; wandb and mlflow are optional extras of jaxdist."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -25,17 +27,16 @@ class MonitoringConfig:
         "processes are compared, to find stragglers",
         ge=1,
     )
-    tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus: str = setting(
         "",
         "port at which process 0 serves the newest numbers to Prometheus on this host only, or "
         "host:port, e.g. 0.0.0.0:9400 for all interfaces; empty = no server",
     )
     tracker: list[str] = setting(
-        [],
-        "trackers that receive metrics, settings and summary: wandb, mlflow, or module:function "
-        "for your own (see jaxdist/run/monitoring/trackers.py). The environment variables of wandb "
-        "and mlflow select the server",
+        [TENSORBOARD],
+        "trackers that receive metrics and settings: tensorboard (files of the run directory), "
+        "wandb, mlflow, or module:function for your own (see jaxdist/run/monitoring/trackers.py); "
+        "the environment variables of wandb and mlflow select the server; empty = none",
     )
     profile: str = setting(
         "",
@@ -60,14 +61,14 @@ class MonitoringConfig:
                 "host:port. Use e.g. 9400 for this host only, 0.0.0.0:9400 for all interfaces."
             )
         for name in self.tracker:
-            if name in TRACKERS and importlib.util.find_spec(name) is None:
+            if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
                 problems.append(
                     f"monitoring.tracker has {name!r}, which is not installed. Omit it, or run "
                     f"pip install -c constraints.txt -e '.[{name}]'"
                 )
-            elif name not in TRACKERS and not _FUNCTION.fullmatch(name):
+            elif name not in _PACKAGES and not _FUNCTION.fullmatch(name):
                 problems.append(
-                    f"monitoring.tracker has {name!r}, which is not {', '.join(TRACKERS)} or "
+                    f"monitoring.tracker has {name!r}, which is not {', '.join(_PACKAGES)} or "
                     "module:function. Use one of these."
                 )
         if self.profile:

@@ -115,6 +115,9 @@ class RunConfig:
         "mesh.sequence_parallel": Removed(True, "It is on if tp divides the positions."),
         "mesh.fsdp_over_context": Removed(True, "fsdp and cp shard parameters together."),
         "monitoring.straggler_interval_steps": Removed(50, "Use monitoring.log_interval_steps."),
+        "monitoring.tensorboard": Removed(
+            True, "Add it to monitoring.tracker, or remove it there.", item_of="monitoring.tracker"
+        ),
         "monitoring.price_per_device_hour": Removed(0.0, "summary.json has the device_hours."),
         "runtime.cluster": Removed("auto", "Use runtime.num_processes=1 to run one process."),
         "runtime.compilation_cache_dir": Removed("", "Set the environment variable JAXDIST_CACHE."),

@@ -91,11 +91,13 @@ class Removed:
     Attributes:
         value: the fixed value; None = every value is accepted.
         changes_results: a run with another value computed something else.
+        item_of: a list that contains the last part of the name if the value is true; "" = none.
     """
 
     value: Any
     fix: str
     changes_results: bool = False
+    item_of: str = ""
 
 
 def setting(

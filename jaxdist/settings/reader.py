@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -214,6 +215,7 @@ class _Reader:
         self.origins: dict[str, str] = {}
         self.bad: set[str] = set()
         self.kinds: dict[Path, str] = {}
+        self.items: list[tuple[Path, str, bool]] = []  # list, item, whether it contains the item
 
     def read(self) -> Any:
         # 1. The kind of a section decides which fields it has. 2. Values are assigned to fields.
@@ -225,6 +227,11 @@ class _Reader:
                 self._check_removed(one, setting)
             else:
                 self._assign(one, skipped)
+        for path, item, is_in in self.items:
+            default = next(field.default for field in fields_of(self.cls) if field.path == path)
+            base = default if self.base is None else functools.reduce(getattr, path, self.base)
+            others = [other for other in self.values.get(path, base) if other != item]
+            self.values[path] = [item, *others] if is_in else others
         return self._build(self.cls, self.base, ())
 
     def concerns_bad_value(self, problem: str) -> bool:
@@ -282,16 +289,20 @@ class _Reader:
         self._is_section(one, cls)
 
     def _check_removed(self, one: Input, setting: Removed) -> None:
-        """Accept the value that is now fixed; report any other with its replacement."""
-        if setting.value is None or (self.is_stored and not setting.changes_results):
+        """Accept the value that is now fixed or an item; report any other."""
+        if setting.value is None:
             return
+        is_ignored = self.is_stored and not setting.changes_results
         raw = True if one.raw is None and isinstance(setting.value, bool) else one.raw
         try:
-            accepted = read_value(raw, type(setting.value)) == setting.value
+            value = read_value(raw, type(setting.value))
         except BadValueError:
-            accepted = False
-        if not accepted:
-            fixed = "" if setting.value == "" else f" Its value is always {setting.value!r} now."
+            value = None
+        if setting.item_of and value is not None:
+            self.items.append((tuple(setting.item_of.split(".")), one.path[-1], value))
+        elif value != setting.value and not is_ignored:
+            is_fixed = not setting.item_of and setting.value != ""
+            fixed = f" Its value is always {setting.value!r} now." if is_fixed else ""
             self.problems.append(
                 f"{'.'.join(one.path)}={one.raw!r} ({one.origin}): the setting was removed."
                 f"{fixed} {setting.fix}"

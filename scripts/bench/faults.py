@@ -35,7 +35,7 @@ from fault_scenarios import FAULTS, FaultResult  # noqa: E402
 from launched_job import PACE_S, Job, ScenarioFailed, no_mounts  # noqa: E402
 
 _STEPS_PER_FAULT = 80
-_TENSORBOARD = "--monitoring.tensorboard=true"  # one more file that fails on a full disk
+_TENSORBOARD = "--monitoring.tracker=tensorboard"  # one more file that fails on a full disk
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ def losses(run: Path, matmul_dtype: str, steps: int, batch: int) -> np.ndarray:
     if len(found) == steps:
         return found
     command = [sys.executable, "-m", "jaxdist.train", "--run-dir", str(run), f"--steps={steps}"]
-    command += [f"--train.global-batch-size={batch}", "--monitoring.tensorboard=false"]
+    command += [f"--train.global-batch-size={batch}", "--monitoring.tracker="]
     command += ["--data.tokenizer=bytes", "--model.vocab-size=256", "--train.seq-len=128"]
     command += ["--precision.compute-dtype=bfloat16", f"--precision.matmul-dtype={matmul_dtype}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 RECORDED = ROOT / "scripts/bench/results/numerics.json"
 BASE = [
     "--steps=12",
-    "--monitoring.tensorboard=false",
+    "--monitoring.tracker=",
     # The default model at the time of the recording.
     *("--train.global_batch_size=32", "--train.seq_len=128", "--model.vocab_size=256"),
     *("--data.tokenizer=bytes", "--optim.optimizer=adamw", "--optim.peak_lr=3e-3"),

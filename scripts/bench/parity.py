@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 LOSS, GRADIENT, LOSSES, FACTOR = 1e-6, 1e-5, 2e-5, 10
 MESHES = ["dp=2", "fsdp=2", "tp=2", "pp=2", "dp=2,fsdp=2,tp=2"]
 BASE = [
-    *("--steps=20", "--monitoring.tensorboard=false", "--eval.interval_steps=0"),
+    *("--steps=20", "--monitoring.tracker=", "--eval.interval_steps=0"),
     *("--eval.final_max_batches=1", "--precision.compute_dtype=float32"),
 ]
 CHAOTIC = [

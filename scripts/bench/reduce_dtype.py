@@ -61,7 +61,7 @@ def losses(dtype: str, seed: int, steps: int, devices: int) -> np.ndarray:
         command = [sys.executable, __file__, "--train", f"--run-dir={folder}/run"]
         command += [f"--simulate={devices}", f"--mesh=fsdp={devices}", f"--steps={steps}"]
         command += [f"--seed={seed}", "--precision.compute-dtype=bfloat16"]
-        command += [f"--precision.reduce-dtype={dtype}", "--monitoring.tensorboard=false"]
+        command += [f"--precision.reduce-dtype={dtype}", "--monitoring.tracker="]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:

@@ -40,7 +40,7 @@ TRAIN = [
     *("--simulate=1", f"--mesh=dp={NUM_PROCESSES}", "--steps=1000000", "--model.num_layers=2"),
     *("--model.d_model=64", "--model.num_heads=4", "--model.mlp_dim=128"),
     *("--train.seq_len=64", "--train.global_batch_size=8", "--eval.interval_steps=0"),
-    *("--checkpoint.save_interval_steps=50", "--monitoring.tensorboard=false"),
+    *("--checkpoint.save_interval_steps=50", "--monitoring.tracker="),
 ]
 PARTS = ("notice", "relaunch", "imports", "join", "setup", "restore", "compile", "first_step")
 """Detection by the launcher, then the parts in `jaxdist.runtime.start_times`."""

@@ -39,7 +39,7 @@ TRAIN = [
     *("--simulate=1", "--mesh=dp=2", f"--steps={OFF}", "--model.num_layers=2"),
     *("--model.d_model=64", "--model.num_heads=4", "--model.mlp_dim=128"),
     *("--train.seq_len=64", "--train.global_batch_size=8", "--eval.max_batches=2"),
-    "--monitoring.tensorboard=false",
+    "--monitoring.tracker=",
 ]
 
 

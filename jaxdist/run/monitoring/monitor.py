@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxdist.config.monitoring import MonitoringConfig, parse_profile_steps
+from jaxdist.config.monitoring import TENSORBOARD, MonitoringConfig, parse_profile_steps
 from jaxdist.data.ledger import Link
 from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
@@ -368,19 +368,19 @@ class Monitor:
             self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records.commit()
         config_text = self._config_text
-        if self.config.tensorboard:
+        if TENSORBOARD in self.config.tracker:
             first = self.start_step + 1 if self.run.resumed else None
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
             if config_text:
                 self._tensorboard.text("config", config_text)
-        if self.config.tracker:
+        if others := [name for name in self.config.tracker if name != TENSORBOARD]:
             identity = Identity(
                 run_id=run_id_of(self.run_summary.first_start or self._begin),
                 name=self.run.path.name,
                 settings=flatten(tomllib.loads(config_text)),
                 directory=str(self.run.path),
             )
-            self._experiments = Trackers(self.config.tracker, identity)
+            self._experiments = Trackers(others, identity)
         if self._records.torn:
             self.event(
                 "torn_line",
