@@ -188,7 +188,8 @@ def numbered(row: int) -> dict:
 def test_datasets_and_models_can_be_python_objects(tmp_path):
     rows = grain.MapDataset.source(range(100)).map(numbered)
     model = example.build(seq_len=32)
-    run = train(tmp_path / "run", steps=2, model=model, data=(rows[10:], rows[:10]))
+    options = {"model": model, "override": ["audit"]}  # test_audit_custom_models has the audit
+    run = train(tmp_path / "run", steps=2, data=(rows[10:], rows[:10]), **options)
     with pytest.raises(jaxdist.ConfigError, match="model=MODEL"):
         jaxdist.open(run.path).evaluate()
     with pytest.raises(jaxdist.ConfigError, match="data=ROWS"):
@@ -200,7 +201,7 @@ def test_datasets_and_models_can_be_python_objects(tmp_path):
 
 
 def test_importable_function_is_recorded_by_name(tmp_path):
-    run = train(tmp_path / "run", steps=1, model=example.build)
+    run = train(tmp_path / "run", steps=1, model=example.build, override=["audit"])
     assert run.config.model.factory == "jaxdist.models.example:build"
     assert jaxdist.open(run.path).evaluate(max_batches=1)["loss"] > 0
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -27,7 +26,6 @@ from jaxdist.checkpoint import (
 )
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.settings import problems_of
 
 pytestmark = pytest.mark.smoke
 
@@ -456,21 +454,3 @@ def test_continuing_from_an_older_step_supersedes_newer_ones(tmp_path):
     with pytest.raises(CheckpointError, match="marked SUPERSEDED"):
         writer.restore(like(small_state()), step=3)
     writer.close()
-
-
-def test_config_reports_all_problems():
-    bad = problems_of(CheckpointConfig(save_interval_steps=-1, max_to_keep=0), "checkpoint")
-    assert [line.partition("=")[0] for line in bad] == [
-        "checkpoint.save_interval_steps",
-        "checkpoint.max_to_keep",
-    ]
-    assert problems_of(CheckpointConfig()) == []
-
-
-def test_config_imports_no_heavy_library():
-
-    code = (
-        "import sys, jaxdist.checkpoint; print([m for m in ('orbax', 'flax') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import checksum, crc32
+from jaxdist.checkpoint import checksum, manifest
 from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.storage import locate
@@ -129,14 +129,15 @@ def test_sums_of_equal_shardings_share_one_program():
     assert compiled, "the listener hears compilations"
 
 
-def test_the_crc_of_a_large_file_combines_those_of_its_blocks(tmp_path, monkeypatch):
+def test_the_crc_of_a_file_is_that_of_all_its_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxdist.runtime.storage.location.BLOCK_BYTES", 64)
     content = np.random.default_rng(2).bytes(1000)
-    file = locate(tmp_path / "file")
-    for size in (0, 1, 64, 65, 1000):
-        file.write(content[:size])
-        for block in (64, 1 << 20):
-            monkeypatch.setattr(crc32, "BLOCK_BYTES", block)
-            assert crc32.fingerprint(file) == [size, zlib.crc32(content[:size])]
+    sizes = {str(size): size for size in (0, 1, 64, 65, 1000)}
+    for name, size in sizes.items():
+        locate(tmp_path / name).write(content[:size])
+    assert manifest.fingerprints(locate(tmp_path), list(sizes)) == {
+        name: [size, zlib.crc32(content[:size])] for name, size in sizes.items()
+    }
 
 
 def test_a_checksum_detects_swapped_elements_and_another_shape():

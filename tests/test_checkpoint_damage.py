@@ -17,7 +17,6 @@ from jaxdist.checkpoint import (
     CheckpointConfig,
     Checkpointer,
     CheckpointError,
-    crc32,
     manifest,
     orbax_io,
     restore,
@@ -61,7 +60,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_reason(run, damage):
 def commit_again(path: Path) -> None:
     """Write a manifest that matches the damaged files: only array checksums can detect it."""
     checkpoint = locate(path)
-    files = {n: crc32.fingerprint(checkpoint / n) for n in manifest.files_of(checkpoint)}
+    files = manifest.fingerprints(checkpoint, manifest.files_of(checkpoint))
     manifest.write(checkpoint, int(checkpoint.name), files, {})
 
 
@@ -295,7 +294,7 @@ def test_one_of_several_processes_marks_a_damaged_checkpoint(run, monkeypatch):
 
 
 def test_unavailable_file_server_marks_no_checkpoint_corrupt(run, monkeypatch):
-    fingerprint = crc32.fingerprint
+    fingerprint = manifest.fingerprint
 
     def stale(file):
         if str(file).startswith(f"{run.path}/4/"):
@@ -304,7 +303,7 @@ def test_unavailable_file_server_marks_no_checkpoint_corrupt(run, monkeypatch):
 
     opened = run.open()
     with monkeypatch.context() as patch:
-        patch.setattr(crc32, "fingerprint", stale)
+        patch.setattr(manifest, "fingerprint", stale)
         with pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)):
             opened.choose()
     assert opened.choose() == 4

@@ -18,7 +18,6 @@ from refusals import missing, refused
 from jaxdist.checkpoint import (
     CheckpointConfig,
     Checkpointer,
-    crc32,
     manifest,
     orbax_io,
     streaming_io,
@@ -120,7 +119,7 @@ def test_verify_arrays_detects_damage_missed_by_file_checksums(run, tmp_path, ca
     document["arrays"]["params/layers/w"]["checksum"] ^= 1
     (copy / "meta" / "metadata").write_text(json.dumps(document))
     copy = locate(copy)
-    files = {name: crc32.fingerprint(copy / name) for name in manifest.files_of(copy)}
+    files = manifest.fingerprints(copy, manifest.files_of(copy))
     manifest.write(copy, 2, files, {})
     assert main(["verify", str(copy)]) == 0
     assert main(["verify", str(copy), "--arrays=true"]) == 1
@@ -311,7 +310,7 @@ def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
 def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     import shutil
 
-    from jaxdist.checkpoint import CheckpointError, crc32, manifest
+    from jaxdist.checkpoint import CheckpointError, manifest
 
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)
@@ -320,7 +319,7 @@ def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     document["arrays"]["params/embed/table"]["checksum"] ^= 4
     (step / "meta" / "metadata").write_text(json.dumps(document))
     step = locate(step)
-    files = {name: crc32.fingerprint(step / name) for name in manifest.files_of(step)}
+    files = manifest.fingerprints(step, manifest.files_of(step))
     manifest.write(step, 3, files, {})
     with refused("params/embed/table", "wrong checksum", error=CheckpointError):
         main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])

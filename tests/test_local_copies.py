@@ -13,8 +13,7 @@ from jaxdist.checkpoint.local.copies import (
     survives,
     writers,
 )
-from jaxdist.checkpoint.local.inventory import newest
-from jaxdist.checkpoint.local.store import Save
+from jaxdist.checkpoint.local.store import Save, newest
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.planner import survivable_losses
 

@@ -18,9 +18,8 @@ from refusals import missing, refused
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.checkpoint.local import lineage, tier
-from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.store import LocalStore, Save
+from jaxdist.checkpoint.local.store import LocalStore, Save, newest
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.storage import locate

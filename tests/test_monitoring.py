@@ -35,7 +35,6 @@ from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.environment import environment
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.settings import problems_of
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -77,7 +76,7 @@ def test_non_scalars_are_rejected():
 
 
 def test_train_record_has_exactly_the_contract_fields(tmp_path):
-    monitor = start(tmp_path)
+    before, monitor = time.time(), start(tmp_path)
     loss = jnp.float32(0.1)
     monitor.train(
         1,
@@ -87,7 +86,7 @@ def test_train_record_has_exactly_the_contract_fields(tmp_path):
         data_wait_s=0.01,
     )
     (record,) = of_kind(read_records(monitor.run.metrics), "train")
-    del record["time"]
+    assert before <= record.pop("time") <= time.time()  # seconds since 1970
     assert record == {
         "kind": "train",
         "step": 1,
@@ -100,14 +99,6 @@ def test_train_record_has_exactly_the_contract_fields(tmp_path):
         "step_time_s": 0.25,
         "data_wait_s": 0.01,
     }  # no mfu and no memory: a CPU has neither a known peak nor memory statistics
-
-
-def test_tokens_are_counted_over_the_complete_run(tmp_path):
-    monitor = start(tmp_path)
-    for step in (1, 2, 3):
-        train(monitor, step)
-    tokens = [r["tokens"] for r in of_kind(read_records(monitor.run.metrics), "train")]
-    assert tokens == [100, 200, 300]
 
 
 def test_image_counts_are_named_images(tmp_path):
@@ -220,14 +211,11 @@ def test_all_processes_continue_the_count_of_process_0(tmp_path, monkeypatch):
 
 
 def test_resume_in_the_same_directory_is_optional(tmp_path):
+    assert not RunDirectory.open(tmp_path / "new", resume=False).resumed
     train(start(tmp_path), 1)
     assert RunDirectory.open(tmp_path / "run").resumed
     with refused(tmp_path / "run", "--resume auto"):
         RunDirectory.open(tmp_path / "run", resume=False)
-
-
-def test_new_directory_is_not_resumed(tmp_path):
-    assert not RunDirectory.open(tmp_path / "run", resume=False).resumed
 
 
 def test_unusable_run_directory_is_rejected(tmp_path):
@@ -353,38 +341,6 @@ def test_processes_agree_on_the_run_directory():
 
 
 # -- config ----------------------------------------------------------------------------------------
-
-
-def test_config_reports_all_problems():
-    bad = MonitoringConfig(
-        log_interval_steps=0,
-        peak_tflops=-1.0,
-    )
-    names = [line.partition("=")[0] for line in problems_of(bad, "monitoring")]
-    assert names == [
-        "monitoring.log_interval_steps",
-        "monitoring.peak_tflops",
-    ]
-    assert problems_of(MonitoringConfig(), "monitoring") == []
-
-
-def test_importing_monitoring_loads_no_heavy_library():
-    code = (
-        "import sys, jaxdist.run.monitoring\n"
-        "print([m for m in ('flax', 'orbax', 'tensorboardX', 'grain') if m in sys.modules])\n"
-        "from jax._src import xla_bridge\n"
-        "print(xla_bridge.backends_are_initialized())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split("\n")[:2] == ["[]", "False"]
-
-
-def test_times_are_seconds_since_1970(tmp_path):
-    before = time.time()
-    monitor = start(tmp_path)
-    train(monitor, 1)
-    times = [record["time"] for record in read_records(monitor.run.metrics)]
-    assert times and before <= min(times) <= max(times) <= time.time()
 
 
 @pytest.mark.parametrize("resumed_at", [0, 3, 6, 8, 9])

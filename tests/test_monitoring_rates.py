@@ -16,7 +16,7 @@ from jaxdist.hardware import peak_flops
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import alerts
 from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.monitoring.throughput import Throughput, device_memory
+from jaxdist.run.monitoring.summary import Throughput, device_memory
 from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
 from jaxdist.run.run_directory import RunDirectory
 
@@ -41,15 +41,10 @@ def test_mfu_equals_a_published_row():
     assert throughput.tokens_per_s == 8 * 11_361
     fields = throughput.mfu_fields(throughput.tokens_per_s)
     assert throughput.convention == "causal"
+    only_full = Throughput(num_devices=4, flops_per_token={"full": 2e9}, peak_flops=100e12)
+    assert only_full.mfu_fields(40_000.0) == {"mfu": pytest.approx(0.2, rel=1e-12)}
     assert fields["mfu"] == pytest.approx(0.492, abs=6e-4)  # published to 0.1 %
     assert fields["mfu_full"] == pytest.approx(0.529, abs=6e-4)
-
-
-def test_mfu_is_per_device_and_by_closed_form():
-    throughput = Throughput(num_devices=4, flops_per_token={"full": 2e9}, peak_flops=100e12)
-    # 4 devices at 40,000 tokens/s: 10,000 × 2e9 = 20e12 of 100e12 FLOP/s
-    assert throughput.mfu_fields(40_000.0) == {"mfu": pytest.approx(0.2, rel=1e-12)}
-    assert throughput.convention == "full"
 
 
 @pytest.mark.parametrize(
@@ -153,24 +148,19 @@ def warned_at(watch: DataWaitTracker, waits) -> list[int]:
     return [step for step, wait in enumerate(waits, start=1) if watch.add(wait, 1.0)]
 
 
-def test_slow_loader_is_reported_exactly_when_the_share_exceeds_the_threshold():
+@pytest.mark.parametrize(
+    ("waits", "warned"),
+    [
+        # Window shares from step 5 on: 0.125, 0.25 (not above), 0.375 (above: step 7), 0.5 ...
+        ([0.0] * 4 + [0.5] * 6, [7]),
+        ([0.9] * 4, [4]),  # not before the window is full
+        ([0.5] * 4 + [0.2] * 8 + [0.3] * 8, [4]),  # near the threshold: one episode
+        ([0.5] * 4 + [0.0] * 4 + [0.5] * 4, [4, 11]),
+    ],
+)
+def test_slow_loader_warns_once_per_episode(waits, warned):
     watch = DataWaitTracker(threshold=0.25, window_steps=4)
-    # Window shares from step 5 on: 0.125, 0.25 (not above), 0.375 (above: step 7), 0.5 ...
-    assert warned_at(watch, [0.0] * 4 + [0.5] * 6) == [7]
-
-
-def test_partial_window_reports_nothing():
-    watch = DataWaitTracker(threshold=0.25, window_steps=4)
-    assert warned_at(watch, [0.9, 0.9, 0.9]) == []
-    assert warned_at(watch, [0.9]) == [1]
-
-
-def test_warning_repeats_only_after_falling_below_half_the_threshold():
-    watch = DataWaitTracker(threshold=0.25, window_steps=4)
-    assert warned_at(watch, [0.5] * 4) == [4]
-    assert warned_at(watch, [0.2] * 8 + [0.3] * 8) == []  # near the threshold: one episode
-    assert watch.in_episode
-    assert warned_at(watch, [0.0] * 4 + [0.5] * 4) == [7]
+    assert warned_at(watch, waits) == warned
 
 
 def test_monitor_reports_the_slow_loader_once(tmp_path, caplog, monkeypatch):
@@ -184,11 +174,6 @@ def test_monitor_reports_the_slow_loader_once(tmp_path, caplog, monkeypatch):
     (event,) = events(monitor, "slow_loader")
     assert event["step"] == 7 and event["data_wait_share"] == pytest.approx(1.7 / 3)
     assert missing(caplog.text, "data loader", "56.7 %", "3 steps") == []
-
-
-def test_a_threshold_of_one_never_warns():
-    watch = DataWaitTracker(threshold=1.0, window_steps=2)
-    assert warned_at(watch, [1.0] * 6) == []
 
 
 # -- step timer ------------------------------------------------------------------------------------
@@ -272,46 +257,31 @@ def test_host_array_instead_of_a_device_array_is_no_compilation():
     assert len(reports) == 1
 
 
-def test_other_programs_compiled_meanwhile_do_not_count():
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_other_programs_compiled_meanwhile_do_not_count(in_thread):
     step = jax.jit(lambda x: x + 1)
     step(jnp.ones(4))
 
     class Busy:
-        """A step during which another thread compiles a program (an evaluation, a save)."""
+        """A step during which another program compiles (an evaluation, a save)."""
 
         _cache_size = staticmethod(step._cache_size)
 
         def __call__(self, x):
-            jax.jit(lambda y: y - 1)(jnp.zeros(3))
+            compile_another = lambda: jax.jit(lambda y: y - 2)(jnp.zeros(3))
+            other = threading.Thread(target=compile_another)
+            other.start() if in_thread else compile_another()
+            if in_thread:
+                other.join()
             return step(x)
 
     reports: list[Compilation] = []
     watch = CompileTracker(Busy(), reports.append)
-    watch(jnp.ones(4))
+    # An array on the host is new to jit's call cache, but not to XLA.
+    watch(np.ones(4, np.float32) if in_thread else jnp.ones(4))
     assert reports == []
     watch(jnp.ones(5))
     assert len(reports) == 1
-
-
-def test_programs_of_another_thread_do_not_count():
-    step = jax.jit(lambda x: x + 1)
-    step(jnp.ones(4))
-
-    def compile_another():
-        jax.jit(lambda y: y - 2)(jnp.zeros(3))
-
-    class Busy:
-        _cache_size = staticmethod(step._cache_size)
-
-        def __call__(self, x):
-            other = threading.Thread(target=compile_another)
-            other.start()
-            other.join()
-            return step(x)  # on the host: new to jit's call cache, but not to XLA
-
-    reports: list[Compilation] = []
-    CompileTracker(Busy(), reports.append)(np.ones(4, np.float32))
-    assert step._cache_size() == 2 and reports == []
 
 
 def test_changed_static_argument_is_reported():

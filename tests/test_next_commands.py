@@ -10,7 +10,7 @@ from commands import ROOT, tiny
 from jaxdist import generate, train
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main as prepare
-from jaxdist.run.sample import first_request
+from jaxdist.run.text_generation import first_request
 from jaxdist.tools.convert.__main__ import main as convert
 from jaxdist.tools.report.__main__ import main as report
 

@@ -12,7 +12,6 @@ from refusals import missing
 from jaxdist.checkpoint import (
     CheckpointConfig,
     Checkpointer,
-    crc32,
     lock,
     manifest,
     object_io,
@@ -101,7 +100,7 @@ def test_files_are_verified_concurrently(server, monkeypatch):
     folder = locate("s3://bucket/verified")
     for name in names:
         (folder / name).write(name)
-    files = {name: [1, crc32.fingerprint(folder / name)[1]] for name in names}
+    files = {name: [1, manifest.fingerprint(folder / name)[1]] for name in names}
     files["3"][1] ^= 1
     together = threading.Barrier(8, timeout=30)
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxdist.config import RunConfig
-from jaxdist.run.compile_times import CompileTimes
+from jaxdist.run.session import CompileTimes
 from jaxdist.run.setup import assemble
 from jaxdist.runtime import progress
 

@@ -10,7 +10,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig
-from jaxdist.run import sample, session
+from jaxdist.run import session, text_generation
 from jaxdist.run.setup import assemble
 
 TINY = DecoderConfig(d_model=32, num_layers=2, num_heads=4, mlp_dim=64)
@@ -34,13 +34,13 @@ def rows(parts, tmp_path, monkeypatch):
 
 def test_the_training_text_is_continued_within_the_trained_length(parts, rows, capsys):
     params = parts.init_state().params
-    prompt, text = sample.write_sample(parts, params, rows)
-    assert prompt and prompt == sample.first_prompt(parts.config.data, rows)
+    prompt, text = text_generation.write_sample(parts, params, rows)
+    assert prompt and prompt == text_generation.first_prompt(parts.config.data, rows)
     full_text = rows.tokenizer.decode(rows[0]["tokens"])
     assert " ".join(full_text.split()).startswith(prompt)
     assert text and len(prompt.encode()) + len(text) <= 48
-    assert sample.write_sample(parts, params, rows) == (prompt, text)
-    assert sample.write_sample(parts, params, iter([])) == ("", "")
+    assert text_generation.write_sample(parts, params, rows) == (prompt, text)
+    assert text_generation.write_sample(parts, params, iter([])) == ("", "")
     assert capsys.readouterr().out == ""  # the run logs it once it is complete
 
 
@@ -48,8 +48,8 @@ def test_the_prompt_of_a_conversation_is_its_first_question():
     """Weight 1 at position i marks that the next token is the assistant's."""
     tokens, weights = np.arange(8), np.array([0, 0, 0, 1, 1, 0, 0, 1], np.float32)
     rows = [{"tokens": tokens, "weights": weights}]
-    np.testing.assert_array_equal(sample.first_question(rows), [0, 1, 2, 3])
-    assert not len(sample.first_question([{"tokens": tokens, "weights": 0 * weights}]))
+    np.testing.assert_array_equal(text_generation.first_question(rows), [0, 1, 2, 3])
+    assert not len(text_generation.first_question([{"tokens": tokens, "weights": 0 * weights}]))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from refusals import missing
 
 from jaxdist import train
 from jaxdist.checkpoint import CheckpointConfig, CheckpointError
-from jaxdist.checkpoint.group import make_group
+from jaxdist.checkpoint.errors import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
 from jaxdist.run.metrics_log import ExitReason

@@ -1,14 +1,18 @@
-"""Split arrays into blocks that are read and written one at a time."""
+"""Split arrays into blocks that are read and written one at a time; copy them to the host."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 Index = tuple[slice, ...]
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and stop of a part in each dim of its array."""
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
@@ -61,8 +65,39 @@ def relative(part: Index, index: Sequence[slice]) -> Index:
     )
 
 
+def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+    """Return the bounds of an index with slices of leading dims; None = the complete array."""
+    bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
+    return (*bounds, *((0, size) for size in shape[len(bounds) :]))
+
+
+def slices_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
+    """Return the index with the bounds of `bounds_of`."""
+    return tuple(slice(*part) for part in bounds_of(index, shape))
+
+
 def dtype_of(name: str) -> np.dtype:
     """Return the NumPy dtype of a stored name, including bfloat16 and float8."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class HostCopies:
+    """One host copy per key; the next copy with that key overwrites it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, np.ndarray] = {}
+
+    def take(self, key: Hashable, data: Any) -> np.ndarray:
+        """Return a row-major copy [...] of the data of one device, of any dtype."""
+        values = np.asarray(data)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            buffer = self._buffers[key] = np.empty(values.shape, values.dtype)
+        np.copyto(buffer, values)
+        return buffer
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._buffers.clear()

@@ -13,9 +13,8 @@ from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
 from jaxdist.checkpoint.events import Event, EventLog
-from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.local import lineage
 from jaxdist.checkpoint.local.copies import Survivable
 from jaxdist.checkpoint.local.tier import LocalTier

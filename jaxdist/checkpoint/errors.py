@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxdist.runtime.coordination import Group
 from jaxdist.settings import ConfigError
 
 _MAX_NAMED = 3  # arrays listed in an error message
@@ -26,3 +27,9 @@ class MismatchError(ConfigError):
         if len(problems) > _MAX_NAMED:
             lines[-1] += f" {len(problems) - _MAX_NAMED} more arrays do not fit."
         super().__init__(lines)
+
+
+def make_group() -> Group:
+    """Return a group for the exchanges of one thread; all processes raise the same errors."""
+    errors = (CorruptCheckpoint, CheckpointError)
+    return Group("checkpoint", errors=errors, otherwise=CheckpointError)

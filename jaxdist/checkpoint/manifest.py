@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxdist.checkpoint import crc32
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import REQUESTS, Location, locate
@@ -153,17 +153,37 @@ def content_problems(
 
     def problem(name: str) -> str:
         try:
-            if crc32.fingerprint(checkpoint / name) != files[name]:
+            if fingerprint(checkpoint / name) != files[name]:
                 return f"{name} has other content than was written (CRC-32)"
         except OSError as error:
             _raise_transient(checkpoint, error)
             return f"{name} cannot be read ({error.strerror})"
         return ""
 
-    if checkpoint.is_local:
-        return [text for text in map(problem, names) if text]
-    with ThreadPoolExecutor(REQUESTS, "checkpoint-verify") as pool:  # network-bound
+    with _pool(checkpoint) as pool:
         return [text for text in pool.map(problem, names) if text]
+
+
+def fingerprint(file: Location) -> list[int]:
+    """Return size in bytes and CRC-32 of a file."""
+    crc = size = 0
+    for block in file.stream():
+        crc = zlib.crc32(block, crc)
+        size += len(block)
+    return [size, crc]
+
+
+def fingerprints(checkpoint: Location, names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the fingerprint of each file, by its path in the checkpoint."""
+    with _pool(checkpoint) as pool:
+        entries = pool.map(lambda name: fingerprint(checkpoint / name), names)
+        return dict(zip(names, entries, strict=True))
+
+
+def _pool(checkpoint: Location) -> ThreadPoolExecutor:
+    # zlib releases the GIL; more threads do not speed up a disk. Requests wait for the network.
+    threads = min(os.cpu_count() or 1, 8) if checkpoint.is_local else REQUESTS
+    return ThreadPoolExecutor(threads, "checkpoint-crc")
 
 
 def damage(checkpoint: Location) -> str:

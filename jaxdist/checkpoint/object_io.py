@@ -16,9 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.blocks import Index, blocks_in, dtype_of, even_chunk, relative
+from jaxdist.checkpoint.blocks import (
+    HostCopies,
+    Index,
+    blocks_in,
+    bounds_of,
+    dtype_of,
+    even_chunk,
+    relative,
+    slices_of,
+)
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.runtime.storage import REQUESTS, Location
 
 CHUNK_BYTES = 16 << 20
@@ -55,7 +63,7 @@ class ObjectWriter:
                 metadata = zarr_metadata(array.shape, chunk, array.dtype)
                 files.append((f"{name}/{_ZARRAY}", json.dumps(metadata).encode()))
             for shard in _own_shards(array):
-                bounds = _bounds(shard.index, array.shape)
+                bounds = slices_of(shard.index, array.shape)
                 # Copy, because the next step overwrites the shard.
                 host = self._copies.take((name, str(bounds)), shard.data)
                 files += _chunks_of(name, chunk, bounds, host)
@@ -145,7 +153,7 @@ class ObjectArray:
 
     def read(self, index: Index = ()) -> np.ndarray:
         """Return a part [...] in the stored dtype; `index` has slices of leading dims."""
-        index = _bounds(index, self.shape)
+        index = slices_of(index, self.shape)
         out = np.empty([s.stop - s.start for s in index], self.dtype)
         for part in self.parts(index):
             self.read_into(out, index, part)
@@ -153,7 +161,7 @@ class ObjectArray:
 
     def write(self, index: Index, part: np.ndarray) -> None:
         """Write `part` [shape of `index`] as complete chunks; chunks at array ends are padded."""
-        index = _bounds(index, self.shape)
+        index = slices_of(index, self.shape)
         if part.size == 0:
             return
         for piece in blocks_in(index, self.chunk):
@@ -187,16 +195,16 @@ def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPool
     held: dict[Any, np.ndarray] = {}
     reads: list[Future[None]] = []
     for index in target.sharding.addressable_devices_indices_map(target.shape).values():
-        bounds = _bounds(index or (), stored.shape)
-        if _key(bounds) in held:
+        bounds = slices_of(index, stored.shape)
+        if (key := bounds_of(index, stored.shape)) in held:
             continue
-        out = held[_key(bounds)] = np.empty([s.stop - s.start for s in bounds], stored.dtype)
+        out = held[key] = np.empty([s.stop - s.start for s in bounds], stored.dtype)
         for part in stored.parts(bounds):
             reads.append(pool.submit(stored.read_into, out, bounds, part))
     for one in reads:
         one.result()
     return jax.make_array_from_callback(
-        target.shape, target.sharding, lambda index: held[_key(_bounds(index, stored.shape))]
+        target.shape, target.sharding, lambda index: held[bounds_of(index, stored.shape)]
     )
 
 
@@ -214,16 +222,6 @@ def _bytes_of(part: np.ndarray) -> memoryview:
     """Return the bytes of an array [...] of any dtype in row-major order; a view if possible."""
     flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return flat.data
-
-
-def _key(bounds: Index) -> tuple[tuple[int, int], ...]:
-    return tuple((s.start, s.stop) for s in bounds)
-
-
-def _bounds(index: Any, shape: Sequence[int]) -> Index:
-    full = [slice(0, size) for size in shape]
-    bounds = [slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False)]
-    return tuple([*bounds, *full[len(bounds) :]])
 
 
 def _own_shards(array: Any) -> list[Any]:

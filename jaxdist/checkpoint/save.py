@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxdist.checkpoint import crc32, lock, manifest, orbax_io, pytree
+from jaxdist.checkpoint import lock, manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.errors import CheckpointError, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
-from jaxdist.checkpoint.group import make_group
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -281,7 +280,7 @@ class Saver:
         mine = names[self._background.process_id :: self._background.num_processes]
         own, error = dict(self._writer.fingerprints or {}), ""
         try:
-            own.update({name: crc32.fingerprint(path / name) for name in mine})
+            own |= manifest.fingerprints(path, mine)
         except OSError as failure:  # do not raise yet: the other processes wait for an answer
             error = one_line(failure)
         shares = self._background.gather([own, error])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint import crc32, manifest, orbax_io
+from jaxdist.checkpoint import manifest, orbax_io
 from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, grid, relative
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.errors import CorruptCheckpoint
@@ -127,7 +127,7 @@ class CheckpointWriter:
         document = {"step": step, "meta": meta, "arrays": self.entries}
         orbax_io.write_frame(self._destination, document)
         names = manifest.files_of(self._destination)
-        files = {name: crc32.fingerprint(self._destination / name) for name in names}
+        files = manifest.fingerprints(self._destination, names)
         manifest.write(self._destination, step, files, {})
 
 

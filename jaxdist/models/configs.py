@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from jaxdist.core.types import AttentionCall
 from jaxdist.settings import setting
@@ -52,8 +52,53 @@ _SMALL_VOCAB, _SMALL_WIDTH = 256, 8
 """Vocabulary of a shrunken model; width of its heads, and of its MLP per device."""
 
 
+class _ModelDefaults:
+    """Facts of a model that most configs share."""
+
+    rules: ClassVar[Mapping[str, str | None]] = {}
+    sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
+    is_user_model: ClassVar[bool] = False
+    reads: ClassVar[str] = ""
+    size_settings: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Logical dim -> size."""
+        return {}
+
+    @property
+    def attention_call(self) -> AttentionCall:
+        """Arguments that the layers pass to `Context.attend`."""
+        return AttentionCall()
+
+    def shrunken(self, *, num_layers: int, multiple: int) -> Self:
+        """Return this model with at most these layers and small widths that `multiple` divides."""
+        del num_layers, multiple
+        return self
+
+    def problems(self) -> list[str]:
+        """Return the errors between settings of this section."""
+        return []
+
+    def run_problems(
+        self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
+    ) -> list[str]:
+        """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
+        del seq_len, num_tokens, tokenizer, simulate
+        return []
+
+
+class _ImageDefaults(_ModelDefaults):
+    """Facts of the image classifiers, which read CIFAR-10."""
+
+    reads: ClassVar[str] = "images"
+    image_size: ClassVar[int] = 32
+    num_classes: ClassVar[int] = 10
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(_ModelDefaults):
     """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
@@ -186,10 +231,8 @@ class DecoderConfig:
             softcap=self.attention_softcap,
         )
 
-    rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
-    is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = "text"
     size_settings: ClassVar[Mapping[str, str]] = {
         "layers": "model.num_layers",
@@ -201,7 +244,7 @@ class DecoderConfig:
         "mlp": "model.mlp_dim",
     }
 
-    def shrunken(self, *, num_layers: int, multiple: int) -> DecoderConfig:
+    def shrunken(self, *, num_layers: int, multiple: int) -> Self:
         """Return this model with at most these layers and small widths that `multiple` divides."""
         d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
         is_wide = self.d_model > d_model
@@ -311,7 +354,7 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CnnConfig:
+class CnnConfig(_ImageDefaults):
     """A small convolutional classifier: two conv blocks, two dense layers (CIFAR-10 tutorial)."""
 
     kind: Literal["cnn"] = setting("cnn", "cnn = an image classifier")
@@ -325,13 +368,6 @@ class CnnConfig:
         "channels_2": "fsdp",
         "flat": "fsdp",
     }
-    attention_call: ClassVar[AttentionCall] = AttentionCall()
-    sequence: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
-    is_user_model: ClassVar[bool] = False
-    reads: ClassVar[str] = "images"
-    image_size: ClassVar[int] = 32
-    num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
         "channels_1": "channels of the first conv block",
         "channels_2": "channels of the second conv block",
@@ -340,7 +376,7 @@ class CnnConfig:
         "num_classes": "the number of classes",
     }
 
-    def shrunken(self, *, num_layers: int, multiple: int) -> CnnConfig:
+    def shrunken(self, *, num_layers: int, multiple: int) -> Self:
         """Return this model with a small dense layer that `multiple` divides."""
         del num_layers
         return dataclasses.replace(self, mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple))
@@ -360,17 +396,9 @@ class CnnConfig:
             "hidden": self.mlp_dim,
         }
 
-    def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
-        return []
-
-    def run_problems(self, **_: Any) -> list[str]:
-        """Return []: this model conflicts with no other setting."""
-        return []
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResnetConfig:
+class ResnetConfig(_ImageDefaults):
     """A residual network for CIFAR-10 with batch norm (He et al. 2015, section 4.2)."""
 
     kind: Literal["resnet"] = setting("resnet", "resnet = an image classifier with batch norm")
@@ -379,13 +407,6 @@ class ResnetConfig:
     width: ClassVar[int] = 16
     """Channels of the first third of the layers. They double twice."""
     rules: ClassVar[Mapping[str, str | None]] = {"hidden": "tensor", "channels": "fsdp"}
-    attention_call: ClassVar[AttentionCall] = AttentionCall()
-    sequence: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
-    is_user_model: ClassVar[bool] = False
-    reads: ClassVar[str] = "images"
-    image_size: ClassVar[int] = 32
-    num_classes: ClassVar[int] = 10
     size_settings: ClassVar[Mapping[str, str]] = {
         "hidden": "channels of the first third",
         "channels": "channels of the first third",
@@ -396,11 +417,6 @@ class ResnetConfig:
     def dims(self) -> dict[str, int]:
         """Logical dim -> its smallest size, which divides its other sizes."""
         return {"hidden": self.width, "channels": self.width}
-
-    def shrunken(self, *, num_layers: int, multiple: int) -> ResnetConfig:
-        """Return this model unchanged, because it is small."""
-        del num_layers, multiple
-        return self
 
     @property
     def blocks_per_stage(self) -> int:
@@ -417,27 +433,16 @@ class ResnetConfig:
             )
         return problems
 
-    def run_problems(self, **_: Any) -> list[str]:
-        """Return []: this model conflicts with no other setting."""
-        return []
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CustomConfig:
+class CustomConfig(_ModelDefaults):
     """A user's model: a function that returns a `jaxdist.core.types.Model`."""
 
     kind: Literal["custom"] = setting("custom", "custom = your own model")
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")
     args: dict[str, Any] = setting({}, "keyword arguments for the factory")
 
-    dims: ClassVar[Mapping[str, int]] = {}
-    rules: ClassVar[Mapping[str, str | None]] = {}
-    attention_call: ClassVar[AttentionCall] = AttentionCall()
-    sequence: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
     is_user_model: ClassVar[bool] = True
-    reads: ClassVar[str] = ""
-    size_settings: ClassVar[Mapping[str, str]] = {}
 
     def problems(self) -> list[str]:
         """Return the errors between settings of this section."""
@@ -447,15 +452,6 @@ class CustomConfig:
                 f"model.factory={self.factory!r} is not module:function. "
                 "Use e.g. my_package.my_model:build."
             ]
-        return []
-
-    def shrunken(self, *, num_layers: int, multiple: int) -> CustomConfig:
-        """Return this model unchanged, because only the factory has its sizes."""
-        del num_layers, multiple
-        return self
-
-    def run_problems(self, **_: Any) -> list[str]:
-        """Return []: nothing can be checked before the factory is called."""
         return []
 
 

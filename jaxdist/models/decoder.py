@@ -32,7 +32,7 @@ from jaxdist.core.types import (
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.positions import (
+from jaxdist.models.layers import (
     angles_of_layer,
     decoding_aux,
     mask_of_layer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import math
 import shlex
@@ -19,7 +20,6 @@ from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
 from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import NoLabels, evaluate
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.environment import environment, versions
@@ -30,13 +30,14 @@ from jaxdist.run.resilience.anomalies import LossGuard, Rollback
 from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.run.sample import MIN_STEPS, first_request, write_sample
 from jaxdist.run.setup import Parts, nonfinite_names
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
+from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
 from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
@@ -396,3 +397,31 @@ class Session:
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()
         self.forward_events()
+
+
+class CompileTimes:
+    """Compile time of a program, by its settings, mesh and devices."""
+
+    def __init__(self, parts: Parts):
+        config, device = parts.config, parts.devices[0]
+        mesh = dataclasses.replace(config.mesh, shape="")  # `spec` is the resolved shape
+        program = [
+            *(config.model, config.optim, config.precision, config.pipeline, mesh),
+            dataclasses.replace(config.train, steps=1),
+            *(str(parts.spec), device.device_kind, len(parts.devices), jax.__version__),
+        ]
+        digest = hashlib.sha256(repr(program).encode()).hexdigest()[:24]
+        folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+        self._file = locate(folder) / f"seconds-{digest}" if folder else None
+
+    def last(self) -> float:
+        """Return the seconds of the last compilation; 0 if unknown."""
+        with contextlib.suppress(OSError, ValueError):
+            return float(self._file.text()) if self._file else 0.0
+        return 0.0
+
+    def store(self, seconds: float) -> None:
+        """Store the seconds for the next start."""
+        if self._file:
+            with contextlib.suppress(OSError):
+                self._file.write(f"{seconds}", durable=False)

@@ -1,4 +1,4 @@
-"""Sources of settings: a TOML file, flags and programs; each value has its origin."""
+"""Sources of settings: a TOML file, flags and programs, each value with its origin; TOML text."""
 
 from __future__ import annotations
 
@@ -258,3 +258,28 @@ def _files_like(path: FilePath) -> str:
     near = f"Use one of {', '.join(names[:8])}." if names else "Check the path."
     named = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
     return f"{near} Names of the package: {named}."
+
+
+def write_toml(config: Any) -> str:
+    """Return the resolved settings as TOML: plain fields first, then a table for each section.
+
+    `None` has no TOML form and is omitted; the default of its field must be None.
+    """
+    import tomli_w
+
+    return tomli_w.dumps(to_table(config))
+
+
+def to_table(config: Any) -> dict[str, Any]:
+    """Convert a settings dataclass to nested dicts."""
+    table: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            sections[field.name] = to_table(value)
+        elif isinstance(value, tuple):
+            table[field.name] = list(value)
+        elif value is not None:
+            table[field.name] = value
+    return {**table, **sections}

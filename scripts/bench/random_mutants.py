@@ -34,7 +34,7 @@ ROOMS = {
     "resilience": ["jaxdist/run/resilience"],
     "generate": [
         *("jaxdist/generate.py", "jaxdist/run/decoding.py", "jaxdist/run/text_generation.py"),
-        "jaxdist/run/sample.py",
+        "jaxdist/run/text_generation.py",
     ],
     "evaluation": ["jaxdist/evaluate.py", "jaxdist/run/evaluation_loop.py"],
 }

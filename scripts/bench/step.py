@@ -39,7 +39,7 @@ from jaxdist.data.packing import text_fields
 from jaxdist.hardware import peak_flops
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.estimate.time import estimate_time
-from jaxdist.run.monitoring.throughput import device_memory
+from jaxdist.run.monitoring.summary import device_memory
 from jaxdist.run.setup import Parts, assemble, compare_kernel
 from jaxdist.runtime import setup_compilation_cache
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxdist.checkpoint import pytree
-from jaxdist.checkpoint.host_copies import HostCopies
+from jaxdist.checkpoint.blocks import Bounds, HostCopies, bounds_of
 from jaxdist.core.types import Array
-
-Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and stop of a piece in each dim of its array."""
 
 
 def name_of(leaf: int, piece: int) -> str:
@@ -45,7 +42,7 @@ def to_host(
             shard.data.copy_to_host_async()
     pieces = []
     for number, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
-        shards = {_bounds(s.index, array.shape): s for s in reversed(array.addressable_shards)}
+        shards = {bounds_of(s.index, array.shape): s for s in reversed(array.addressable_shards)}
         for piece, bounds in enumerate(_pieces(leaf.value.sharding, array.shape)):
             name = name_of(number, piece)
             host = copies.take(name, shards[bounds].data)  # a step overwrites the shard
@@ -64,7 +61,7 @@ def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> li
             )
             for piece, bounds in enumerate(_pieces(leaf.value.sharding, shape))
         }
-        of = lambda index, held=held, shape=shape: held[_bounds(index, shape)]
+        of = lambda index, held=held, shape=shape: held[bounds_of(index, shape)]
         array: Array = jax.make_array_from_callback(shape, leaf.value.sharding, of)
         arrays.append(array)
     return arrays
@@ -77,10 +74,4 @@ def _stored(leaf: pytree.Leaf) -> tuple[tuple[int, ...], np.dtype]:
 
 def _pieces(sharding: Any, shape: Sequence[int]) -> list[Bounds]:
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
-    return sorted({_bounds(index, shape) for index in indices})
-
-
-def _bounds(index: Any, shape: Sequence[int]) -> Bounds:
-    full = [(0, size) for size in shape]
-    bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
-    return tuple([*bounds, *full[len(bounds) :]])
+    return sorted({bounds_of(index, shape) for index in indices})

@@ -28,17 +28,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint.blocks import HostCopies
 from jaxdist.checkpoint.checksum import checksums, start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
-from jaxdist.checkpoint.group import make_group
-from jaxdist.checkpoint.host_copies import HostCopies
 from jaxdist.checkpoint.local import copies, lineage, shards
 from jaxdist.checkpoint.local.copies import FailureDomain
-from jaxdist.checkpoint.local.inventory import newest
 from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.store import LocalStore, Save
+from jaxdist.checkpoint.local.store import LocalStore, Save, newest
 from jaxdist.runtime.coordination import own_address
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.formatting.tables import few

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from jaxdist.checkpoint.blocks import Bounds, Index, block_shape, blocks_in, bounds_of, relative
+from jaxdist.checkpoint.pytree import under
 from jaxdist.core.types import Array, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
-from jaxdist.models.huggingface.tensors import Index, Piece
+from jaxdist.models.huggingface.tensors import Piece
 from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
@@ -48,10 +49,7 @@ def load_params(
     _check_same_everywhere(folder, weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(target)
     named = {f"params/{keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
-    below = lambda name, parts: any(
-        name == p or name.startswith(p.rstrip("/") + "/") for p in parts
-    )
-    read = {name: leaf for name, leaf in named.items() if not below(name, reinit)}
+    read = {name: leaf for name, leaf in named.items() if not under(name, reinit)}
     problems = [
         f"{folder} has no {name} {list(leaf.shape)}: it has another model. Remove [model] to use "
         "the settings of its config.json."
@@ -61,13 +59,13 @@ def load_params(
     problems += [
         f"{folder} has {name}, but the model does not. Add it to reinit_params to leave it unread."
         for name in sorted(weights.pieces.keys() - named.keys())
-        if not below(name, reinit)
+        if not under(name, reinit)
     ]
     problems += [
         f"reinit_params names {part}, which neither the model nor {folder} has. Use one of "
         f"{', '.join(named)}."
         for part in reinit
-        if not any(below(name, [part]) for name in {*named, *weights.pieces})
+        if not any(under(name, [part]) for name in {*named, *weights.pieces})
     ]
     if problems:
         raise ConfigError(problems)
@@ -86,10 +84,9 @@ def _shape(parts: list[Piece]) -> tuple[int, ...]:
 def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
     """Load one array, with the shape [*dims] and dtype of `leaf`, shard by shard."""
     assert leaf.sharding is not None  # a target has one, see `load_params`
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    holders: dict[Bounds, list[Any]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        ends = (s.indices(size) for s, size in zip(index or (), leaf.shape, strict=True))
-        holders.setdefault(tuple((start, stop) for start, stop, _ in ends), []).append(device)
+        holders.setdefault(bounds_of(index, leaf.shape), []).append(device)
     parts = weights.pieces[name]
     shards: list[Array] = []
     for bounds, devices in holders.items():
@@ -107,7 +104,7 @@ def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
 def _assembled(
     weights: Weights,
     parts: list[Piece],
-    bounds: tuple[tuple[int, int], ...],
+    bounds: Bounds,
     dtype: np.dtype,
     devices: list[Any],
 ) -> list[Array]:
@@ -125,40 +122,29 @@ def _assembled(
 
 
 def _blocks(
-    weights: Weights, parts: list[Piece], bounds: tuple[tuple[int, int], ...], dtype: np.dtype
+    weights: Weights, parts: list[Piece], bounds: Bounds, dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
     """Yield the blocks of a shard: index in the shard, values [its lengths] in `dtype`."""
     stacked = parts[0].layer is not None
     layers = range(*bounds[0]) if stacked else (0,)
-    inner = bounds[1:] if stacked else bounds
+    inner = [slice(*part) for part in (bounds[1:] if stacked else bounds)]
     for number, layer in enumerate(layers):
         piece = parts[layer]
         for index in _slabs(piece, inner, dtype.itemsize):
             values = piece.read(index, weights.fetch, dtype)
-            block = tuple(
-                slice(s.start - start, s.stop - start)
-                for s, (start, _) in zip(index, inner, strict=True)
-            )
+            block = relative(index, inner)
             if stacked:
                 yield (slice(number, number + 1), *block), values[None]
             else:
                 yield block, values
 
 
-def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> Iterator[Index]:
+def _slabs(piece: Piece, index: Sequence[slice], itemsize: int) -> Iterator[Index]:
     """Yield the blocks (at most `BLOCK_BYTES`) of a part, split along its slowest stored dims."""
-    steps = [stop - start for start, stop in bounds]
-    for dim in piece.stored_order:
-        rest = math.prod(steps) // max(1, steps[dim]) * itemsize
-        steps[dim] = max(1, min(steps[dim], BLOCK_BYTES // max(1, rest)))
-        if rest <= BLOCK_BYTES:
-            break
-    starts = (range(start, stop, step) for (start, stop), step in zip(bounds, steps, strict=True))
-    for corner in itertools.product(*starts):
-        yield tuple(
-            slice(at, min(at + step, stop))
-            for at, step, (_, stop) in zip(corner, steps, bounds, strict=True)
-        )
+    order = piece.stored_order
+    sizes = tuple(index[dim].stop - index[dim].start for dim in order)
+    block = dict(zip(order, block_shape(sizes, itemsize, BLOCK_BYTES), strict=True))
+    return blocks_in(index, [block[dim] for dim in range(len(order))])
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:

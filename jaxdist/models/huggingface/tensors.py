@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.checkpoint.blocks import Index
 from jaxdist.models.configs import DecoderConfig
-
-Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,8 @@ from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
-from jaxdist.run.monitoring.summary import RunSummary
+from jaxdist.run.monitoring.summary import RunSummary, Throughput, device_memory
 from jaxdist.run.monitoring.tensorboard import TensorBoard
-from jaxdist.run.monitoring.throughput import Throughput, device_memory
 from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
