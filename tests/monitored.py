@@ -21,6 +21,10 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def advance(self, seconds: float) -> str:
+        self.now += seconds
+        return "value"
+
 
 def start(tmp_path, config=QUIET, *, total_steps=10, process_id=0, **kwargs) -> Monitor:
     run = RunDirectory.open(tmp_path / "run", process_id=process_id)

@@ -79,14 +79,8 @@ def refusal(command, argv, capsys):
     return capsys.readouterr().err
 
 
-MESH = {
+MESH = {  # tests/test_mesh.py covers the notation
     "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use pp"),
-    "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
-    "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
-    "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),
-    "negative size": (["--mesh=tp=-2"], "tp=-2 is not a size", "-1 for the remaining devices"),
-    "size not a number": (["--mesh=tp=two"], "tp=two is not a size", "Use a whole number"),
-    "two rests": (["--mesh=dp=-1,tp=-1"], "dp", "only one axis can take"),
     "rest does not divide": (["--simulate=8", "--mesh=dp=-1,tp=3"], "multiply to 3", "Choose"),
     "too many devices": (
         ["--simulate=8", "--mesh=dp=4,tp=4"], "needs 16 devices, 8 are", "--mesh dp=2,tp=4"),

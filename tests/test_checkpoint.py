@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from damaged import like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
@@ -196,12 +197,6 @@ def small_state(value: float = 0.0, size: int = 4) -> dict:
         "rest": {"step": jnp.int32(0)},
     }
     return jax.tree.map(lambda x: jax.device_put(x, device), state)
-
-
-def like(state):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
 
 
 def test_dataclass_state_round_trips_like_a_dict(tmp_path):

@@ -18,6 +18,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import (
     CheckpointConfig,
     Checkpointer,
+    CheckpointError,
     manifest,
     orbax_io,
     streaming_io,
@@ -308,10 +309,6 @@ def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
 
 
 def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
-    import shutil
-
-    from jaxdist.checkpoint import CheckpointError, manifest
-
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)
     step = copy / "checkpoints" / "3"

@@ -393,11 +393,10 @@ def dropped_on_one_device():
     "mesh, layout",
     [
         ("1", {"num_microbatches": 2}),
-        ("fsdp=8", {}),
+        ("dp=2,tp=4", {"sequence_parallel": True}),
         ("tp=4", {}),
-        ("tp=4", {"sequence_parallel": True}),
     ],
-    ids=["microbatches2", "fsdp8", "tp4", "tp4_sequence"],
+    ids=["microbatches2", "dp2_tp4_sequence", "tp4"],
 )
 def test_dropout_uses_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
     """`test_step.test_dropout_is_the_same_on_every_mesh` covers all axes at once."""

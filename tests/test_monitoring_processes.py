@@ -8,6 +8,7 @@ import types
 
 import jax.numpy as jnp
 import pytest
+from monitored import Clock
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
@@ -33,18 +34,6 @@ pytestmark = pytest.mark.usefixtures("propagating")
 
 
 # -- the times of a step ---------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float):
-        self.now += seconds
-        return "value"
 
 
 @pytest.mark.parametrize(("blocking", "expected"), [(False, 0.5), (True, 0.75)])

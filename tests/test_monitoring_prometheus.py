@@ -13,6 +13,7 @@ import urllib.request
 import jax.numpy as jnp
 import pytest
 from commands import ROOT, command, environment, free_port, tiny
+from monitored import header
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxdist.config.monitoring import MonitoringConfig
@@ -54,24 +55,10 @@ def train(monitor: Monitor, step: int) -> None:
     )
 
 
-HEADER = dict(
-    mesh="dp=8",
-    model="decoder",
-    num_parameters=1234,
-    per_device_batch=1,
-    num_replicas=8,
-    accumulation=1,
-    precision="float32",
-    mesh_reason="",
-    tokens_per_row=1,
-    notes=[],
-)
-
-
 def test_fetched_metrics_equal_the_reported_ones(tmp_path):
     port = free_port()
     monitor = start(tmp_path, port)
-    monitor.header(HEADER)
+    header(monitor)
     train(monitor, 1)
     train(monitor, 2)
     monitor.eval(2, {"loss": 2.25})
@@ -91,12 +78,12 @@ def test_fetched_metrics_equal_the_reported_ones(tmp_path):
         "jaxdist_data_wait_seconds": 0.125,
         "jaxdist_device_wait_seconds": 0.25,
         "jaxdist_last_step_timestamp_seconds": 1234.5,
-        "jaxdist_num_parameters": 1234,
+        "jaxdist_num_parameters": 124_439_808,
         "jaxdist_num_devices": 8,
         "jaxdist_warnings_total": 1,
         'jaxdist_events_total{event="save"}': 2,
         'jaxdist_events_total{event="slow_loader"}': 1,
-        'jaxdist_run_info{device_kind="cpu",mesh="dp=8",model="decoder"}': 1,
+        'jaxdist_run_info{device_kind="cpu",mesh="dp=4,tp=2",model="decoder"}': 1,
     }
     assert {name: values.get(name) for name in expected} == expected
     assert "jaxdist_tokens" not in values  # it grows, so it is a counter and no gauge too
@@ -163,7 +150,7 @@ def test_the_dashboard_queries_served_metrics_only(tmp_path, monkeypatch):
     run = RunDirectory.open(tmp_path / "run")
     flops = {"causal": 1e9}
     with Monitor(config, run, total_steps=10, flops_per_token=flops) as monitor:
-        monitor.header(HEADER)
+        header(monitor)
         train(monitor, 1)
         monitor.eval(1, {"loss": 2.25})
         monitor.event("w", level=logging.WARNING, message="w")

@@ -94,8 +94,7 @@ def test_reference_loss_decreases():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("rotary", "dp=2,fsdp=2,tp=2"),
-        Case("learned", "dp=2,tp=4", zero=2),
+        *CASES[1:3],  # compiled above
         pytest.param(Case("learned", "cp=2", exchange="ring"), marks=pytest.mark.slow),
     ],
     ids=str,

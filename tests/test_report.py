@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from monitored import Clock
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
@@ -31,14 +32,6 @@ seed = 1
 [optim]
 peak_lr = {peak_lr}
 """
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1_000_000.0
-
-    def __call__(self):
-        return self.now
 
 
 def make_run(

@@ -54,6 +54,13 @@ CASES = [
 ]
 
 
+COMPILED = [
+    reference.Case("learned", "dp=8", zero=2, microbatches=2, remat="full"),
+    reference.Case("rotary", "dp=2,fsdp=4", zero=3, microbatches=2, remat="dots"),
+]
+"""Cases that test_parity compiles too."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_flipped_bit_is_detected_in_every_replicated_array(case):
     state = reference.place_state(case)
@@ -114,7 +121,7 @@ def test_checks_run_at_the_interval_and_if_forced():
 
 def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
     """Steps of the real program: replicated arrays must be equal on all devices."""
-    for case in (CASES[5], reference.Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2)):
+    for case in COMPILED:
         step, state = reference.step_of(case)
         batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
         subject = watch(case)
@@ -186,7 +193,7 @@ def test_a_bit_flip_in_training_stops_the_run_or_rolls_it_back(tmp_path, monkeyp
 
 def test_a_check_takes_less_than_a_hundredth_of_training(capsys):
     """At the default interval a check takes less than 1 % of the time of the steps between."""
-    case = reference.Case("rotary", "dp=4")
+    case = COMPILED[0]
     step, state = reference.step_of(case)
     batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
     subject = watch(case)

@@ -21,11 +21,6 @@ def run(tmp_path):
     return RunDirectory.open(tmp_path / "run")
 
 
-def test_edited_config_is_reported_and_an_equal_one_is_not(run):
-    assert run.write_config(CONFIG) == []
-    assert run.write_config('name = "a"\nseed = 2\n') == ["seed: 1 -> 2"]
-
-
 @pytest.mark.parametrize("damage", ["x = = 3", "\xff\xfe", None])
 def test_unreadable_config_is_reported_and_rewritten(run, damage):
     if damage is None:

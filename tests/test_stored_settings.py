@@ -84,9 +84,11 @@ def test_commands_use_the_settings_of_the_checkpoint(expected, damaged, tmp_path
     assert read_by_every_command(damaged, tmp_path) == expected
 
 
-def test_a_resume_by_path_uses_the_settings_of_the_checkpoint(damaged):
-    assert run_here("train", f"--resume={damaged}", "--train.steps=3") == 0
-    assert settings_of_run(damaged).model.d_model == 32
+def test_a_resume_by_path_uses_the_settings_of_the_checkpoint(original, tmp_path):
+    run = shutil.copytree(original, tmp_path / "run")
+    other_settings(run)
+    assert run_here("train", f"--resume={run}", "--train.steps=3") == 0
+    assert settings_of_run(run).model.d_model == 32
 
 
 def test_a_step_selects_the_settings_stored_with_it(original, tmp_path):
