@@ -243,6 +243,7 @@ def test_progress_bar_replaces_log_lines(monkeypatch, capsys, tmp_path):
 def test_snippets_of_python_page_run(monkeypatch, tmp_path):
     """Run every snippet of docs/python.md in order, at a small size."""
     small = {k: v for k, v in TINY.items() if k not in ("model", "train")}
+    small["override"] = ["audit"]
     real = api.train
 
     def train_small(*args, **settings):

@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_700,
-    "package code lines": 37_070,
-    "test lines": 40_410,
+    "package lines": 52_640,
+    "package code lines": 37_020,
+    "test lines": 40_390,
     "two-way folder pairs": 0,
     "settings of a run": 120,
 }

@@ -8,7 +8,8 @@ import pytest
 from refusals import refused
 from test_checkpoint import checkpointer, small_state
 
-from jaxdist.checkpoint import CheckpointConfig, CheckpointError, orbax_io, preflight
+from jaxdist.checkpoint import CheckpointConfig, CheckpointError, orbax_io
+from jaxdist.checkpoint.checkpointer import try_save_path
 from jaxdist.runtime.storage import locate
 
 pytestmark = pytest.mark.smoke
@@ -36,7 +37,7 @@ def test_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch)
     monkeypatch.setattr(
         orbax_io.OrbaxWriter, "wait", lambda self: (write(self), done.append("written"))[0]
     )
-    preflight.try_save_path(locate(tmp_path), CheckpointConfig(), group)
+    try_save_path(locate(tmp_path), CheckpointConfig(), group)
     assert done == ["written", "meet", "read", "meet"]
 
 
@@ -59,7 +60,7 @@ def test_preflight_runs_concurrently_with_other_work(tmp_path, monkeypatch):
         assert may_fail.wait(60)
         raise CheckpointError("no place")
 
-    monkeypatch.setattr(preflight, "try_save_path", failing)
+    monkeypatch.setattr("jaxdist.checkpoint.checkpointer.try_save_path", failing)
     writer = checkpointer(tmp_path)
     writer.start_preflight()
     assert begun.wait(60)

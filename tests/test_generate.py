@@ -13,8 +13,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
 from jaxdist.generate import GenerateConfig, _print
 from jaxdist.models import build
-from jaxdist.run.decoding import Decoder, Sampling, sample_tokens
-from jaxdist.run.text_generation import Writer, prompt_problems
+from jaxdist.run.text_generation import Decoder, Writer, prompt_problems, sample_tokens
+from jaxdist.run.text_settings import TextSettings
 
 ROWS = 20_000
 """Draws of one call: a frequency p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
@@ -49,7 +49,7 @@ def generate_tokens(case, stop=(), seed=0, mesh="dp=1", **sampling):
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]))
     params = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    sampling = Sampling(**sampling)
+    sampling = TextSettings(**sampling)
     decoder = Decoder(model, params, layout, plan_of(model, layout), sampling)
     steps = decoder.tokens(prompts, max_new_tokens=6, stop=stop, seed=seed)
     return [list(row) for row in zip(*steps, strict=True)]
@@ -68,7 +68,7 @@ def test_context_parallel_generation_matches_one_device(case):
 def test_devices_hold_the_keys_of_their_own_positions_and_heads(case):
     model, params, *_ = case
     layout = Layout(mesh=MeshSpec.parse("cp=4,tp=2").build(jax.devices()))
-    sampling = Sampling(temperature=0.0)
+    sampling = TextSettings(temperature=0.0)
     decoder = Decoder(model, params, layout, plan_of(model, layout), sampling)
     for leaf in jax.tree.leaves(decoder._new_cache(3, 16)):
         layers, rows, positions, heads, width = leaf.shape

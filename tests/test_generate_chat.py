@@ -13,7 +13,7 @@ from refusals import refused
 from jaxdist import generate
 from jaxdist.data import load_tokenizer
 from jaxdist.data.chat import load_template
-from jaxdist.run.decoding import Decoder
+from jaxdist.run.text_generation import Decoder
 from jaxdist.settings import ConfigError
 from jaxdist.tools.convert.__main__ import main as convert
 

@@ -59,15 +59,6 @@ def test_throttling_and_cut_connections_change_no_result(server, monkeypatch, tm
     assert {*done} == {"503", "cut"} and len(done) > 10
 
 
-@pytest.mark.slow
-def test_slow_store_changes_no_result(server, monkeypatch, tmp_path):
-    with object_servers.slow(server, seconds=0.2) as address:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        store = objects._make_store("s3", "bucket", max_retries=0)
-        monkeypatch.setattr(objects, "_store", lambda *location: store)
-        assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
-
-
 def test_arrays_are_read_from_a_store_as_they_were_written(folder):
     writer, array = ObjectWriter(), jnp.arange(6.0).reshape(2, 3)
     writer.start(folder, {"state": {"w": array}})

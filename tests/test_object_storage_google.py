@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import object_servers
 import pytest
-from commands import run_here
 from data_cases import cache  # noqa: F401
-from object_runs import history, kill_and_resume, take_a_lock_twice
+from object_runs import history, take_a_lock_twice
 from refusals import refused
 from store_kills import kill_at
 
@@ -112,11 +111,3 @@ def test_kills_at_named_points_lose_no_complete_checkpoint_and_load_no_other(ser
     points = ["during_upload", "during_retention"]
     kills = kill_at("gs://bucket/kills/checkpoints", tmp_path, points, async_save=False)
     assert [kill.point for kill in kills] == points
-
-
-@pytest.mark.slow
-def test_a_run_killed_during_an_upload_resumes_with_the_same_bits(server, tmp_path):
-    url = "gs://bucket/runs/killed"
-    kill_and_resume(url, tmp_path)
-    assert run_here("tools.report.__main__", url) == run_here("evaluate", url) == 0
-    assert run_here("generate", url, "--prompt=def ", "--max-new-tokens=4") == 0

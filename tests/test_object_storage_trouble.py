@@ -130,8 +130,7 @@ def error_of(command) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, 0.9])
-@pytest.mark.parametrize("name", ["reshard", "data"])
+@pytest.mark.parametrize(("name", "share"), [("reshard", 0.9), ("data", 0.3), ("data", 0.9)])
 def test_command_with_expired_credentials_ends_and_can_be_repeated(
     trained, expiring, name, share, monkeypatch
 ):

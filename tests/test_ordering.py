@@ -20,7 +20,7 @@ from jaxdist.core import collectives
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.step import gradients
 from jaxdist.plan.compiled import hlo
-from jaxdist.run import decoding
+from jaxdist.run import text_generation
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -164,9 +164,9 @@ def test_collectives_of_generation_are_ordered(monkeypatch):
         hidden_flags.append(hidden)
         return in_order(function, hidden=hidden)
 
-    monkeypatch.setattr("jaxdist.run.decoding.in_order", spy)
+    monkeypatch.setattr("jaxdist.run.text_generation.in_order", spy)
     model, layout, (_, state) = model_of("rotary"), layout_of(case), step_of(case)
-    greedy = decoding.Sampling(temperature=0.0)
-    decoder = decoding.Decoder(model, state.params, layout, plan_of(model, layout), greedy)
+    greedy = text_generation.TextSettings(temperature=0.0)
+    decoder = text_generation.Decoder(model, state.params, layout, plan_of(model, layout), greedy)
     assert len(list(decoder.tokens([np.arange(4), np.arange(2)], max_new_tokens=3))) == 3
     assert hidden_flags == [True]

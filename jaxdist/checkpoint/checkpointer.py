@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxdist.checkpoint import manifest, pytree
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
-from jaxdist.checkpoint.events import Event, EventLog
+from jaxdist.checkpoint.events import Event, EventLog, one_line
 from jaxdist.checkpoint.local import lineage
 from jaxdist.checkpoint.local.copies import Survivable
 from jaxdist.checkpoint.local.tier import LocalTier
@@ -23,8 +29,9 @@ from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
 from jaxdist.core.weights import GROUPS, merged
+from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.progress import waiting
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
 
@@ -289,8 +296,6 @@ class Checkpointer:
 
     def preflight(self, state: Any = None) -> None:
         """Test the save path before training, and the free space for `state`."""
-        from jaxdist.checkpoint.preflight import try_save_path
-
         start = time.perf_counter()
         leaves = pytree.leaves_of(state)
         self._group.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
@@ -369,3 +374,50 @@ class Checkpointer:
             self._log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
         if not self.config.local_dir:
             lineage.forget(self.directory)
+
+
+def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
+    """Write a small array sharded over all devices, read it back, compare, delete it.
+
+    If only one process fails, the others may hang inside Orbax until they are killed.
+    """
+    directory = parent / ".preflight"
+    try:
+        _round_trip(directory, config, group)
+    except Exception as failure:
+        # Raise at once: the others may hang in Orbax, and this process's exit ends them.
+        raise CheckpointError(
+            f"the test save before training to {parent} failed: {one_line(failure)}. "
+            f"Fix that, or choose another --run-dir."
+        ) from failure
+    finally:
+        if group.is_leader:
+            with contextlib.suppress(OSError):
+                directory.delete_tree()
+
+
+def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> None:
+    group.decide(directory.delete_tree)
+    group.decide(directory.make_directory)
+    devices = jax.devices()
+    mesh = Mesh(np.asarray(devices, dtype=object), ("all",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("all"))
+    make = jax.jit(
+        lambda: jnp.arange(len(devices) * 128.0).reshape(-1, 128), out_shardings=sharding
+    )
+    leaves = pytree.leaves_of({"params": {"preflight": make()}})
+    arrays = [leaf.value for leaf in leaves]
+    writer = orbax_io.make_writer(directory, config)
+    try:
+        writer.start(directory / "0", pytree.nest(leaves, arrays))
+        writer.wait()
+        group.gather(None)  # barrier: each process waits for its own part only
+        targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
+        restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
+    finally:
+        writer.close()
+    group.gather(None)  # barrier: all have read before the directory is deleted
+    if group.is_leader:
+        manifest.write(directory / "0", 0, {}, {})
+    if checksums([pytree.pick(restored, leaf) for leaf in leaves]) != checksums(arrays):
+        raise CheckpointError("the data read back differ from the data written")

@@ -193,13 +193,7 @@ class Reader:
         crash_point("during_restore")
         if self.config.verify == "none":
             return arrays
-        wrong = [
-            leaf.name
-            for leaf, checksum, entry in zip(leaves, checksums(arrays), entries, strict=True)
-            if checksum != entry["checksum"]
-        ]
-        if wrong:
-            raise CorruptCheckpoint(f"wrong checksum of {few(wrong, 3)}")
+        check_arrays(leaves, arrays, entries)
         return arrays
 
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -235,6 +229,19 @@ class Reader:
         except OSError as error:
             self.events.log(f"{path} could not be checked: {one_line(error)}")
             return ""
+
+
+def check_arrays(
+    leaves: Sequence[pytree.Leaf], arrays: Sequence[jax.Array], entries: Sequence[dict[str, Any]]
+) -> None:
+    """Raise `CorruptCheckpoint` unless the arrays [...] have the stored checksums."""
+    wrong = [
+        leaf.name
+        for leaf, checksum, entry in zip(leaves, checksums(arrays), entries, strict=True)
+        if checksum != entry["checksum"]
+    ]
+    if wrong:
+        raise CorruptCheckpoint(f"wrong checksum of {few(wrong, 3)}")
 
 
 def _unknown(step: int, error: str) -> CheckpointError:

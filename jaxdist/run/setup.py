@@ -139,22 +139,21 @@ class Parts:
             self.optimizer,
             self.layout,
             seed=self.config.seed,
-            loss_scale=self.loss_scale,
-            offload=self.config.train.offload_optimizer,
-            has_ema=bool(self.config.optim.ema_decay),
             params=self._initial_params(start) if start else None,
+            **self._state_options,
         )
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the train state, e.g. for a restore."""
-        return abstract_state(
-            self.model,
-            self.optimizer,
-            self.layout,
-            loss_scale=self.loss_scale,
-            offload=self.config.train.offload_optimizer,
-            has_ema=bool(self.config.optim.ema_decay),
-        )
+        return abstract_state(self.model, self.optimizer, self.layout, **self._state_options)
+
+    @property
+    def _state_options(self) -> dict[str, Any]:
+        return {
+            "loss_scale": self.loss_scale,
+            "offload": self.config.train.offload_optimizer,
+            "has_ema": bool(self.config.optim.ema_decay),
+        }
 
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None

@@ -33,7 +33,11 @@ ROOMS = {
     "storage": ["jaxdist/runtime/storage"],
     "resilience": ["jaxdist/run/resilience"],
     "generate": [
-        *("jaxdist/generate.py", "jaxdist/run/decoding.py", "jaxdist/run/text_generation.py"),
+        *(
+            "jaxdist/generate.py",
+            "jaxdist/run/text_generation.py",
+            "jaxdist/run/text_generation.py",
+        ),
         "jaxdist/run/text_generation.py",
     ],
     "evaluation": ["jaxdist/evaluate.py", "jaxdist/run/evaluation_loop.py"],

@@ -29,7 +29,7 @@ import jax
 
 from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.blocks import HostCopies
-from jaxdist.checkpoint.checksum import checksums, start_checksums
+from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
@@ -37,9 +37,9 @@ from jaxdist.checkpoint.local import copies, lineage, shards
 from jaxdist.checkpoint.local.copies import FailureDomain
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.store import LocalStore, Save, newest
+from jaxdist.checkpoint.restore import check_arrays
 from jaxdist.runtime.coordination import own_address
 from jaxdist.runtime.coordination.transfer import FileServer, connected
-from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, flush_appended, locate
 from jaxdist.settings import ConfigError
 
@@ -303,15 +303,10 @@ class LocalTier:
         if problems := self._group.decide_from(problem, lambda replies: [x for x in replies if x]):
             raise CorruptCheckpoint(f"local save of step {save.step}: {problems[0]}")
         entries = [document["arrays"][leaf.name] for leaf in leaves]
-        wrong = [
-            leaf.name
-            for leaf, checksum, entry in zip(leaves, checksums(arrays), entries, strict=True)
-            if checksum != entry["checksum"]
-        ]
-        if wrong:
-            raise CorruptCheckpoint(
-                f"local save of step {save.step}: wrong checksum of {few(wrong, 3)}"
-            )
+        try:
+            check_arrays(leaves, arrays, entries)
+        except CorruptCheckpoint as error:
+            raise CorruptCheckpoint(f"local save of step {save.step}: {error}") from None
         self._rejected.discard(save[:2])
         self._share_layout(leaves)
         values = [pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True)]

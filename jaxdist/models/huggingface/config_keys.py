@@ -122,7 +122,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Values for which our decoder computes the same function as transformers."""
 
-_DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
 """Dropout rates for training, which are ignored; see `families.left_out`."""
 
 _HARMLESS = frozenset(
@@ -173,7 +173,7 @@ def key_problems(hf: Any, family: str) -> list[str]:
         if kind is not None:
             fits = _is(value, kind)
             errors += [] if fits else [f"{name}={_short(value)} is not {_WORDS[kind]}."]
-        elif name in _DROPOUT:
+        elif name in DROPOUT:
             errors += [] if type(value) in (int, float) else [f"{name}={_short(value)} is no rate."]
         elif name == "layer_types":
             errors += _layer_type_problems(value, hf, family)

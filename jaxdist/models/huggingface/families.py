@@ -13,6 +13,7 @@ from typing import Any
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
 from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
+    DROPOUT,
     GEMMAS,
     full_every,
     key_problems,
@@ -91,8 +92,7 @@ def read_config(hf: Any) -> DecoderConfig:
 
 def left_out(hf: Mapping[str, Any]) -> list[str]:
     """Return the training settings of a `config.json` that are ignored (dropout), one line each."""
-    named = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
-    rates = {name: hf[name] for name in named if hf.get(name)}
+    rates = {name: hf[name] for name in DROPOUT if hf.get(name)}
     if not rates:
         return []
     text = ", ".join(f"{name}={rate}" for name, rate in rates.items())

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from jaxdist import runtime
 
 TRAINING = (
-    "jaxdist.checkpoint.preflight",
+    "jaxdist.checkpoint.checkpointer",
     "jaxdist.config",
     "jaxdist.data",
     "jaxdist.data.batches",  # grain

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,7 @@ from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 MAX_RECORDS = 4096
-"""At most twice this many train records and twice this many evaluations are kept per run."""
-
-_EXTREMES = (
-    *(("loss", 0), ("loss", 1), ("loss", -1), ("grad_norm", 1), ("grad_norm", -1)),
-    *(("step_time_s", 1), ("step_time_s", -1), ("memory_peak_bytes", 1)),
-)  # 0 = not finite; both extremes, so that medians do not move
+"""About this many train records are kept per run: extreme losses and the steps between them."""
 
 _COUNTED = {"skipped_steps": "skipped_step", "recompilations": "recompile", "warnings": "*"}
 """Row of the table -> event to count; * = every event of level warning or above."""
@@ -107,40 +102,15 @@ def _sorted(
     counts: collections.Counter[str],
 ) -> Iterator[Record]:
     """Yield all records; append the records that the report shows to the lists."""
-    for record, is_current in stream_records(metrics, max_train=2 * MAX_RECORDS):
+    for record, is_current in stream_records(metrics, max_train=MAX_RECORDS):
         if record["kind"] != "event":
             kept = train if record["kind"] == "train" else evals
-            if len(kept) == 2 * MAX_RECORDS:
-                kept[:] = _thinned(kept)
             kept += [record] * is_current
         else:
             counts[str(record.get("event"))] += is_current
             counts["*"] += is_current and "level" in record
             events += [record] * (record.get("event") in ("start", "run", "end"))
         yield record
-
-
-def _thinned(records: list[Record]) -> list[Record]:
-    """Keep the first record and the extremes of some numbers of every 18: at most half."""
-    kept = []
-    for start in range(0, len(records), 18):
-        group = records[start : start + 18]
-        extremes = (max(group, key=_rank(name, sign)) for name, sign in _EXTREMES)
-        chosen = {id(record) for record in (group[0], *extremes)}
-        kept += [record for record in group if id(record) in chosen]
-    return kept
-
-
-def _rank(name: str, sign: int) -> Callable[[Record], float]:
-    def rank(record: Record) -> float:
-        value = record.get(name)
-        if not isinstance(value, int | float):
-            return -math.inf
-        if not math.isfinite(value):
-            return math.inf if sign == 0 else -math.inf
-        return sign * value
-
-    return rank
 
 
 def _outcome(
