@@ -150,8 +150,7 @@ def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    again = run("train", *JOB, "--run-dir", run_dir)
-    assert again.returncode == 0, again.stderr
+    assert run_here("train", *HERE, "--run-dir", run_dir) == 0
     assert losses(run_dir) == losses(finished[0])
 
 
