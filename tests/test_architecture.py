@@ -323,7 +323,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 52_640,
     "package code lines": 37_020,
-    "test lines": 40_400,
+    "test lines": 40_390,
     "two-way folder pairs": 0,
     "settings of a run": 120,
 }

@@ -173,14 +173,6 @@ def test_stuck_save_ends_the_run(tmp_path, monkeypatch):
         assert dogs.wait() == {0: 86}
 
 
-def test_the_abort_file_of_an_earlier_start_is_ignored(tmp_path):
-    (tmp_path / "abort.json").write_text('{"process": 0, "line": ""}')
-    dogs = Watchdogs(tmp_path, 1)
-    time.sleep(10 * BEAT_S)
-    assert dogs.left == {}
-    dogs.close()
-
-
 def test_temporarily_missing_folder_ends_no_run(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
