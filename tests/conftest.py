@@ -126,7 +126,7 @@ STRICT = {
     f"test_{name}"
     for name in (
         "block_sums", "cnn", "collectives", "context", "context_cudnn", "losses", "model_families",
-        "models", "optim", "parity", "pipeline", "precision", "sharding", "split_backward", "state",
+        "models", "optim", "parity", "pipeline", "precision", "sharding", "layer_vjp", "state",
         "step",
     )
 }  # fmt: skip

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_640,
-    "package code lines": 37_020,
-    "test lines": 40_390,
+    "package lines": 52_430,
+    "package code lines": 36_855,
+    "test lines": 40_360,
     "two-way folder pairs": 0,
-    "settings of a run": 120,
+    "settings of a run": 119,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

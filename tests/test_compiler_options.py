@@ -14,6 +14,7 @@ from jaxdist.core.step import TrainConfig, compiler_options
 from jaxdist.core.step.compiler_options import (
     MEMORY_LIMIT,
     NO_ZEROS,
+    OVERLAPS,
     choose_options,
     memory_limit,
 )
@@ -41,17 +42,18 @@ def test_no_limit_is_set_if_arguments_leave_no_memory():
     assert memory_limit(H100, 0.92, int(0.8 * H100) - 1).value == 10_000
 
 
-def layout_of(platform, kind):
+def layout_of(platform, kind, stages):
     device = SimpleNamespace(platform=platform, device_kind=kind)
-    return SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device]), local_devices=[device]))
+    mesh = SimpleNamespace(devices=np.array([device]), local_devices=[device])
+    return SimpleNamespace(mesh=mesh, size=lambda axis: stages)
 
 
-def options_of(platform, kind, make_state):
+def options_of(platform, kind, make_state, stages=1):
     spec = MeshSpec.parse("1")
     plain = Layout(mesh=spec.build(jax.devices()[:1]))
     settings = StepSettings(TrainConfig())
     plan = plan_step(model_of("learned"), plain, Device(platform, kind=kind), False, settings)
-    return choose_options(plan, layout_of(platform, kind), make_state)
+    return choose_options(plan, layout_of(platform, kind, stages), make_state)
 
 
 def state_of(gib):
@@ -114,3 +116,9 @@ def test_set_options_pass_the_xla_flags_check():
     flags = f"--{MEMORY_LIMIT}=115 --{NO_ZEROS}=true"
     findings = variables.check_variables({"XLA_FLAGS": flags}, num_gpus=8)
     assert {finding.severity for finding in findings} == {"ok"}
+
+
+def test_exchanges_between_stages_overlap_on_gpus(refuses):
+    assert OVERLAPS in names_of(options_of("gpu", "h100", state_of(1), stages=4))
+    assert OVERLAPS not in names_of(options_of("gpu", "h100", state_of(1)))
+    assert options_of("cpu", "cpu", state_of(1), stages=4) == ()

@@ -273,7 +273,7 @@ NUM_SETTINGS = {
     "": 10,
     "model": 33,
     "mesh": 4,
-    "pipeline": 3,
+    "pipeline": 2,
     "train": 7,
     "optim": 16,
     "precision": 3,

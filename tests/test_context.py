@@ -304,13 +304,13 @@ def test_every_mesh_with_shared_rows_equals_one_device(case):
 
 
 STAGES = [
-    StagesCase(mesh="pp=2,cp=2,tp=2", schedule="zero_bubble", exchange="all_to_all"),
+    StagesCase(mesh="pp=2,cp=2,tp=2", exchange="all_to_all"),
     # With dropout, whose bits depend on the position in the complete row.
-    StagesCase(mesh="pp=2,cp=4", schedule="1f1b", exchange="hybrid", family="gpt2"),
-    StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", virtual=2),
+    StagesCase(mesh="pp=2,cp=4", exchange="hybrid", family="gpt2"),
+    StagesCase(mesh="pp=2,cp=4", exchange="ring", virtual=2),
     # Stages whose layers have a window, and others.
-    StagesCase(mesh="pp=2,cp=2", schedule="1f1b", exchange="ring", family="gemma"),
-    StagesCase(mesh="pp=2,fsdp=2,cp=2", schedule="gpipe", exchange="all_gather"),
+    StagesCase(mesh="pp=2,cp=2", exchange="ring", family="gemma"),
+    StagesCase(mesh="pp=2,fsdp=2,cp=2", exchange="all_gather"),
 ]
 
 

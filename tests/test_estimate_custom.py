@@ -7,7 +7,6 @@ from test_estimate import LLAMA
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import AttentionMask, Dims, Model, TokenHead
@@ -106,7 +105,6 @@ def both(mesh: str, seq_len: int = 1024, zero: int = 0, **train) -> list[Job]:
                 model=model,
                 train=TrainConfig(global_batch_size=64, seq_len=seq_len, **train),
                 mesh=MeshConfig(zero=zero),
-                pipeline=PipelineConfig(schedule="1f1b"),
             ),
             spec,
             cluster,

@@ -90,7 +90,7 @@ def test_collectives_of_training_and_evaluation_are_ordered(mesh, options):
 
 PIPELINES = [
     pytest.param(
-        "pp=2,dp=2,fsdp=2;schedule=zero_bubble;microbatches=3;virtual=2;family=gpt2;rows=12",
+        "pp=2,dp=2,fsdp=2;microbatches=3;virtual=2;family=gpt2;rows=12",
         marks=pytest.mark.slow,  # half a minute to compile
     ),
     "pp=2,tp=2,fsdp=2;virtual=2",

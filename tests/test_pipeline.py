@@ -18,21 +18,20 @@ from jaxdist.settings import problems_of
 LOSS, GRADIENT = 1e-6, 1e-5
 
 FAST = [
-    Case(mesh="pp=2,dp=2,tp=2", schedule="gpipe"),
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
-    pytest.param(Case(mesh="pp=4,dp=2", schedule="1f1b", family="gpt2"), marks=pytest.mark.smoke),
-    Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
+    pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.smoke),
+    Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
     Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
-    Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble", gather="step"),
-    Case(mesh="pp=2,dp=2,tp=2", automatic=True, schedule="zero_bubble"),
+    Case(mesh="pp=2,tp=4", remat="dots", gather="step"),
+    Case(mesh="pp=2,dp=2,tp=2", automatic=True),
     Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
-    Case(mesh="pp=8", layers=8, schedule="zero_bubble"),
+    Case(mesh="pp=8", layers=8),
     *pipeline_parity.cover(),
 ]
 
@@ -109,9 +108,9 @@ def test_microbatches_are_chosen_from_stages_and_rows():
 
 def test_schedule_description_has_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
-    assert schedule.name == "1f1b_lockstep" and schedule.num_microbatches == 16
+    assert schedule.num_microbatches == 16
     text = describe(schedule, 32)
-    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8 %", "23+19"):
+    for fact in ("1f1b", "4 stages", "16 microbatches", "2 rows", "15.8 %", "20+19"):
         assert fact in text
 
 
@@ -126,8 +125,6 @@ def test_explicit_microbatches_override_the_default(num_microbatches, count):
 def test_invalid_settings_are_rejected_with_the_fix():
     (problem,) = problems_of(PipelineConfig(num_virtual_stages=0), "pipeline")
     assert "pipeline.num_virtual_stages=0" in problem
-    (problem,) = PipelineConfig(schedule="1f1b", num_virtual_stages=2).problems()
-    assert "pipeline.schedule=1f1b_lockstep" in problem
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])

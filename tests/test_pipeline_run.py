@@ -1,5 +1,6 @@
 """Runs on pipeline meshes: many steps, another mesh after a checkpoint, generation."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -9,12 +10,25 @@ import pytest
 from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, make_parts
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.config import RunConfig
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.pipeline.virtual_stages import (
+    execution_order,
+    to_execution_order,
+    to_model_order,
+)
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import abstract_state, init_state
-from jaxdist.core.step import Optimizer, make_step
+from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import Context
+from jaxdist.models import DecoderConfig
+from jaxdist.run.setup import assemble
 
 OPTIMIZER = optax.scale_by_adam()
+SMALL = DecoderConfig(
+    d_model=16, num_layers=8, num_heads=2, mlp_dim=32, vocab_size=256, max_seq_len=32
+)
 
 
 def make_run(case: Case):
@@ -45,7 +59,7 @@ def start(case: Case, layout):
     "case",
     [
         Case(mesh="pp=4,tp=2", family="gpt2"),
-        Case(mesh="pp=2,dp=4", schedule="zero_bubble", zero=2, family="llama_tied"),
+        Case(mesh="pp=2,dp=4", zero=2, family="llama_tied"),
     ],
     ids=str,
 )
@@ -76,13 +90,42 @@ def test_checkpoint_of_interleaved_stages_resumes_without_stages_and_back(tmp_pa
             reader = Checkpointer(directory, CheckpointConfig(), read_only=True)
             target = abstract_state(model, OPTIMIZER, layout, loss_scale={})
             state, _, at = reader.restore(target)
+        state = to_execution_order(state, case.virtual)
         part, state = train(step, state, at, at + 2)
         losses += part
         writer = Checkpointer(directory, CheckpointConfig())
-        writer.save(at + 2, state, {}, force=True)
+        writer.save(at + 2, to_model_order(state, case.virtual), {}, force=True)
         assert writer.wait()
         writer.close()
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
+
+
+def test_checkpoint_has_the_layers_in_the_order_of_the_model(tmp_path):
+    """Four virtual stages on each of two stages: a layer each, in another order in the state."""
+    run = tmp_path / "run"
+    settings = dict(model=SMALL, train=TrainConfig(global_batch_size=4, seq_len=32))
+    stages = RunConfig(
+        mesh=MeshConfig(shape="pp=2"), pipeline=PipelineConfig(num_virtual_stages=4), **settings
+    )
+    parts = assemble(stages, jax.devices()[:2])
+    state = parts.init_state()
+    one = assemble(RunConfig(mesh=MeshConfig(shape="dp=1"), **settings), jax.devices()[:1])
+    expected = jax.device_get(one.init_state())
+    up = lambda tree: np.asarray(jax.device_get(tree["layers"]["mlp"]["up"]))
+    order = execution_order(8, 2, 4)
+    np.testing.assert_array_equal(order, [0, 2, 4, 6, 1, 3, 5, 7])
+    np.testing.assert_array_equal(up(state.params), up(expected.params)[order])
+    with contextlib.closing(Checkpointer(run, CheckpointConfig())) as writer:
+        writer.save(1, parts.in_model_order(state), {}, force=True)
+        assert writer.wait()
+    with contextlib.closing(Checkpointer(run, CheckpointConfig(), read_only=True)) as reader:
+        restored, _, _ = reader.restore(one.abstract_state())
+    compared = lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b))
+    jax.tree.map(compared, jax.device_get(restored), expected)
+
+
+def key_data(x):
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def test_generation_on_stages_matches_the_logits_of_one_device():

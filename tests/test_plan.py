@@ -269,24 +269,18 @@ def test_removed_page_names_its_replacement(tmp_path):
 def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
     assert main(["--show-schedule", "--stages", "4", "--microbatches", "8"]) == 0
     text = capsys.readouterr().out
-    for name in (
-        "gpipe",
-        "1f1b_lockstep",
-        "1f1b",
-        "zero_bubble",
-        "1f1b_lockstep × 2 virtual stages",
-    ):
+    for name in ("gpipe", "1f1b", "1f1b × 2 virtual stages"):
         assert re.search(rf"^{name} +\d+\.\d %", text, re.M), name
-    # F = 1, B = 3: (p - 1) / (m + p - 1) of the time waits under gpipe and 1f1b_lockstep.
-    assert re.search(r"^gpipe +27\.3 % +44\.0 +8\.0", text, re.M)
-    assert re.search(r"^1f1b .* 4\.0 ", text, re.M)
+    # F = 1, B = 2: (p - 1) / (m + p - 1) of the time waits, in 22 ticks.
+    assert re.search(r"^gpipe +27\.3 % +33\.0 +8\.0", text, re.M)
+    assert re.search(r"^1f1b +27\.3 % +33\.0 +7\.0", text, re.M)
     assert "F0" in text and "B7" in text
 
 
 def test_schedules_too_large_to_draw_are_rejected():
     with refused("stages", "128"):
         main(["--show-schedule", "--stages", "128", "--microbatches", "128"])
-    assert drawings(2, 2, 1).count("stages") >= 4
+    assert drawings(2, 2, 1).count("stages") >= 2
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ class RunConfig:
             True, "Add it to monitoring.tracker, or remove it there.", item_of="monitoring.tracker"
         ),
         "monitoring.price_per_device_hour": Removed(0.0, "summary.json has the device_hours."),
+        "pipeline.schedule": Removed(
+            "1f1b_lockstep", "Leave it out: all runs use 1F1B, with equal results and less time."
+        ),
         "runtime.cluster": Removed("auto", "Use runtime.num_processes=1 to run one process."),
         "runtime.compilation_cache_dir": Removed("", "Set the environment variable JAXDIST_CACHE."),
         "model.width": Removed(16, "Leave it out: widths are those of the paper.", True),

@@ -203,10 +203,20 @@ def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, A
     return soft_cap(logits, vocabulary.softcap), first + jnp.arange(width)
 
 
+_TILE = 128
+"""Multiple of tokens for which products of a chunk are efficient."""
+
+
 def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """Split [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0)."""
+    """Split [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0).
+
+    Chunks are smaller than `chunk` if that needs less padding: the fewest chunks, of equal size.
+    """
     tokens = arrays[0].shape[0]
     size = min(chunk, tokens) if chunk else tokens
+    if tokens % size:
+        even = -(-tokens // -(-tokens // size))
+        size = min(size, -(-even // _TILE) * _TILE)
     padding = -tokens % size
 
     def cut(x: Array) -> Array:

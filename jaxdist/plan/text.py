@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
+from jaxdist.core.parallel.pipeline.simulation import draw, simulate
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
@@ -247,13 +247,11 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
-    """Draw every schedule for these sizes, and a table that compares them, with recomputation."""
+    """Draw every schedule for these sizes, and a table that compares them."""
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
     if num_virtual_stages > 1:
-        tables.append(
-            make_schedule("1f1b_lockstep", num_stages, num_microbatches, num_virtual_stages)
-        )
-    drawn = [draw(table, RECOMPUTE) for table in tables]
+        tables.append(make_schedule("1f1b", num_stages, num_microbatches, num_virtual_stages))
+    drawn = [draw(table) for table in tables]
     return "\n\n".join([*drawn, comparison(tables)])
 
 
@@ -261,12 +259,12 @@ def comparison(tables: list[Schedule]) -> str:
     """Return a table of the bubble, time, stash and messages of schedules."""
     rows = [("schedule", "bubble", "time", "peak stash", "messages")]
     for table in tables:
-        report = simulate(table, RECOMPUTE)
+        report = simulate(table)
         many = table.num_virtual_stages
         name = table.name + (f" × {many} virtual stages" if many > 1 else "")
         # Counted in complete stages, to compare schedules with and without virtual stages.
         stash = max(report.peak_stash) / many
         numbers = (percent(report.bubble), f"{report.duration / many:.1f}", f"{stash:.1f}")
         rows.append((name, *numbers, str(report.messages)))
-    below = "time in forwards of a stage; stash in microbatches of a stage's input"
+    below = "time in forwards of a stage; stash in microbatches of a stage's activations"
     return "\n".join([*columns(rows), below])

@@ -245,10 +245,11 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     )
     specs = parts.layout.shardings(parts.layout.param_specs(parts.model.axes))
     params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(parts.config.seed)), specs)
+    params = parts.in_execution_order(params)
     batch = place_batch(_batch(parts, fields), parts.step.batch_sharding)
     with jax.default_matmul_precision("highest"):  # GPUs round float32 products to 10 bits
         sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(parts.in_model_order(grads)))
     values = {
         f"the gradient of {keystr(path, simple=True, separator='/')}": value
         for path, value in leaves

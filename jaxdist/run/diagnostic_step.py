@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxdist.checkpoint.checksum import checksum
 from jaxdist.core import collectives
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import make_context, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
@@ -64,7 +66,15 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
             "grads": _digests(grads),
         }
 
-    return lambda state, batch: _in_order(jax.device_get(step(state, batch)))
+    order = np.argsort(
+        execution_order(model.num_layers, parts.spec[PIPELINE], parts.num_virtual_stages)
+    )
+
+    def in_model_order(digests: dict[str, Any]) -> dict[str, Any]:
+        """Reorder digests [layers, ...] from execution order to that of the model."""
+        return jax.tree.map(lambda x: x[order] if np.ndim(x) else x, jax.device_get(digests))
+
+    return lambda state, batch: _in_order(in_model_order(step(state, batch)))
 
 
 def _digests(tree: Any) -> dict[str, Array]:

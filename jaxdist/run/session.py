@@ -269,7 +269,8 @@ class Session:
             return
         with self.phase("sample"):
             try:
-                prompt, text = write_sample(self.parts, self.state.eval_params, self.train_data)
+                params = self.parts.in_model_order(self.state.eval_params)
+                prompt, text = write_sample(self.parts, params, self.train_data)
             except Exception as error:
                 log.warning("no text sample: %s: %s", type(error).__name__, one_line(error))
                 return
@@ -297,9 +298,8 @@ class Session:
                 "mesh": str(self.parts.spec),
                 "versions": versions(),
             }
-            self.checkpointer.save(
-                self.step, self.state, meta, due=due, force=force, metrics=metrics
-            )
+            state = self.parts.in_model_order(self.state)
+            self.checkpointer.save(self.step, state, meta, due=due, force=force, metrics=metrics)
         self.forward_events()
 
     def roll_back(self, rollback: Rollback) -> None:

@@ -28,6 +28,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
+from jaxdist.core.parallel.pipeline.virtual_stages import to_execution_order, to_model_order
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
@@ -131,10 +132,26 @@ class Parts:
             rows_per_example=rows_per_example(self.model.objective),
         )
 
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages per pipeline stage; 1 without stages."""
+        return self.config.pipeline.num_virtual_stages if self.spec[PIPELINE] > 1 else 1
+
+    def in_execution_order(self, tree: Any) -> Any:
+        """Return a state or parameters with layers on the stages that run them."""
+        return to_execution_order(tree, self.num_virtual_stages)
+
+    def in_model_order(self, tree: Any) -> Any:
+        """Return a state or parameters with layers in the order of the model."""
+        return to_model_order(tree, self.num_virtual_stages)
+
     def init_state(self) -> TrainState:
-        """Return a new train state, sharded over the mesh: weights of `init_from`, or random."""
+        """Return a new train state, sharded over the mesh: weights of `init_from`, or random.
+
+        Its layers are in execution order.
+        """
         start = self.config.init_from
-        return init_state(
+        state = init_state(
             self.model,
             self.optimizer,
             self.layout,
@@ -142,6 +159,7 @@ class Parts:
             params=self._initial_params(start) if start else None,
             **self._state_options,
         )
+        return self.in_execution_order(state)
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the train state, e.g. for a restore."""
@@ -161,7 +179,7 @@ class Parts:
         """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
 
         If only the settings have an EMA, it starts from the parameters. If only the checkpoint has
-        an EMA, it is dropped. Both cases are logged.
+        an EMA, it is dropped. Both cases are logged. Layers are in execution order.
         """
         target = self.abstract_state()
         state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
@@ -173,7 +191,7 @@ class Parts:
             moving = trained(state.params, self.model.axes)
             average = jax.jit(copy_params, out_shardings=shardings)(moving)
             state = dataclasses.replace(state, ema_params=average)
-        return state, meta, step
+        return self.in_execution_order(state), meta, step
 
     @property
     def fields(self) -> Fields:

@@ -118,9 +118,10 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """Evaluate the parameters of a checkpoint; see `evaluation_loop.evaluate`."""
+        parts = self.parts_for(dataset.fields)
         return evaluate(
-            self.parts_for(dataset.fields).step,
-            params,
+            parts.step,
+            parts.in_execution_order(params),
             dataset,
             global_batch_size=self.parts.config.train.global_batch_size,
             unit=self.parts.model.unit,

@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from jax.experimental import topologies
 
 from jaxdist.config import stored_run
 from jaxdist.core.attention import cudnn
-from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.simulation import branch_shares
 from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
@@ -81,12 +80,13 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         hlo = compiled.as_text()
         buffers = _largest_buffers(Path(scratch), parse(hlo))
     calls = custom_calls(hlo)
+    schedule = parts.pipeline_schedule
     collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=cluster.gpus_per_fabric)
     return {
         "memory": _memory(compiled.memory_analysis(), parts, calls, gpu),
         "buffers": buffers,
         "collectives": [dataclasses.asdict(collective) for collective in collectives],
-        "branch_shares": _branch_shares(parts),
+        "branch_shares": {} if schedule is None else branch_shares(schedule),
         "program": hlo,
         "attention": _attention(parts, calls),
         "compile_s": compile_s,
@@ -94,21 +94,6 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "target": text,
     }
-
-
-def _branch_shares(parts: Any) -> dict[str, float]:
-    """Return action kind -> share of the schedule slots of that kind that a stage executes."""
-    schedule = parts.pipeline_schedule
-    if schedule is None:
-        return {}
-    slots = Counter(
-        kind
-        for loop in plan_loops(schedule)
-        for kinds in loop.kinds * len(loop.rounds)
-        for kind in kinds
-    )
-    actions = Counter(tick[0].kind for tick in schedule.ticks if tick[0] is not None)
-    return {kind: actions[kind] / slots[kind] for kind in slots}
 
 
 def _memory(

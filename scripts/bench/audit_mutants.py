@@ -47,7 +47,6 @@ class Case:
     mesh: str
     zero: int = 0
     sequence: bool = True
-    schedule: str = "1f1b"
     num_virtual_stages: int = 1
     gather: str = "action"
     attention: str = "auto"
@@ -56,7 +55,7 @@ class Case:
         said = [self.mesh, f"zero={self.zero}" * bool(self.zero)]
         said.append("" if self.sequence else "no sequence parallelism")
         if "pp" in self.mesh:
-            said += [self.schedule, f"v={self.num_virtual_stages}", f"gather={self.gather}"]
+            said += [f"v={self.num_virtual_stages}", f"gather={self.gather}"]
         said.append(f"{self.attention} attention" if "cp" in self.mesh else "")
         return ", ".join(filter(None, said))
 
@@ -73,7 +72,6 @@ class Case:
             ),
             train=TrainConfig(global_batch_size=32, seq_len=16, num_microbatches=2),
             pipeline=PipelineConfig(
-                schedule=self.schedule,
                 num_virtual_stages=self.num_virtual_stages,
                 gather=self.gather,
             ),
@@ -102,8 +100,8 @@ CASES = (
     Case("dp=2,fsdp=2,tp=2", sequence=False, zero=1),
     Case("pp=2,dp=2,tp=2"),
     Case("pp=2,fsdp=2,tp=2", sequence=False, gather="step"),
-    Case("pp=2,dp=2", zero=2, schedule="zero_bubble"),
-    Case("pp=2,dp=2,tp=2", schedule="1f1b_lockstep", num_virtual_stages=2),
+    Case("pp=2,dp=2", zero=2),
+    Case("pp=2,dp=2,tp=2", num_virtual_stages=2),
     Case("cp=4", attention="ring"),
     Case("cp=2,fsdp=2", attention="all_gather"),
     Case("dp=2,cp=2,tp=2", attention="all_to_all"),

@@ -46,7 +46,7 @@ Moved = Mapping[tuple[str, str], float]
 def variants(config: RunConfig) -> Iterator[RunConfig]:
     """Yield the config on each mesh, with varying other settings."""
     specs = [spec for size in SIZES for spec in factorisations(size)]
-    schedules = itertools.cycle(("1f1b", "gpipe", "zero_bubble", "1f1b_lockstep"))
+    gathers = itertools.cycle(("action", "step"))
     zero = itertools.cycle((0, 1, 2, 3, 0))
     microbatches = itertools.cycle((0, 2))
     dtype = itertools.cycle(("float32", "bfloat16", "float32", "float16"))
@@ -60,7 +60,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
                 "zero": next(zero) if spec["data"] > 1 else 0,
             },
             train={"num_microbatches": next(microbatches) if spec["pipeline"] == 1 else 0},
-            pipeline={"schedule": next(schedules)},
+            pipeline={"gather": next(gathers)},
             precision={"compute_dtype": next(dtype)},
         )
 
@@ -178,10 +178,10 @@ def main() -> int:
             count, slowest = count + 1, max(slowest, time.perf_counter() - start)
             alarms += len(audit.violations)
             for violation in audit.violations:
-                print(f"   {parts.spec} {config.mesh} {config.pipeline.schedule}: {violation}")
+                print(f"   {parts.spec} {config.mesh} {config.pipeline.gather}: {violation}")
             for row in unlike(parts, audit) if options.compiled else ():
                 differ += 1
-                print(f"   {parts.spec} {config.mesh} {config.pipeline.schedule}: {row}")
+                print(f"   {parts.spec} {config.mesh} {config.pipeline.gather}: {row}")
         false, audited = false + alarms, audited + count
         print(f"| {path.name} | {count} | {alarms} | {slowest:.1f} s |", flush=True)
     print(f"\n{false} false alarms in {audited} steps.")

@@ -44,12 +44,9 @@ MASKS = {
 }
 """Mask -> its settings. Device parts start at even positions; documents start at odd ones."""
 STAGES = [
-    PipelineConfig(schedule=schedule, num_virtual_stages=virtual)
-    for schedule, virtual in [
-        ("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b_lockstep", 1), ("1f1b_lockstep", 2),
-        ("zero_bubble", 1), ("zero_bubble", 2),
-    ]
-]  # fmt: skip
+    PipelineConfig(num_virtual_stages=virtual, gather=gather)
+    for virtual, gather in [(1, "action"), (2, "action"), (1, "step"), (2, "step")]
+]
 TITLES = ("exchange", "mask", "heads", "mesh", "first loss", "gradients", "20 losses", "commit")
 
 
@@ -68,7 +65,7 @@ class Row:
         """Return the first cells of the row."""
         mesh, stages = self.mesh, self.pipeline
         if "pp=" in mesh:
-            mesh += f", {stages.schedule}"
+            mesh += f", gather={stages.gather}"
             mesh += " × 2 virtual stages" if stages.num_virtual_stages > 1 else ""
         return self.exchange, self.mask, self.heads, mesh
 

@@ -77,7 +77,7 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[st
     seq_len = config.train.seq_len
     tokens = config.train.global_batch_size * seq_len / cluster.num_gpus
     flops = build(config.model, seq_len=seq_len).flops_per_token["causal"] * tokens
-    times = model_times(step.program, spec.sizes, cluster)
+    times = model_times(step.program, spec.sizes, cluster, step.branch_shares)
     print(f"{name}: {times.calls}, compiled in {step.compile_s:.0f} s", flush=True)
     figures = {
         "step": times.seconds,

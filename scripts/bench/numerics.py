@@ -37,15 +37,9 @@ RUNS = {
     "dp4_zero2": ["--simulate=4", "--mesh=dp=4", "--mesh.zero=2"],
     "tp4": ["--simulate=4", "--mesh=tp=4"],
     "dp2fsdp2tp2": ["--simulate=8", "--mesh=dp=2,fsdp=2,tp=2"],
-    "pp4_1f1b_lockstep": ["--simulate=4", "--mesh=pp=4", "--pipeline.schedule=1f1b_lockstep"],
-    "pp4_gpipe": ["--simulate=4", "--mesh=pp=4", "--pipeline.schedule=gpipe"],
-    "pp2tp2dp2_zb": ["--simulate=8", "--mesh=pp=2,tp=2,dp=2", "--pipeline.schedule=zero_bubble"],
-    "dp2pp2_v2": [
-        "--simulate=4",
-        "--mesh=pp=2,dp=2",
-        "--pipeline.schedule=1f1b_lockstep",
-        "--pipeline.num_virtual_stages=2",
-    ],
+    "pp4": ["--simulate=4", "--mesh=pp=4"],
+    "pp2tp2dp2": ["--simulate=8", "--mesh=pp=2,tp=2,dp=2"],
+    "dp2pp2_v2": ["--simulate=4", "--mesh=pp=2,dp=2", "--pipeline.num_virtual_stages=2"],
     "dp2_acc4": ["--simulate=2", "--mesh=dp=2", "--train.num_microbatches=4", "--train.remat=full"],
 }
 

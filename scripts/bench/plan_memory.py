@@ -55,14 +55,13 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 8b_dp8fsdp8_zero1     h100:64  llama3_8b --mesh dp=8,fsdp=8 --train.num_microbatches 2 --zero 1
 8b_xla_attention      h100:8   llama3_8b --model.attention xla --train.seq_len 2048
 13b_pp4dp4tp4         h100:64  pipeline_64gpu
-13b_gpipe             h100:64  pipeline_64gpu --pipeline.schedule gpipe
-13b_1f1b              h100:64  pipeline_64gpu --pipeline.schedule 1f1b
-13b_zero_bubble       h100:64  pipeline_64gpu --pipeline.schedule zero_bubble
-13b_interleaved2      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 2
-13b_interleaved5      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 5
-13b_gather_step       h100:64 pipeline_64gpu --zero 0 --mesh pp=4,fsdp=4,tp=4 --pipeline.gather=step
-13b_muon               h200:8 pipeline_64gpu --zero 0 --mesh fsdp=8 --optim.optimizer muon
-13b_gather_action     h100:64  pipeline_64gpu --mesh pp=4,fsdp=4,tp=4 --zero 0
+13b_stages_none       h100:64  pipeline_64gpu --train.remat none
+13b_stages_full       h100:64  pipeline_64gpu --train.remat full
+13b_stages1           h100:64  pipeline_64gpu --pipeline.num_virtual_stages 1
+13b_stages2_action h100:64 pipeline_64gpu --pipeline.num_virtual_stages 2 --pipeline.gather action
+13b_stages_fsdp       h100:64  pipeline_64gpu --zero 0 --mesh pp=4,fsdp=4,tp=4
+13b_fsdp_action h100:64 pipeline_64gpu --zero 0 --mesh pp=4,fsdp=4,tp=4 --pipeline.gather action
+13b_muon h200:8 pipeline_64gpu --zero 0 --mesh fsdp=8 --train.remat full --optim.optimizer muon
 70b_fsdp16tp8         h100:128 llama3_70b
 70b_fsdp16tp8_dots    h100:128 llama3_70b --train.remat dots
 70b_zero3             h200:128 llama3_70b --mesh dp=128 --zero 3 --train.num_microbatches 1
@@ -82,7 +81,11 @@ SETTINGS = {
     "qwen3_8b": {"train.remat": "full"},
     "llama3_8b": {"train.remat": "full", "train.num_microbatches": "16"},
     "llama3_70b": {"mesh": "fsdp=16,tp=8", "train.remat": "full", "train.num_microbatches": "8"},
-    "pipeline_64gpu": {"train.remat": "full"},
+    "pipeline_64gpu": {
+        "train.remat": "dots",
+        "pipeline.num_virtual_stages": "5",
+        "pipeline.gather": "step",
+    },
 }
 
 

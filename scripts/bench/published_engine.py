@@ -71,8 +71,6 @@ def published_engine(products_dtype: str = "", attention: str = "") -> Published
         attention=attention,
         products_dtype=products_dtype,
         software=dataclasses.replace(PUBLISHED, attention={**PUBLISHED.attention, **kernel}),
-        stage_recomputes=False,
-        virtual_stages_travel=False,
         stacks_layers=False,
         fuses_recomputation=False,
     )

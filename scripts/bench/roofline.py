@@ -69,19 +69,26 @@ class Times:
     calls: dict[str, int]
 
 
-def model_times(program: str, mesh: Mapping[str, int], cluster: Cluster) -> Times:
+def model_times(
+    program: str,
+    mesh: Mapping[str, int],
+    cluster: Cluster,
+    branch_shares: Mapping[str, float] | None = None,
+) -> Times:
     """Model the time of a program.
 
     Args:
         program: HLO text of one device's scheduled program, as `CompiledStep.program`.
         mesh: axis name -> size, slow to fast; device i of the program is the i-th of the mesh.
         cluster: the GPUs it was compiled for.
+        branch_shares: scope of a pipeline's branch -> share of its ticks in which some stage takes
+            it, as `CompiledStep.branch_shares`. Without it, the longest branch counts as taken.
 
     Raises:
         UnknownHLO: the text contains unsupported HLO.
     """
     module = parse(program)
-    total = _Roofline(module, mesh, cluster).run(module.entry)
+    total = _Roofline(module, mesh, cluster, branch_shares or {}).run(module.entry)
     calls = {name: round(count) for name, count in total.calls.items()}
     return Times(total.clock, dict(total.classes), total.flops, calls)
 
@@ -119,8 +126,16 @@ class _Total:
 class _Roofline:
     """Models the time of one program."""
 
-    def __init__(self, module: Module, mesh: Mapping[str, int], cluster: Cluster):
+    def __init__(
+        self,
+        module: Module,
+        mesh: Mapping[str, int],
+        cluster: Cluster,
+        branch_shares: Mapping[str, float],
+    ):
         self.module, self.mesh, self.cluster = module, mesh, cluster
+        # All stages wait for the one that runs a backward: these ticks count as one each.
+        self.shares = {**branch_shares, "backward": 1.0}
         self.defined = {
             name: {i.name: i for i in instructions}
             for name, instructions in module.computations.items()
@@ -139,7 +154,8 @@ class _Roofline:
                 body = max(map(self.run, called), key=lambda part: part.clock)
                 total.repeat(body, _trips(instruction))
             elif opcode == "conditional":
-                total.repeat(max(map(self.run, called), key=lambda part: part.clock), 1)
+                longest = max(called, key=lambda child: self.run(child).clock)
+                total.repeat(self.run(longest), self._share(longest))
             elif opcode == "call":
                 for child in called:
                     total.repeat(self.run(child), 1)
@@ -165,6 +181,15 @@ class _Roofline:
             elif opcode not in _FREE and not _allocates(instruction):
                 total.kernel(*self._kernel(name, instruction))
         return total
+
+    def _share(self, branch: str) -> float:
+        """Return how often a branch runs: the share of the outermost scope inside it."""
+        names = [
+            re.findall(r"pipeline_(\w+)/", instruction.attributes)
+            for instruction in self.module.computations[branch]
+        ]
+        scopes = min((scopes for scopes in names if scopes), key=len, default=[""])
+        return self.shares.get(scopes[-1], 1.0)
 
     # -- kernels -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState
 from jaxdist.core.step_plan import StepPlan
@@ -27,6 +28,7 @@ log = logging.getLogger("jaxdist")
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 """Memory limit of XLA's scheduler, in percent of its default."""
 
+OVERLAPS = "xla_gpu_experimental_parallel_collective_overlap_limit"
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 """Do not zero buffers that a loop overwrites completely, slice by slice."""
 
@@ -59,6 +61,9 @@ def choose_options(
     candidates = [
         CompilerOption(NO_ZEROS, True, "buffers for saved activations are not zeroed first")
     ]
+    if layout.size(PIPELINE) > 1:
+        why = "exchanges between stages may overlap with collectives of the layers"
+        candidates.append(CompilerOption(OVERLAPS, 4, why))
     if plan.memory_bytes:
         limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))
         candidates += [limit] if limit else []

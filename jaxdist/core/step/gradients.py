@@ -98,6 +98,7 @@ def _make_pipeline(
         ),
         layer=make_layer(model, layout, plan),
         policy=None if remat == "none" else remat_policy(remat),
+        unroll=plan.layers_per_body,
         gather=stages.gather,
         reduce_dtype=plan.microbatch_reduce_dtype,
     )

@@ -88,8 +88,8 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        branch_shares: for each kind of pipeline action, the share of ticks containing it in
-            which one stage runs it; {} without a pipeline. Idle ticks communicate nothing.
+        branch_shares: how often a pipeline stage takes each branch
+            (`simulation.branch_shares`); {} without a pipeline.
         program: HLO text after all compiler passes.
         attention: "cudnn" or "xla"; "" without attention.
     """
@@ -109,12 +109,12 @@ class CompiledStep:
     def runs(self, collective: Collective) -> float:
         """Return how often the busiest stage executes a collective in one step.
 
-        A branch that is not a pipeline action counts as always taken.
+        A branch that is not of the pipeline counts as always taken.
         """
-        action = re.search(r"pipeline_(\w+?)/", collective.op_name)
-        if not collective.in_branch or action is None:
+        scopes = re.findall(r"pipeline_(\w+)/", collective.op_name)
+        if not collective.in_branch or not scopes:
             return float(collective.count)
-        return collective.count * self.branch_shares[action[1]]
+        return collective.count * self.branch_shares.get(scopes[-1], 1.0)
 
     def wire_bytes(self) -> dict[tuple[str, str], float]:
         """Return bytes sent per step by a device of the busiest stage, by (kind, "data+fsdp")."""

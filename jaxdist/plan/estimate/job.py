@@ -23,8 +23,8 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
-from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of
+from jaxdist.core.parallel.pipeline.simulation import Report, simulate
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
@@ -48,16 +48,12 @@ class Engine:
 
     Attributes:
         products_dtype: dtype of matrix products, if it differs from the compute dtype ("float8").
-        stage_recomputes: the backward of a pipeline stage first recomputes its forward.
-        virtual_stages_travel: parameters of virtual stages are sent to their stages in every step.
         stacks_layers: residuals of layers are copied into stacked arrays, as a scan does.
         fuses_recomputation: backward kernels recompute everything except matrix products.
     """
 
     products_dtype: str = ""
     software: Software = OURS
-    stage_recomputes: bool = True
-    virtual_stages_travel: bool = True
     stacks_layers: bool = True
     fuses_recomputation: bool = True
 
@@ -67,16 +63,14 @@ class Stages:
     """A pipeline schedule and its cost.
 
     Attributes:
-        report: simulated cost; backward includes recomputation.
-        longest: kind of action -> number of ticks in which it is the longest action.
-        mixes: some ticks contain forward on some stages and backward on others.
+        report: simulated cost.
+        ticks: kind of action -> number of ticks with it. No tick has both kinds.
     """
 
     schedule: Schedule
     report: Report
-    longest: Mapping[Kind, int]
+    ticks: Mapping[Kind, int]
     num_loops: int
-    mixes: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,19 +84,12 @@ def stages_of(
         num_microbatches=num_microbatches,
         rows_per_example=rows_per_example,
     )
-    kinds = [{action.kind for action in tick if action} for tick in schedule.ticks]
-    longest = Counter(max(tick, key=_LENGTH.__getitem__) for tick in kinds if tick)
     return Stages(
         schedule=schedule,
-        report=simulate(schedule, RECOMPUTE),
-        longest=longest,
+        report=simulate(schedule),
+        ticks=Counter(kind for tick in schedule.ticks for kind in kinds_of(tick)),
         num_loops=len(plan_loops(schedule)),
-        mixes=any({"forward", "backward"} <= tick for tick in kinds),
     )
-
-
-_LENGTH: Mapping[Kind, int] = {"weight": 0, "forward": 1, "backward": 2}
-"""Kinds by duration; backward includes the recomputed forward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,8 +280,11 @@ class Job:
 
     @property
     def unrolls(self) -> bool:
-        """True if layers are unrolled; False with narrow products, which are unmeasured."""
-        if not self.engine.stacks_layers or self.plan.matmul_dtype:
+        """True if the compiler sees layers and their backward as one sequence.
+
+        False with stages, and with narrow products, which are unmeasured.
+        """
+        if not self.engine.stacks_layers or self.plan.matmul_dtype or self.stages is not None:
             return False
         return self.plan.layers_per_body > 1
 

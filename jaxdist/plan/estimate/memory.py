@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.types import Dims
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job, Role
@@ -179,8 +177,10 @@ def _phases(job: Job) -> dict[str, Parts]:
 def _kept(job: Job) -> Parts:
     costs = costs_of(job)
     in_layers = job.layers_per_virtual_stage * costs.kept_per_layer()
-    if job.schedule is None:  # pipeline stages save unrounded values
+    if job.stages is None:  # pipeline stages save unrounded values
         in_layers -= job.num_fp8_layers * costs.saved_by_fp8()
+    else:
+        in_layers *= job.stages.report.residual_slots
     return {"kept activations": in_layers + costs.kept_outside()}
 
 
@@ -288,35 +288,19 @@ def _scattering(job: Job) -> Parts:
 def _stage(job: Job) -> dict[str, float]:
     """Return the arrays that a stage carries from tick to tick."""
     assert job.stages is not None
-    schedule, report = job.stages.schedule, job.stages.report
+    report = job.stages.report
     once = job.config.pipeline.gather == "step"
     stream = job.compute_bytes * job.stream_tokens * job.stream_width
-    slots = report.activation_slots + 1 + report.cotangent_slots + 1
+    # Each buffer has a spare slot; outputs of the last virtual stage have two slots in all.
+    slots = report.activation_slots + 1 + report.cotangent_slots + 1 + 2
     totals = WIDE * job.total(job.layers, "gathered" if once else "gradient")
     parts: dict[str, float] = {
         "gathered weights": job.compute_bytes * job.total(job.outer, "gathered"),
         "accumulated gradients": totals + WIDE * job.total(job.outer, "gathered"),
-        "stashed inputs": slots * stream,
+        "values between stages": slots * stream,
     }
     if once:
         parts["gathered weights"] += job.compute_bytes * job.total(job.layers, "gathered")
-    if schedule.num_virtual_stages > 1:
-        # All virtual stages, one in use, one being sent, and its transposed copy.
-        sets = 1 + 3 / schedule.num_virtual_stages
-        parts["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
-    if job.stages.mixes:
-        # A switch between forward and backward cannot add in place to the largest gradient. Weights
-        # with equal dims count together.
-        by_dims = Counter[Dims]()
-        for weight in job.layers:
-            by_dims[weight.dims] += job.size(weight, "gradient")
-        parts["accumulated gradients"] += WIDE * max(by_dims.values())
-    if schedule.splits_backward:
-        # The spare slot, the idle value, the newest value, and the values in use.
-        held = report.pending_slots + 4
-        parts["deferred weight gradients"] = (
-            held * job.layers_per_virtual_stage * costs_of(job).deferred_per_layer()
-        )
     return parts
 
 

@@ -114,10 +114,6 @@ class ModelCosts:
         """Return the bytes alive during one layer's backward, including recomputation."""
         return self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
 
-    def deferred_per_layer(self) -> float:
-        """Return the bytes that one layer's deferred weight gradients read (zero bubble)."""
-        return 2 * self.job.micro_rows * self.job.everything_kept.layer.kept_bytes
-
     def head_parts(self) -> Mapping[str, float]:
         """Return the bytes alive during the loss, by class."""
         return {"head gradient": WIDE * self.job.total(self.job.outer, "param")}
@@ -335,16 +331,6 @@ class DecoderCosts(ModelCosts):
         if exchange.exchange == "all_gather":
             return 3 * WIDE * job.micro_rows * job.seq_len * self.keys
         return WIDE * job.tokens * (4 * self.queries + 4 * self.keys)
-
-    def deferred_per_layer(self) -> float:
-        """Return the bytes that one layer's deferred weight gradients read (zero bubble).
-
-        Inputs and output gradients of the products with split weights, and this device's shards of
-        both norms' outputs and of the gradients of attention's and the MLP's outputs.
-        """
-        split = self.up + self.hidden + 2 * self.queries + 2 * self.keys
-        stream = 4 * self.job.stream_tokens * self.d_model
-        return self.job.compute_bytes * (self.job.tokens * split + stream)
 
     def head_parts(self) -> Mapping[str, float]:
         """Return the bytes alive during the loss: chunks of logits, gradient of the kernel."""

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention.context_parallel import Exchange
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -184,7 +185,6 @@ _CAUSES = {
     "waiting for keys and values": "keys and values travel between devices that share rows",
     "waiting for gradients of keys": "gradients of keys travel between devices that share rows",
     "waiting for stages": "activations move between stages",
-    "waiting for virtual stages": "weights of virtual stages move to their stages in every step",
 }
 
 
@@ -277,13 +277,16 @@ def _remats(job: Job) -> list[str]:
     return policies if current in (*policies, "auto") else [current, *policies]
 
 
+_MOST_VIRTUAL_STAGES = 10
+"""More virtual stages hardly reduce the bubble, and exchange activations more often."""
+
+
 def _pipelines(job: Job) -> list[dict[str, Any]]:
     current, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
-    counts = {current.num_virtual_stages, 1}
-    if current.schedule != "1f1b":
-        counts |= {v for v in (2, 4) if job.model.num_layers % (v * stages) == 0}
+    counts = {current.num_virtual_stages, *divisors_of(max(1, job.layers_per_stage))}
+    counts = {v for v in counts if v <= _MOST_VIRTUAL_STAGES or v == current.num_virtual_stages}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
         gathers = [current.gather]

@@ -250,28 +250,12 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count
         return total, 0.0, 3 * launch * layers * count
-    # The backward of a stage first recomputes its forward.
-    again = forward if job.engine.stage_recomputes else Work()
-    total = (forward + backward + again) * (layers * count) + ends * count + extra
+    total = (forward + backward) * (layers * count) + ends * count + extra
     spent = rates.seconds(total)
-    launches = 4 * launch * layers * count
-    actions = {
-        "forward": rates.seconds(forward) * job.layers_per_virtual_stage,
-        "backward": rates.seconds(again + backward) * job.layers_per_virtual_stage,
-        "weight": 0.0,
-    }
-    if job.stages.schedule.splits_backward:
-        # A split backward does not recompute inside layers: it saves all residuals.
-        kept = costs.recomputed(forward)
-        actions["weight"] = rates.seconds(
-            Work(products=forward.products) * job.layers_per_virtual_stage
-        )
-        actions["backward"] -= actions["weight"] + rates.seconds(
-            kept * job.layers_per_virtual_stage
-        )
-        total = total + kept * (-layers * count)
-        spent = rates.seconds(total)
-    duration = sum(actions[kind] * n for kind, n in job.stages.longest.items())
+    launches = 3 * launch * layers * count
+    actions = {"forward": rates.seconds(forward), "backward": rates.seconds(backward)}
+    duration = sum(actions[kind] * n for kind, n in job.stages.ticks.items())
+    duration *= job.layers_per_virtual_stage
     duration += rates.seconds(ends) * count + rates.seconds(extra)
     return total, max(0.0, duration - spent), launches
 

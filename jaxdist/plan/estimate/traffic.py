@@ -83,7 +83,7 @@ def _weights(job: Job) -> Iterator[Moved]:
 
 
 def _passes(job: Job) -> int:
-    return 2 + (job.schedule is not None and job.engine.stage_recomputes)
+    return 2
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
@@ -194,17 +194,13 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
 
 
 def _stages(job: Job) -> Iterator[Moved]:
-    """Yield communication between stages: activations, gradients, virtual stages' weights."""
+    """Yield communication between stages: activations and their gradients."""
     if job.stages is None:
         return
-    schedule, report = job.stages.schedule, job.stages.report
+    report = job.stages.report
     each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
     yield (PIPELINE.name,), Traffic("collective-permute", "stages", each, permutes)
-    count = schedule.num_virtual_stages
-    if count > 1 and job.engine.virtual_stages_travel:
-        weights = WIDE * job.total(job.layers, "param") / count
-        yield (PIPELINE.name,), Traffic("collective-permute", "virtual stages", weights, 2 * count)
 
 
 # --- links ----------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ simulation           cost of a schedule, and its drawing
 buffers, loop_plan   buffer slots; the loops that run the ticks
 executor             runs a schedule on the devices, one program for all stages
 stage                layers and microbatches of a stage
-value_and_grad       training: forward, backward and weight actions
+value_and_grad       training: forward and backward actions
 evaluate             evaluation: forward actions only
 layerwise_backward   forward and backward of a stack of layers, layer by layer
-split_backward       splits the backward of one layer into input and weight gradients
-virtual_stages       moves parameters to the stage that runs them
+layer_vjp            forward and backward of one layer, with the smallest set of saved values
+virtual_stages       order of the layers in checkpoints and in a run's state
 """

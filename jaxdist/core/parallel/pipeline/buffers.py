@@ -17,49 +17,44 @@ Interval: TypeAlias = tuple[int, int]
 """First and last tick, inclusive."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Lifetimes:
     """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
-        activations: input of a virtual stage, alive until its backward.
+        activations: input of a virtual stage, alive until its forward.
         cotangents: gradient of its output, alive until its backward; the last one has none.
-        pending: inputs of the weight gradient, alive from the backward to the weight action.
+        residuals: values that the forward saves for the backward.
+        outputs: output of the last virtual stage, alive until its backward.
     """
 
     activations: list[dict[Work, Interval]]
     cotangents: list[dict[Work, Interval]]
-    pending: list[dict[Work, Interval]]
+    residuals: list[dict[Work, Interval]]
+    outputs: list[dict[Work, Interval]]
 
     @classmethod
     def of(cls, schedule: Schedule) -> Lifetimes:
         """Return the lifetimes of the values of a checked schedule."""
         when = schedule.when()
-        stages = range(schedule.num_stages)
-        lives = cls(
-            activations=[{} for _ in stages],
-            cotangents=[{} for _ in stages],
-            pending=[{} for _ in stages],
-        )
+        empty = lambda: [dict[Work, Interval]() for _ in range(schedule.num_stages)]
+        lives = cls(empty(), empty(), empty(), empty())
         for (kind, stage, microbatch, virtual), tick in when.items():
             work = (microbatch, virtual)
-            # Evaluation has no backward: an input is alive until its forward.
-            backward = when.get(("backward", stage, microbatch, virtual), tick)
             if kind == "forward":
                 before = schedule.neighbor(stage, virtual, -1)
-                arrival = (
-                    tick
-                    if before is None
-                    else when["forward", before[0], microbatch, before[1]] + 1
-                )
-                lives.activations[stage][work] = (arrival, backward)
-            elif kind == "backward":
-                after = schedule.neighbor(stage, virtual, +1)
-                if after is not None:
-                    arrival = when["backward", after[0], microbatch, after[1]] + 1
-                    lives.cotangents[stage][work] = (arrival, tick)
+                if before is not None:
+                    arrival = when["forward", before[0], microbatch, before[1]] + 1
+                    lives.activations[stage][work] = (arrival, tick)
+                continue
+            forward = when["forward", stage, microbatch, virtual]
+            lives.residuals[stage][work] = (forward, tick)
+            after = schedule.neighbor(stage, virtual, +1)
+            if after is None:
+                lives.outputs[stage][work] = (forward, tick)
             else:
-                lives.pending[stage][work] = (backward, tick)
+                arrival = when["backward", after[0], microbatch, after[1]] + 1
+                lives.cotangents[stage][work] = (arrival, tick)
         return lives
 
 
@@ -94,57 +89,63 @@ def num_slots(stages: list[dict[Work, Interval]]) -> int:
 
 
 class Instruction(NamedTuple):
-    """The action of one stage in one tick, int32 scalars; or arrays over all stages and ticks.
+    """The action of one stage in one tick, scalars; or arrays over all stages and ticks.
 
     Attributes:
-        branch: 0 idle, 1 forward, 2 backward, 3 weight.
+        is_active: True if the stage has an action in this tick.
         virtual: index among the virtual stages of this stage.
-        activation, cotangent, pending: buffer slots that the action uses, see `Lifetimes`.
-        activation_arrival: slot for the activation received at the end of the tick; the spare
-            slot (after the last one) if the stage receives none.
+        activation, cotangent, residual, output: buffer slots that the action uses, see `Lifetimes`;
+            the spare slot (after the last one) if it uses none. An idle stage has a residual slot
+            that is free, because it runs the action, too (`executor.py`).
+        activation_arrival: slot for the activation received at the end of the tick, or the spare
+            slot.
         cotangent_arrival: slot for the received gradient, in the same way.
     """
 
-    branch: Any
+    is_active: Any
     microbatch: Any
     virtual: Any
     activation: Any
     cotangent: Any
-    pending: Any
+    residual: Any
+    output: Any
     activation_arrival: Any
     cotangent_arrival: Any
 
 
 def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
-    """Return instructions [num_ticks + 1, num_stages] and the number of slots of each buffer.
+    """Return instructions [num_ticks, num_stages] and the number of slots of each buffer.
 
-    The spare slot is not counted. In the last row all stages are idle; a round of a loop uses this
-    row if it has no action.
+    The spare slot is not counted. Residuals have no spare slot.
     """
     lives = Lifetimes.of(schedule)
-    families = (lives.activations, lives.cotangents, lives.pending)
+    families = (lives.activations, lives.cotangents, lives.residuals, lives.outputs)
     slots = [[assign_slots(stage) for stage in family] for family in families]
     counts = [num_slots(family) for family in families]
-    shape = (len(schedule.ticks) + 1, schedule.num_stages)
-    branch, microbatch, virtual, activation, cotangent, pending = (
-        np.zeros(shape, np.int32) for _ in range(6)
-    )
-    arrivals = [np.full(shape, counts[0], np.int32), np.full(shape, counts[1], np.int32)]
+    shape = (len(schedule.ticks), schedule.num_stages)
+    microbatch, virtual = (np.zeros(shape, np.int32) for _ in range(2))
+    is_active = np.zeros(shape, bool)
+    used = [np.full(shape, count, np.int32) for count in counts]
+    arrivals = [np.full(shape, count, np.int32) for count in counts[:2]]
     for t, tick in enumerate(schedule.ticks):
         for s, action in enumerate(tick):
             if action is None:
+                used[2][t, s] = _free_slot(slots[2][s], lives.residuals[s], t)
                 continue
             work = (action.microbatch, action.virtual)
-            branch[t, s] = 1 + KINDS.index(action.kind)
+            is_active[t, s] = True
             microbatch[t, s], virtual[t, s] = work
-            activation[t, s] = slots[0][s][work]
-            # The last virtual stage receives no gradient; it uses the spare slot.
-            cotangent[t, s] = slots[1][s].get(work, counts[1])
-            pending[t, s] = slots[2][s].get(work, 0)
-            step = {"forward": 1, "backward": -1}.get(action.kind)
-            target = schedule.neighbor(s, action.virtual, step) if step else None
-            if step and target:
-                way = 0 if step == 1 else 1
+            for family, column in enumerate(used):
+                column[t, s] = slots[family][s].get(work, counts[family])
+            way = KINDS.index(action.kind)
+            target = schedule.neighbor(s, action.virtual, (1, -1)[way])
+            if target:
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
-    fields = (branch, microbatch, virtual, activation, cotangent, pending, *arrivals)
-    return Instruction(*fields), counts
+    counts[2] = max(counts[2], 1 + int(used[2].max(initial=-1)))
+    return Instruction(is_active, microbatch, virtual, *used, *arrivals), counts
+
+
+def _free_slot(slots: Mapping[Work, int], lives: Mapping[Work, Interval], tick: int) -> int:
+    """Return the lowest slot without a value in this tick."""
+    busy = {slots[work] for work, (first, last) in lives.items() if first <= tick <= last}
+    return next(slot for slot in range(len(busy) + 1) if slot not in busy)

@@ -1,4 +1,4 @@
-"""Settings of the pipeline: the schedule, and the number of virtual stages."""
+"""Settings of the pipeline: virtual stages, and when weights are gathered."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Literal
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
-from jaxdist.core.parallel.pipeline.schedules import ScheduleName
-from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
+from jaxdist.core.parallel.pipeline.simulation import simulate
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import setting
 
@@ -18,11 +17,6 @@ from jaxdist.settings import setting
 class PipelineConfig:
     """Flow of microbatches through the stages of the `pipeline` axis (`pp` > 1)."""
 
-    schedule: ScheduleName = setting(
-        "1f1b_lockstep",
-        "1f1b_lockstep, 1f1b (fewest microbatches in memory, larger bubble), zero_bubble (smallest "
-        "bubble, most memory) or gpipe",
-    )
     num_virtual_stages: int = setting(
         1, "virtual stages per stage (interleaving); more = smaller bubble, more messages", ge=1
     )
@@ -30,22 +24,12 @@ class PipelineConfig:
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
     )
 
-    def problems(self) -> list[str]:
-        """Return every violated rule of this section, except bounds of single fields."""
-        if self.schedule != "1f1b" or self.num_virtual_stages == 1:
-            return []
-        return [
-            f"pipeline.schedule=1f1b with pipeline.num_virtual_stages={self.num_virtual_stages}: "
-            "it is not interleaved. Use pipeline.num_virtual_stages=1, or "
-            "pipeline.schedule=1f1b_lockstep."
-        ]
-
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
     ) -> Schedule:
         """Return the checked schedule; `num_microbatches` = 0 chooses by stages and rows."""
         count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
-        return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
+        return schedules.make_schedule("1f1b", num_stages, count, self.num_virtual_stages)
 
     def make_evaluation_schedule(
         self, *, num_stages: int, rows: int, rows_per_example: int = 1
@@ -68,7 +52,7 @@ class PipelineConfig:
 
 def describe(schedule: Schedule, rows: int) -> str:
     """Return one line for the startup log: the schedule, its bubble and its activation stash."""
-    report = simulate(schedule, RECOMPUTE)
+    report = simulate(schedule)
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
     virtual = f" × {v} virtual stages" if v > 1 else ""
     return (

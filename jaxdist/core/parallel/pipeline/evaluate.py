@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ from jaxdist.core import collectives
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.executor import (
-    Handler,
     State,
+    if_active,
     instructions_of,
     run,
     take,
 )
-from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, zeros
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Batch, Context, Params, Sums, add_sums
+from jaxdist.core.types import Array, Batch, Context, Params, Sums, add_sums
 
 
 def make_pipeline_evaluate(
@@ -64,29 +64,19 @@ def _run(stage: Stage) -> Sums:
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)
     zero_x = collectives.zeros_like(x_kind)
 
-    def forward(now: Instruction, state: State) -> dict[str, Any]:
-        x = lax.cond(
-            stage.is_first(now),
-            lambda: stage.embed(stage.outer, now),
-            lambda: take(state.activations, now.activation),
-        )
+    def forward(now: Instruction, state: State) -> tuple[Array, State]:
+        """Run a virtual stage; return its output [microbatch, seq_shard, d_model]."""
+        x = stage.input(now, take(state.activations, now.activation))
         y, sums = stage.run(x, now)
-        totals = add_sums(state.totals, sums)
-        totals = lax.cond(
+        total = add_sums(state.sums, if_active(now, sums))
+        total = lax.cond(
             stage.is_last(now),
-            lambda: add_sums(totals, stage.head(stage.outer, y, now)),
-            lambda: totals,
+            lambda: add_sums(total, stage.head(stage.outer, y, now)),
+            lambda: total,
         )
-        return {"entered": zero_x, "up": y, "totals": totals}
+        return y, state._replace(sums=total)
 
     _, sum_kinds = jax.eval_shape(lambda: stage.run(zero_x, example))
     sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, example))
-    state = State(
-        activations=zeros(x_kind, to_arrays(schedule)[1][0] + 1),
-        cotangents=zeros(x_kind, 0),
-        pending=[],
-        totals=zeros(sum_kinds),
-    )
-    idle = {"entered": zero_x, "up": zero_x}
-    handlers: dict[Kind, Handler] = {"forward": Handler(forward, ("entered", "up", "totals"))}
-    return run(schedule, handlers, idle, state).totals
+    state = State(activations=zeros(x_kind, to_arrays(schedule)[1][0] + 1), sums=zeros(sum_kinds))
+    return run(schedule, {"forward": forward}, state).sums

@@ -1,146 +1,140 @@
 """Run a schedule on the devices: one program for all stages, with a different action on each.
 
 1. The instructions of all stages are constant arrays; each device reads the column of its stage.
-2. A `lax.switch` on the instruction runs the action. Its branches may contain collectives over
-   other axes, because those groups are within one stage. Idle stages compute nothing.
-3. Exchanges come after the switch, because a permute over the pipeline axis needs every stage. A
-   stage without a message sends zeros, and its receiver stores them in the spare slot.
+2. All actions of a tick are of one kind (`plan_loops`), so stages differ only in what they act on.
+   An idle stage waits for the others anyway, so it runs the action, too, and its results are
+   dropped: with a branch instead, XLA:GPU would copy all residuals and gradients in every tick.
+   Only embedding and head are branches. They may contain collectives over other axes, because
+   those groups are within one stage.
+3. Exchanges come after the action, because a permute over the pipeline axis needs every stage. A
+   value that no stage needs is stored in the spare slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.dependences import ordered_after
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
-from jaxdist.core.parallel.pipeline.loop_plan import Loop, plan_loops
-from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.types import Array
 
 
 class State(NamedTuple):
-    """The values that a stage carries from tick to tick; the last slot of each buffer is spare.
+    """The values that a stage carries from tick to tick; see `Lifetimes` for the buffers.
 
-    `activations` and `cotangents` are [slots + 1, microbatch, seq_shard, d_model], `pending` a list
-    of [slots + 1, ...]. `totals` has `layers`, `outer` (float32 gradients) and `sums`.
+    `activations`, `cotangents` and `outputs` are [slots + 1, microbatch, seq_shard, d_model]; their
+    last slot is spare. `residuals` is a list of [slots, layers, size]. `gradients` has `layers` and
+    `outer`, float32; `sums` are float32 [] each. Evaluation has only `activations` and `sums`.
     """
 
     activations: Array
-    cotangents: Array
-    pending: list[Array]
-    totals: dict[str, Any]
+    cotangents: Any = ()
+    residuals: Any = ()
+    outputs: Any = ()
+    gradients: Any = ()
+    sums: Any = ()
 
 
-class Handler(NamedTuple):
-    """The function that runs one kind of action, and the names of its outputs.
+class Message(NamedTuple):
+    """A value [microbatch, seq_shard, d_model] to send, and the slot for the received one."""
 
-    Outputs: `entered` (the stage's input, saved for the backward), `up` (sent to the next stage),
-    `down` (sent to the previous stage), `kept` (inputs of a deferred weight gradient) and `totals`
-    (accumulated gradients and sums).
-    """
+    value: Array
+    slot: Array
 
-    do: Callable[[Instruction, State], dict[str, Any]]
-    outputs: tuple[str, ...]
+
+Handler: TypeAlias = Callable[[Instruction, State], tuple[Array, State]]
+"""Runs an action; returns what it sends, [microbatch, seq_shard, d_model], and the new state.
+
+A forward sends to the next stage, a backward to the previous one. In an idle stage, only unused
+slots of the state may change."""
 
 
 def instructions_of(schedule: Schedule) -> Instruction:
-    """Return the instructions of this stage, int32 [ticks + 1] each; the last one is idle."""
+    """Return the instructions of this stage, [ticks] each."""
     (arrays, _), stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
     return Instruction(*(take(jnp.asarray(array.T), stage) for array in arrays))
 
 
-def run(
-    schedule: Schedule, handlers: dict[Kind, Handler], idle: dict[str, Any], state: State
-) -> State:
-    """Run this stage's part of a schedule tick by tick, in a few loops (`plan_loops`).
-
-    `idle` contains zeros for outputs that an action does not compute: `entered`, `up` and `down`
-    are [microbatch, seq_shard, d_model] in the compute dtype, `kept` is a list of [...].
-    """
+def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> State:
+    """Run this stage's part of a schedule tick by tick, in a few loops (`plan_loops`)."""
     instructions = instructions_of(schedule)
+
+    def act(kind: Kind, tick: Array, state: State) -> tuple[State, Message]:
+        """Run the actions of tick int32 [], without the exchange that follows."""
+        now = jax.tree.map(lambda column: take(column, tick), instructions)
+        value, state = jax.named_scope(f"pipeline_{kind}")(handlers[kind])(now, state)
+        forward = kind == "forward"
+        return state, Message(value, now.activation_arrival if forward else now.cotangent_arrival)
+
     for loop in plan_loops(schedule):
+        ticks = jnp.asarray(loop.rounds)
+        if len(loop.kinds) == 1:
+            (kind,) = loop.kinds
 
-        def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
-            """Run one round of a loop; `ticks` are its tick indices, int32 [ticks per round]."""
-            for position, kinds in enumerate(loop.kinds):
-                now = jax.tree.map(lambda column: take(column, ticks[position]), instructions)  # noqa: B023
-                outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)
-                state = _exchange(now, state, outputs)
-            return state, None
+            def single(state: State, tick: Array, kind: Kind = kind) -> tuple[State, None]:
+                """Run one tick, int32 [1], and its exchange."""
+                return _deliver(kind, *act(kind, tick[0], state)), None
 
-        rounds = jnp.asarray(loop.rounds)
-        if len(loop.rounds) == 1:
-            state, _ = one_round(state, rounds[0])
-        else:
-            state, _ = lax.scan(one_round, state, rounds)
+            state, _ = loop_over(ticks, single, state)
+            continue
+
+        def pair(carry: tuple[State, Message], ticks: Array) -> tuple[tuple[State, Message], None]:
+            """Run a backward and a forward, int32 [2]; each exchange overlaps with the other."""
+            state, sent = carry
+            state, back = act("backward", ticks[0], state)
+            state = _deliver("forward", state, sent)
+            state = _deliver("backward", state, back)
+            return act("forward", ticks[1], state), None
+
+        spare = jnp.full_like(instructions.activation_arrival[0], state.activations.shape[0] - 1)
+        nothing = Message(jnp.zeros_like(state.activations[0]), spare)
+        (state, sent), _ = loop_over(ticks, pair, (state, nothing))
+        state = _deliver("forward", state, sent)
     return state
 
 
-def _act(
-    now: Instruction, state: State, handlers: dict[Kind, Handler], idle: dict[str, Any]
-) -> dict[str, Any]:
-    """Run the action of this stage, if any; outputs [microbatch, seq_shard, d_model], see `run`."""
-    names = {name for handler in handlers.values() for name in handler.outputs}
-    nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
-    branches = [lambda: nothing]
-    # Index of an action kind -> index of its branch in the switch of this tick.
-    branch_of = np.zeros(len(KINDS) + 1, np.int32)
-    for number, kind in enumerate(KINDS, start=1):
-        if kind in handlers:
-            branch_of[number] = len(branches)
-            do = jax.named_scope(f"pipeline_{kind}")(handlers[kind].do)
-            branches.append(partial(_filled, nothing, do, now, state))
-    return lax.switch(take(jnp.asarray(branch_of), now.branch), branches)
+def _deliver(kind: Kind, state: State, message: Message) -> State:
+    """Send a value [microbatch, seq_shard, d_model] to a neighbor, and store the received one."""
+    value, slot = message
+    if kind == "forward":
+        arrived = collectives.permute(value, PIPELINE.name, 1)
+        return state._replace(activations=store(state.activations, arrived, slot))
+    # All reads of residuals precede the next writes: otherwise XLA:GPU copies the residuals.
+    marks = value, *jax.tree.leaves(state.gradients)
+    residuals = ordered_after(state.residuals, marks)
+    arrived = collectives.permute(value, PIPELINE.name, -1)
+    return state._replace(residuals=residuals, cotangents=store(state.cotangents, arrived, slot))
 
 
-def _filled(
-    nothing: dict[str, Any],
-    do: Callable[[Instruction, State], dict[str, Any]],
-    now: Instruction,
-    state: State,
-) -> dict[str, Any]:
-    """Return the outputs of an action; outputs that it does not compute are zeros [*dims]."""
-    return {**nothing, **do(now, state)}
+def if_active(now: Instruction, tree: Any) -> Any:
+    """Return zeros in place of a tree of arrays [...] if the stage is idle."""
+    return jax.tree.map(lambda x: jnp.where(now.is_active, x, jnp.zeros_like(x)), tree)
 
 
-def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
-    """Exchange the outputs of a tick between stages; store saved and received values.
+def loop_over(
+    xs: Array, body: Callable[[Any, Array], tuple[Any, Any]], carry: Any, **options: Any
+) -> tuple[Any, Any]:
+    """Scan over xs [steps, ...] like `lax.scan`, but without a loop for a single step.
 
-    Outputs are [microbatch, seq_shard, d_model]. A received value may overwrite a slot just read.
+    XLA would inline that loop after its collectives were ordered (`core/collective_order.py`).
     """
-    activations, cotangents, pending = state.activations, state.cotangents, state.pending
-    if "up" in outputs:
-        entered = now.branch == _BRANCH["forward"]
-        activations = _store(activations, outputs["entered"], now.activation, entered)
-        arrived = collectives.permute(outputs["up"], PIPELINE.name, 1)
-        activations = _store(activations, arrived, now.activation_arrival)
-    if "down" in outputs:
-        arrived = collectives.permute(outputs["down"], PIPELINE.name, -1)
-        cotangents = _store(cotangents, arrived, now.cotangent_arrival)
-    if "kept" in outputs:
-        # If written inside the branch, XLA:GPU would allocate each of these large buffers twice.
-        kept = now.branch == _BRANCH["backward"]
-        pending = [
-            _store(buffer, x, now.pending, kept)
-            for buffer, x in zip(pending, outputs["kept"], strict=True)
-        ]
-    return State(activations, cotangents, pending, outputs.get("totals", state.totals))
+    if xs.shape[0] > 1:
+        return lax.scan(body, carry, xs, **options)
+    carry, out = body(carry, xs[0])
+    return carry, jax.tree.map(lambda x: x[None], out)
 
 
-_BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
-
-
-def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """Write x to a slot of [slots + 1, ...], or to the spare slot: `lax.cond` would copy it all."""
-    slot = jnp.where(really, slot, buffer.shape[0] - 1)
+def store(buffer: Array, x: Array, slot: Array) -> Array:
+    """Write x [...] to a slot of a buffer [slots, ...]."""
     return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
 
 

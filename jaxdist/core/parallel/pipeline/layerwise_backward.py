@@ -1,10 +1,12 @@
 """Manual forward and backward of a stack of layers, layer by layer.
 
-Differentiating a scan over layers would return a second float32 copy of all gradients. Here the
-backward is a separate scan that adds each layer's gradient to the totals.
+Differentiating a scan over layers would return a second float32 copy of all gradients, and a stack
+of residuals to copy into a buffer. Here, the forward writes the residuals of each layer into the
+buffer of the stage, and the backward reads them there and adds each layer's gradient to the totals.
 
 x, y and their gradients are [microbatch, seq_shard, d_model]. Residuals are a list of
-[layers, ...]. Totals are float32 [virtual_stages, layers, ...].
+[slots, layers, size], one slot per microbatch in flight. Weights and totals (float32) are
+[virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core.parallel import tensor
-from jaxdist.core.parallel.pipeline.split_backward import SplitLayer
+from jaxdist.core.parallel.pipeline.executor import loop_over
+from jaxdist.core.parallel.pipeline.layer_vjp import LayerVjp
 from jaxdist.core.types import Array, Params, Sums
 
 
@@ -25,95 +28,100 @@ class Layers(NamedTuple):
     """The layers of one virtual stage.
 
     Attributes:
-        constants: non-differentiated inputs, [layers, ...]: index in the model, frozen weights.
+        weights, frozen: parameters of all virtual stages, [virtual_stages, layers, ...].
+        virtual: int32 [], index of these layers among the virtual stages.
+        indices: model index of each layer, int32 [layers].
         aux: further inputs, identical for every layer.
-        virtual: int32 [], index of these layers in totals [virtual_stages, layers, ...].
     """
 
     weights: Params
-    constants: tuple[Array, Params]
-    aux: Any
+    frozen: Params
     virtual: Array
+    indices: Array
+    aux: Any
+
+    def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
+        """Return the weights [...] of the layer at int32 [] `slot`, and its constants."""
+
+        def leaf(x: Array) -> Array:
+            start = (self.virtual, slot, *([0] * (x.ndim - 2)))
+            return lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])).reshape(x.shape[2:])
+
+        weights, frozen = jax.tree.map(leaf, (self.weights, self.frozen))
+        index = lax.dynamic_index_in_dim(self.indices, slot, 0, keepdims=False)
+        return weights, ((index, frozen), self.aux)
 
 
 class LayerwiseBackward:
-    """Runs a layer with split backward (`split_backward.py`) over a stack of layers.
+    """Runs a layer over a stack of layers, `unroll` layers per iteration of a loop.
 
-    Its constants are ((index, frozen weights), aux). `reduce` reduces the gradients of one layer.
+    `reduce` reduces the gradients of one layer.
     """
 
-    def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:
-        self._layer = layer
-        self._reduce = reduce
+    def __init__(self, layer: LayerVjp, reduce: Callable[[Params], Params], unroll: int) -> None:
+        self._layer, self._reduce, self._unroll = layer, reduce, unroll
 
-    def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
-        """Return (y, sums, residuals [layers, ...]) from x [rows, seq_shard, d_model]."""
+    def residuals_of_layer(self, layers: Layers, x: Array) -> list[Array]:
+        """Return what the forward of one layer saves, from x [rows, seq_shard, d_model]."""
+        weights, constants = layers.one(0)
+        return self._layer.forward(weights, x, constants)[2]
 
-        def one(x: Array, layer: tuple[Any, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
-            fixed, weights = layer
-            y, sums, saved = self._layer.forward(weights, x, (fixed, layers.aux))
-            return y, (sums, saved)
+    def forward(
+        self, layers: Layers, x: Array, residuals: list[Array], slot: Array
+    ) -> tuple[Array, Sums, list[Array]]:
+        """Return (y, sums, residuals with those of x [rows, seq_shard, d_model] in `slot`)."""
 
-        y, (sums, saved) = lax.scan(one, x, (layers.constants, layers.weights))
-        return y, tensor.add_layers(sums), saved
+        def one(carry: tuple[Array, list[Array]], index: Array) -> tuple[Any, Sums]:
+            """Run the layer at int32 [] `index`."""
+            x, residuals = carry
+            weights, constants = layers.one(index)
+            y, sums, saved = self._layer.forward(weights, x, constants)
+            write = lambda buffer, value: lax.dynamic_update_slice(
+                buffer, value[None, None], (slot, index, *([0] * value.ndim))
+            )
+            return (y, list(map(write, residuals, saved))), sums
+
+        start = x, residuals
+        (y, residuals), sums = loop_over(_slots(layers), one, start, unroll=self._unroll)
+        return y, tensor.add_layers(sums), residuals
 
     def gradient(
-        self, layers: Layers, saved: list[Array], dy: Array, totals: Params
+        self,
+        layers: Layers,
+        residuals: list[Array],
+        slot: Array,
+        dy: Array,
+        totals: Params,
+        mask: Callable[[Params], Params],
     ) -> tuple[Array, Params]:
-        """Return dx [rows, seq_shard, d_model] and the totals plus this stack's weight gradients.
+        """Return dx [rows, seq_shard, d_model] and the totals plus masked weight gradients."""
 
-        `saved` are the residuals of `forward`, [layers, ...] each.
-        """
-
-        def one(
-            carry: tuple[Array, Params], layer: tuple[Array, Any, Params, list[Array]]
-        ) -> tuple[tuple[Array, Params], None]:
+        def one(carry: tuple[Array, Params], index: Array) -> tuple[tuple[Array, Params], None]:
             """Run one layer; totals are [virtual_stages, layers, ...] with its gradients added."""
             dy, totals = carry
-            slot, fixed, weights, own = layer
-            dx, grads = self._layer.backward(weights, (fixed, layers.aux), own, dy)
-            return (dx, self._add(totals, grads, layers.virtual, slot)), None
+            weights, constants = layers.one(index)
+            read = lambda buffer: lax.dynamic_slice(
+                buffer, (slot, index, *([0] * (buffer.ndim - 2))), (1, 1, *buffer.shape[2:])
+            ).reshape(buffer.shape[2:])
+            dx, grads = self._layer.backward(weights, constants, list(map(read, residuals)), dy)
+            grads = mask(self._reduce(grads))
+            return (dx, _add(totals, grads, layers.virtual, index)), None
 
-        xs = (_layer_slots(layers), layers.constants, layers.weights, saved)
-        return lax.scan(one, (dy, totals), xs, reverse=True)[0]
-
-    def input_gradient(
-        self, layers: Layers, saved: list[Array], dy: Array
-    ) -> tuple[Array, list[Array]]:
-        """Return dx [rows, seq_shard, d_model] and the inputs of the deferred weight gradients."""
-
-        def one(dy: Array, layer: tuple[Any, Params, list[Array]]) -> tuple[Array, list[Array]]:
-            fixed, weights, own = layer
-            return self._layer.input_gradient(weights, (fixed, layers.aux), own, dy)
-
-        return lax.scan(one, dy, (layers.constants, layers.weights, saved), reverse=True)
-
-    def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """Add the deferred weight gradients to totals [virtual_stages, layers, ...]."""
-
-        def one(
-            totals: Params, layer: tuple[Array, Any, Params, list[Array]]
-        ) -> tuple[Params, None]:
-            """Add one layer's deferred weight gradients to totals [virtual_stages, layers, ...]."""
-            slot, fixed, weights, own = layer
-            grads = self._layer.weight_gradient(weights, (fixed, layers.aux), own)
-            return self._add(totals, grads, layers.virtual, slot), None
-
-        return lax.scan(
-            one, totals, (_layer_slots(layers), layers.constants, layers.weights, kept)
-        )[0]
-
-    def _add(self, totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
-        """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
-
-        def leaf(total: Array, grad: Array) -> Array:
-            start: list[Any] = [virtual, slot, *([0] * grad.ndim)]
-            old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
-            return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
-
-        return jax.tree.map(leaf, totals, self._reduce(grads))
+        start, options = (dy, totals), dict(reverse=True, unroll=self._unroll)
+        return loop_over(_slots(layers), one, start, **options)[0]
 
 
-def _layer_slots(layers: Layers) -> Array:
+def _add(totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
+    """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
+
+    def leaf(total: Array, grad: Array) -> Array:
+        start: Any = (virtual, slot, *([0] * grad.ndim))
+        old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
+        return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
+
+    return jax.tree.map(leaf, totals, grads)
+
+
+def _slots(layers: Layers) -> Array:
     """Return the index of each layer in its virtual stage, int32 [layers]."""
-    return jnp.arange(layers.constants[0].shape[0])
+    return jnp.arange(layers.indices.shape[0])

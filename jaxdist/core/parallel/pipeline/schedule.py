@@ -9,9 +9,7 @@ the virtual stages of that stage is `k // num_stages`; this index is called `vir
 schedule is a list of *ticks*. In a tick each stage runs one action or is idle:
 
     forward   run a virtual stage on a microbatch; send the output to the next one
-    backward  compute the input gradient and send it to the previous one; also compute the
-              weight gradients, unless the schedule splits the backward
-    weight    compute the weight gradients, if the schedule splits the backward
+    backward  compute its gradients; send the input's gradient to the previous one
 
 A value sent in a tick can be used from the next tick. All stages advance together, so a tick
 lasts as long as its longest action.
@@ -24,7 +22,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-Kind: TypeAlias = Literal["forward", "backward", "weight"]
+Kind: TypeAlias = Literal["forward", "backward"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -67,11 +65,6 @@ class Schedule:
     def kinds(self) -> tuple[Kind, ...]:
         """Return the kinds of actions in this schedule; evaluation has only forward."""
         return ordered(set().union(*map(kinds_of, self.ticks)))
-
-    @property
-    def splits_backward(self) -> bool:
-        """Return True if weight gradients are separate actions."""
-        return "weight" in self.kinds
 
     def virtual_stage(self, stage: int, virtual: int) -> int:
         """Return the index in the model of virtual stage `virtual` of a stage."""
@@ -147,8 +140,6 @@ def _problems(schedule: Schedule) -> Iterable[str]:
 def _sources(schedule: Schedule, key: Key) -> list[Key]:
     """Return the actions on which this action depends; they must run in an earlier tick."""
     kind, stage, microbatch, virtual = key
-    if kind == "weight":
-        return [("backward", stage, microbatch, virtual)]
     sources: list[Key] = []
     other = schedule.neighbor(stage, virtual, -1 if kind == "forward" else 1)
     if other is not None:

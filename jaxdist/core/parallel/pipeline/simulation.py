@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
-from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, peak, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
+from jaxdist.core.parallel.pipeline.schedule import Action, Schedule, check
 from jaxdist.runtime.formatting.numbers import percent
 
 
@@ -15,20 +16,7 @@ class Costs:
     """Time of each action of one virtual stage, in units of a forward; without recomputation."""
 
     forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-
-    def of(self, kind: Kind, splits_backward: bool) -> float:
-        """Return the time of one action; an unsplit backward computes both gradients."""
-        if kind == "forward":
-            return self.forward
-        if kind == "weight":
-            return self.weight_gradient
-        return self.input_gradient + (0.0 if splits_backward else self.weight_gradient)
-
-
-RECOMPUTE = Costs(input_gradient=2.0)
-"""Costs if the backward first recomputes the forward of its virtual stage."""
+    backward: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +29,7 @@ class Report:
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.
         bubble: mean idle share of the stages, 0..1.
-        peak_stash: per stage, the most microbatch activations alive between forward and backward.
+        peak_stash: per stage, the most residuals of a microbatch and virtual stage kept at once.
         messages: activations and gradients sent between neighbors, over all stages.
     """
 
@@ -51,7 +39,7 @@ class Report:
     peak_stash: tuple[int, ...]
     activation_slots: int
     cotangent_slots: int
-    pending_slots: int
+    residual_slots: int
     messages: int
     forward_permutes: int
     backward_permutes: int
@@ -61,47 +49,49 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     """Check a schedule and return its cost; by default a backward costs two forwards."""
     check(schedule)
     costs = costs or Costs()
-    split = schedule.splits_backward
-    spent = [[costs.of(a.kind, split) if a else 0.0 for a in tick] for tick in schedule.ticks]
+    spent = [[getattr(costs, a.kind) if a else 0.0 for a in tick] for tick in schedule.ticks]
     duration = sum(max(tick) for tick in spent)
     work = sum(map(sum, spent)) / schedule.num_stages
     lives = Lifetimes.of(schedule)
-    stages = range(schedule.num_stages)
-    when = schedule.when()
-    held = [
-        [
-            (tick, when.get(("backward", stage, mb, virtual), tick))
-            for (kind, stage, mb, virtual), tick in when.items()
-            if kind == "forward" and stage == s
-        ]
-        for s in stages
-    ]
     messages = schedule.num_microbatches * (schedule.total_virtual_stages - 1)
-    exchanges = [
-        kind
-        for loop in plan_loops(schedule)
-        for kinds in loop.kinds * len(loop.rounds)
-        for kind in kinds
-    ]
+    loops = plan_loops(schedule)
+    exchanges = [kind for loop in loops for kind in loop.kinds * len(loop.rounds)]
+    _, slots = to_arrays(schedule)
     return Report(
         num_ticks=len(schedule.ticks),
         duration=duration,
         bubble=1.0 - work / duration,
-        peak_stash=tuple(peak(held[s]) for s in stages),
-        activation_slots=num_slots(lives.activations),
-        cotangent_slots=num_slots(lives.cotangents),
-        pending_slots=num_slots(lives.pending),
+        peak_stash=tuple(peak(stage.values()) for stage in lives.residuals),
+        activation_slots=slots[0],
+        cotangent_slots=slots[1],
+        residual_slots=slots[2],
         messages=messages * (2 if "backward" in schedule.kinds else 1),
-        forward_permutes=exchanges.count("forward"),
+        # A loop over pairs sends what the previous round computed, and at its end the last value.
+        forward_permutes=exchanges.count("forward") + any(len(loop.kinds) == 2 for loop in loops),
         backward_permutes=exchanges.count("backward"),
     )
+
+
+def branch_shares(schedule: Schedule) -> dict[str, float]:
+    """Return how often a stage takes a branch, relative to the ticks that contain the branch.
+
+    The keys are `jax.named_scope`s without "pipeline_": `backward` of a stage, `head` on the last
+    one, `embed` and `embed_gradient` on the first. Forwards have no branch.
+    """
+    ticks = Counter(kind for loop in plan_loops(schedule) for kind in loop.kinds * len(loop.rounds))
+    m, v = schedule.num_microbatches, schedule.num_virtual_stages
+    shares = {"embed": m / ticks["forward"]}
+    if backwards := ticks["backward"]:
+        at_end = m / backwards
+        shares |= {"backward": v * at_end, "head": at_end, "embed_gradient": at_end}
+    return shares
 
 
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     """Draw the schedule as text: one row per stage, one column per tick, its cost below.
 
-    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. With several
-    virtual stages per stage, a letter is appended (`F2a` is the first virtual stage).
+    `F2` is the forward of microbatch 2, `B` backward, `·` idle. With several virtual stages per
+    stage, a letter is appended (`F2a` is the first virtual stage).
     """
     costs = costs or Costs()
     report = simulate(schedule, costs)
@@ -119,9 +109,7 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
         f"stage {s}".ljust(label) + " " + " ".join(cell(t[s]).ljust(width) for t in schedule.ticks)
         for s in range(schedule.num_stages)
     ]
-    split = schedule.splits_backward
-    unit = f"F={costs.forward:g} B={costs.of('backward', split):g}"
-    unit += f" W={costs.weight_gradient:g}" if split else ""
+    unit = f"F={costs.forward:g} B={costs.backward:g}"
     title = (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.parallel import data, fsdp
-from jaxdist.core.parallel.pipeline import virtual_stages
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import Instruction
 from jaxdist.core.parallel.pipeline.executor import take
@@ -47,11 +47,12 @@ class Stage:
 
     def is_first(self, now: Instruction) -> Array:
         """Return whether the virtual stage starts with the embedding, bool []."""
-        return self.virtual_stage(now) == 0
+        return now.is_active & (self.virtual_stage(now) == 0)
 
     def is_last(self, now: Instruction) -> Array:
         """Return whether the virtual stage ends with the loss head, bool []."""
-        return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
+        last = self.schedule.total_virtual_stages - 1
+        return now.is_active & (self.virtual_stage(now) == last)
 
     def microbatch(self, now: Instruction) -> Batch:
         """Return the rows of the microbatch, [rows, ...]."""
@@ -67,6 +68,11 @@ class Stage:
         assert embed is not None
         return embed(merged(outer, self.outer), self.microbatch(now), self.context)
 
+    def input(self, now: Instruction, received: Array) -> Array:
+        """Return the input of the virtual stage, [rows, seq_shard, d_model]."""
+        embed = jax.named_scope("pipeline_embed")(self.embed)
+        return lax.cond(self.is_first(now), lambda: embed(self.outer, now), lambda: received)
+
     def aux(self, now: Instruction) -> tuple[Any, ...]:
         """Return the `aux` inputs of all blocks, [rows, ...] for each row chunk of a microbatch."""
         return self.forward.prepare(self.microbatch(now), self.context)
@@ -77,10 +83,15 @@ class Stage:
         return self.virtual_stage(now) * count + jnp.arange(count)
 
     def layers_of(self, now: Instruction) -> Layers:
-        """Return the layers of the virtual stage with their constants, for `LayerwiseBackward`."""
-        whole, axes = self.weights(now), self.forward.model.axes["layers"]
-        constants = self.layer_indices(now), frozen(whole, axes)
-        return Layers(trained(whole, axes), constants, self.aux(now), now.virtual)
+        """Return the layers of the virtual stage, for `LayerwiseBackward`."""
+        axes = self.forward.model.axes["layers"]
+        return Layers(
+            trained(self.layers, axes),
+            frozen(self.layers, axes),
+            now.virtual,
+            self.layer_indices(now),
+            self.aux(now),
+        )
 
     @property
     def trained_outer(self) -> Params:
@@ -117,11 +128,13 @@ def make_stage(
 ) -> Stage:
     """Build this device's stage: the layers of its virtual stages, and its microbatches.
 
-    `params` are local shards, layers [layers stored on this stage, ...]; `batch` is this replica's
-    [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered: once, by this
-    function, if `gather` = "step", else in every action.
+    `params` are local shards, layers [layers of this stage, ...] in execution order; `batch` is
+    this replica's [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered:
+    once, by this function, if `gather` = "step", else in every action.
     """
-    layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
+    layers = jax.tree.map(
+        lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:]), params["layers"]
+    )
     if gather == "step":
         dtypes = gathered_dtypes(forward.model.axes["layers"], context.dtype)
         layers = fsdp.gather(

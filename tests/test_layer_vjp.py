@@ -1,4 +1,4 @@
-"""A split backward pass gives the full gradients and runs each matmul once."""
+"""Forward and backward of a layer: gradients, products and saved values."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from test_pipeline_program import products
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.split_backward import split_layer
+from jaxdist.core.parallel.pipeline.layer_vjp import layer_vjp
 
 
 def layer(weights, x, constants):
@@ -30,12 +30,11 @@ def arguments():
     return weights, draw(3, 5, 8), (jax.random.key(3), draw(32)), draw(3, 5, 8)
 
 
-def test_sum_of_both_halves_is_the_full_gradient(arguments):
+def test_forward_and_backward_equal_jax(arguments):
     weights, x, constants, dy = arguments
-    split = split_layer(layer, weights, x, constants)
-    y, _, saved = split.forward(weights, x, constants)
-    dx, kept = split.input_gradient(weights, constants, saved, dy)
-    grads = split.weight_gradient(weights, constants, kept)
+    vjp = layer_vjp(layer, weights, x, constants)
+    y, _, saved = vjp.forward(weights, x, constants)
+    dx, grads = vjp.backward(weights, constants, saved, dy)
     expected_y, pull = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
     expected_grads, expected_dx = pull(dy)
     np.testing.assert_array_equal(y, expected_y)
@@ -43,38 +42,35 @@ def test_sum_of_both_halves_is_the_full_gradient(arguments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected_grads)
 
 
-def test_every_matmul_runs_once(arguments):
+def test_every_product_runs_once(arguments):
     weights, x, constants, dy = arguments
-    split = split_layer(layer, weights, x, constants)
-    _, _, saved = split.forward(weights, x, constants)
-    _, kept = split.input_gradient(weights, constants, saved, dy)
+    vjp = layer_vjp(layer, weights, x, constants)
+    _, _, saved = vjp.forward(weights, x, constants)
     count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
     forward = count(layer, weights, x, constants)
     assert forward > 0
-    assert count(split.forward, weights, x, constants) == forward
-    assert count(split.input_gradient, weights, constants, saved, dy) == forward
-    assert count(split.weight_gradient, weights, constants, kept) == forward
+    assert count(vjp.forward, weights, x, constants) == forward
+    assert count(vjp.backward, weights, constants, saved, dy) == 2 * forward
+
+
+def test_a_remat_policy_decides_what_is_saved(arguments):
+    weights, x, constants, dy = arguments
+    everything = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+    vjp = layer_vjp(everything, weights, x, constants)
+    _, _, saved = vjp.forward(weights, x, constants)
+    assert [value.shape for value in saved] == [(x.size,)]
+    count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
+    forward = count(layer, weights, x, constants)
+    assert count(vjp.backward, weights, constants, saved, dy) > 2 * forward
 
 
 def test_values_computed_from_weights_and_constants_are_not_saved(arguments):
-    weights, x, constants, dy = arguments
-    split = split_layer(layer, weights, x, constants)
-    _, _, saved = split.forward(weights, x, constants)
-    _, kept = split.input_gradient(weights, constants, saved, dy)
-    rows = x.shape[:-1]
-    assert all(value.shape[:2] == rows for value in saved), "activations only"
-    others = [value for value in kept if value.shape[:2] != rows]
-    # The gradient of the scale is a sum: it is saved as the sum, not as its terms.
-    expected = jax.grad(lambda w: jnp.vdot(layer(w, x, constants)[0], dy))(weights)["scale"]
-    assert len(others) == 1
-    np.testing.assert_allclose(others[0], expected, rtol=1e-5)
-    # The inputs of both matmuls, and the gradients of their outputs.
-    assert sorted(value.shape[2:] for value in kept if value.shape[:2] == rows) == [
-        (8,),
-        (8,),
-        (32,),
-        (32,),
-    ]
+    weights, x, constants, _ = arguments
+    _, _, saved = layer_vjp(layer, weights, x, constants).forward(weights, x, constants)
+    assert saved
+    rows = x.size // x.shape[-1]
+    assert {value.size // rows for value in saved} <= {1, 8, 32}, "activations only"
+    assert not any(value.size in (8 * 32, 8, 32) for value in saved), "no weights, no constants"
 
 
 def test_gathered_and_upcast_values_are_saved_in_their_original_form():
@@ -83,7 +79,7 @@ def test_gathered_and_upcast_values_are_saved_in_their_original_form():
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
     weights = {"up": draw(16, 64), "down": draw(64, 16)}
     x, dy = draw(3, 8, 16).astype(jnp.bfloat16), draw(3, 8, 16).astype(jnp.bfloat16)
-    between = []
+    saved_values = []
 
     def sharded_layer(weights, x, _):
         full = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
@@ -91,12 +87,11 @@ def test_gathered_and_upcast_values_are_saved_in_their_original_form():
         out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
         return x + out.astype(x.dtype), None, {}
 
-    def halved(weights, x, dy):
-        halves = split_layer(sharded_layer, weights, x, (), recompute_enlarged=True)
-        _, _, saved = halves.forward(weights, x, ())
-        dx, kept = halves.input_gradient(weights, (), saved, dy)
-        between.extend([saved, kept])
-        return dx, halves.weight_gradient(weights, (), kept)
+    def ours(weights, x, dy):
+        vjp = layer_vjp(sharded_layer, weights, x, ())
+        _, _, saved = vjp.forward(weights, x, ())
+        saved_values.extend(saved)
+        return vjp.backward(weights, (), saved, dy)
 
     def full(weights, x, dy):
         _, pull = jax.vjp(lambda weights, x: sharded_layer(weights, x, ())[0], weights, x)
@@ -113,11 +108,9 @@ def test_gathered_and_upcast_values_are_saved_in_their_original_form():
             out_specs=(by_sequence, split),
         )
     )(weights, x, dy)
-    dx, grads = run(halved)
+    dx, grads = run(ours)
     expected_dx, expected = run(full)
     np.testing.assert_array_equal(dx, expected_dx)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected)
-    for values in between:
-        tokens = [value for value in values if value.shape[-1] == 16]
-        assert tokens
-        assert all(value.shape == (3, 4, 16) and value.dtype == jnp.bfloat16 for value in tokens)
+    assert (jnp.dtype("bfloat16"), 3 * 4 * 16) in [(x.dtype, x.size) for x in saved_values]
+    assert all(x.size != 3 * 8 * 16 for x in saved_values), "the gathered tokens are not saved"
