@@ -320,8 +320,9 @@ def test_unwritable_folder_is_reported_by_name(tmp_path, monkeypatch, number, er
 
     monkeypatch.setattr("jaxdist.data.corpus._fill", fail)
     source = write_source(tmp_path, "txt")
-    with pytest.raises(error, match=os.strerror(number)):
+    with pytest.raises(error, match=os.strerror(number)) as failure:
         main([str(source), f"--out={tmp_path / 'out'}"])
+    assert str(tmp_path / "out") in str(failure.value)
 
 
 # --- refusals

@@ -306,8 +306,10 @@ def test_a_failed_member_ends_the_round_after_the_timeout(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     hosts[1].ends(1)
+    hosts[1].agent.offer_host()
     world.run(5)
     assert not hosts[0].causes
+    assert not any("a spare" in line for line in hosts[1].lines)
     world.run(LOST_S)
     (cause,) = hosts[0].causes
     assert missing(cause, "host 1 (n1)", "ended") == []

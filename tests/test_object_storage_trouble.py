@@ -1,6 +1,7 @@
 """A store that hangs, is busy, or whose credentials expire during a command or a run."""
 
 import errno
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,16 @@ def test_hanging_store_times_out_after_retries(server, limits):
     for name, each in took_s.items():
         tries = 1 if name == "delete" else 2  # the library does not retry a silent POST
         assert 0.95 * tries < each < 100, (name, each)  # of the 120 s that it hangs
+
+
+def test_store_that_refuses_connections_is_retried_for_the_complete_time(server, limits):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # it does not listen
+        limits(f"http://127.0.0.1:{unused.getsockname()[1]}", _RETRY_S=7)
+        begun = time.monotonic()
+        with pytest.raises(OSError):
+            locate("s3://bucket/away").read()
+    assert time.monotonic() - begun > 6.9  # ten retries took 2.4 to 5.4 s
 
 
 def test_upload_timeout_grows_with_its_size(server, limits):

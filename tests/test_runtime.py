@@ -65,6 +65,12 @@ def test_failure_prints_one_block_with_cause_location_and_advice():
     assert done.stderr.count("Traceback") == 1
 
 
+def test_full_disk_with_a_path_is_one_line():
+    done = run("raise OSError(28, 'No space left on device', '/full/file')")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("/full/file: No space left") and "free" in line
+
+
 def test_interrupt_is_one_line():
     done = run("raise KeyboardInterrupt")
     assert done.stderr.strip() == "interrupted"
@@ -91,7 +97,8 @@ def test_failure_is_recorded_for_the_launcher(tmp_path):
     [
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "out of memory"),
         ("Gloo AllGather failed: Connection reset by peer", "another process died"),
-        ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("OSError: [Errno 28] No space left on device", "disk of the path in the message is full"),
+        ("XlaRuntimeError: RESOURCE_EXHAUSTED: [Errno 28] No space left on device", "disk of"),
         ("ModuleNotFoundError: No module named 'torch'", "library is not installed"),
         ("ValueError: boom", "resumes from the newest valid checkpoint"),
     ],

@@ -115,8 +115,9 @@ def test_failed_write_keeps_the_old_content(folder, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(room.os, "fsync", full)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as failure:
         file.write("new")
+    assert failure.value.filename == str(file)
     assert file.text() == "old" and os.listdir(folder) == ["a"]
 
 

@@ -168,8 +168,9 @@ def write_corpus(
                     f"{few(changed, 3)} changed while being read, so the tokens may be a mixture. "
                     "Start the command again when the files no longer change."
                 )
-    except OSError:
+    except OSError as error:
         if not (folder / "corpus.json").exists():  # else another process was first
+            error.filename = error.filename or str(folder)  # `write` names no file
             raise
 
 

@@ -53,16 +53,17 @@ HOST_MEMORY_ADVICE = (
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _MISSED = ("has not joined at", "cannot reach the coordinator")  # see rendezvous
 _ADVICE = (
+    (  # first: TensorStore reports a full disk as RESOURCE_EXHAUSTED
+        ("No space left", "no space:", "ENOSPC", "Disk quota"),
+        "the disk of the path in the message is full: free space there, or choose another disk "
+        "(--run-dir; JAXDIST_CACHE for caches), then start the same command again; committed "
+        "checkpoints are intact",
+    ),
     (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices are out of memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
     (("MemoryError", "Cannot allocate memory", "std::bad_alloc"), HOST_MEMORY_ADVICE),
-    (
-        ("No space left", "no space:", "ENOSPC", "Disk quota"),
-        "the disk is full: free space or choose another --run-dir, then start the same command "
-        "again; committed checkpoints are intact",
-    ),
     (
         ("credentials have expired",),
         "set the variables in the message to new credentials, then start the same command again; "
@@ -85,6 +86,7 @@ _ADVICE = (
         "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there, or use another node",
     ),
 )
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
 """Default advice of commands that train."""
 _PROMPTLY_S = 2.0  # uploads that take longer are announced
@@ -95,10 +97,10 @@ _FIX = "fix the error above, then start the same command again"
 def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoReturn:
     """Run `main` and end the process with its exit code, without hanging at exit.
 
-    `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL (code
-    1) and Ctrl-C (130) print one line. Other exceptions print a traceback and advice (1). `kill
-    -QUIT` prints the stacks of all threads. With `resumes`, the advice explains that the same
-    command continues from saved state.
+    `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL or of
+    a full disk (code 1) and Ctrl-C (130) print one line. Other exceptions print a traceback and
+    advice (1). `kill -QUIT` prints the stacks of all threads. With `resumes`, the advice explains
+    that the same command continues from saved state.
     """
     # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
@@ -151,9 +153,11 @@ def _report(error: BaseException, otherwise: str) -> int:
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # each problem already includes a fix
         print(text, file=sys.stderr)
-    elif isinstance(error, OSError) and is_url(str(error.filename)):
+    elif isinstance(error, OSError) and (
+        is_url(str(error.filename)) or (error.filename and error.errno in _FULL)
+    ):
         text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
-        advice = otherwise
+        advice = advice_for(text, otherwise)
         _print_error(f"{text}; {advice}")
     else:
         text = "".join(traceback.format_exception(error)).rstrip()

@@ -167,7 +167,8 @@ class Location(os.PathLike[str]):
                 if durable:
                     os.fsync(file.fileno())
             os.replace(temporary, self.path)  # atomic in POSIX
-        except OSError:
+        except OSError as error:
+            error.filename = self.path  # `write` and `fsync` name no file
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise

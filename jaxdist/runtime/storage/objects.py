@@ -89,7 +89,8 @@ def _reach(scheme: str, bucket: str) -> None:
 
 @functools.cache
 def _store(scheme: str, bucket: str, timeout_s: int) -> Any:
-    return _make_store(scheme, bucket, max_retries=10, timeout_s=timeout_s)
+    # Refused connections use up ten retries in 3 s: only `_RETRY_S` limits their number.
+    return _make_store(scheme, bucket, max_retries=10_000, timeout_s=timeout_s)
 
 
 def _make_store(scheme: str, bucket: str, *, max_retries: int, timeout_s: int = _TIMEOUT_S) -> Any:

@@ -364,8 +364,11 @@ class ElasticAgent(Agent):
         if me.state != "waiting":
             return
         if current is not None and self._is_running(current, hosts):
-            names = ", ".join(map(str, current.members))
-            text = f"round {current.number} runs on {names}: {me} waits as a spare"
+            running = [h for h in current.members if self._state_in(current, hosts, h) == "running"]
+            text = f"round {current.number} runs on {', '.join(map(str, running))}: {me} waits "
+            # A member waits here after its own processes have ended.
+            is_member = current.index_of(me.uuid) is not None
+            text += "until they end, for the next round" if is_member else "as a spare"
         else:
             text = (
                 f"{me} waits up to {plan.rdzv_timeout_s:g} s for --nnodes {plan.nnodes} × "
