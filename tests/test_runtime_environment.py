@@ -5,7 +5,7 @@ import re
 import pytest
 from refusals import refused
 
-from jaxdist.runtime import resolve
+from jaxdist.runtime import resolve, visible_gpus
 from jaxdist.runtime.cluster_environment import expand_counts, expand_hosts
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.settings import ConfigError
@@ -268,6 +268,58 @@ def test_a_process_that_would_run_without_its_peers_is_refused(environ, missing)
     assert resolve(environ, RuntimeConfig(num_processes=1)).num_processes == 1
     # srun numbers the processes, whatever its script exports.
     assert resolve(slurm(**environ)).source == "SLURM job 17"
+
+
+@pytest.mark.parametrize(
+    ("environ", "facts"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["PMI_RANK=1"]),
+        ({"PALS_RANKID": "1", "PALS_NODEID": "0"}, ["PALS_RANKID=1"]),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"}, ["JSM_NAMESPACE_RANK=1"]),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}, ["FLUX_TASK_RANK=1"]),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, ["PMIX_RANK=1"]),
+        ({"MASTER_ADDR": "h", "WORLD_SIZE": "1", "RANK": "3"}, ["process id 3", "job of 1"]),
+        (slurm(SLURM_HET_SIZE="2", SLURM_NTASKS="5", SLURM_PROCID="0"), ["heterogeneous"]),
+        (slurm(SLURM_STEP_NODELIST=""), ["SLURM_STEP_NODELIST=''"]),
+        (slurm(SLURM_STEP_NODELIST="n[a-b]"), ["n[a-b]"]),
+        # mpiexec in an allocation, started by srun on each node
+        (slurm(PMI_RANK="7", PMI_SIZE="8"), ["PMI_RANK=7"]),
+    ],
+)
+def test_ranks_that_cannot_join_never_run_alone(environ, facts):
+    with refused(*facts):
+        resolve(environ)
+
+
+def test_mpi_processes_join_the_coordinator_of_the_environment():
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "JAXDIST_COORDINATOR_ADDRESS": "n0"}
+    plan = resolve(environ)
+    assert (plan.process_id, plan.num_processes, plan.coordinator_address) == (1, 2, "n0:29400")
+    assert resolve(slurm(PMI_RANK="3", PMI_SIZE="4")).source == "SLURM job 17"
+    assert resolve({"PMI_RANK": "0", "PMI_SIZE": "1"}).num_processes == 1
+
+
+@pytest.mark.parametrize("address", ["fd00::10", "fd00::a1b", "[fd00::10]"])
+def test_ipv6_coordinators(address):
+    environ = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    assert resolve(environ).coordinator_address == f"[{address.strip('[]')}]:29500"
+
+
+@pytest.mark.parametrize(
+    ("text", "visible"),
+    [
+        ("MIG-aaa,MIG-bbb", ["MIG-aaa"]),
+        ("0, 1", ["0", "1"]),
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+        ("0,-1,1", ["0"]),
+        ("2,,1", ["2"]),
+        ("0,0", []),
+        ("NoDevFiles", []),
+        ("", []),
+    ],
+)
+def test_visible_gpus_are_those_of_cuda(text, visible):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == visible
 
 
 def test_an_address_alone_is_not_a_job():

@@ -6,7 +6,7 @@ from jaxdist.runtime.backend import (
     setup_compilation_cache,
     simulate,
 )
-from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
+from jaxdist.runtime.cluster_environment import JoinPlan, listed_gpus, resolve, visible_gpus
 from jaxdist.runtime.distributed import JoinedJob, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,

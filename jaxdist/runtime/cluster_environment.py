@@ -11,6 +11,8 @@ All functions are pure: they open no socket, read no file and do not import jax.
 | Kubernetes indexed Job, JobSet | `JOB_COMPLETION_INDEX`; set `JAXDIST_COORDINATOR_ADDRESS` and |
 | | `JAXDIST_NUM_PROCESSES` in the pod's environment |
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
+| MPICH, Intel MPI, MVAPICH, PALS, | the rank and size variables in `_MPI`; set |
+| `jsrun`, Flux, PMIx | `JAXDIST_COORDINATOR_ADDRESS` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
 The first matching row wins. The launcher closest to the process comes first, because a process
@@ -19,7 +21,10 @@ also inherits the variables of outer launchers. A row with only some variables s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
+import itertools
 import re
 import zlib
 from collections.abc import Mapping
@@ -69,6 +74,7 @@ def resolve(
         plan = _from_flags(environ, settings)
     else:
         plan = _from_environment(environ)
+    _check_process_id(plan)
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
     _check(plan)
@@ -79,12 +85,25 @@ def resolve(
     )
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of `CUDA_VISIBLE_DEVICES` (numbers, `GPU-…`, `MIG-…`); None if unset."""
+def listed_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the valid entries of `CUDA_VISIBLE_DEVICES`, to divide among processes; None if unset.
+
+    Entries are numbers, `GPU-…` or `MIG-…`. As in CUDA, the first invalid entry ends the list, and
+    a repeated one hides all devices.
+    """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    return [entry.strip() for entry in text.split(",") if entry.strip() not in ("", "-1")]
+    entries = [entry.strip() for entry in text.split(",")]
+    is_valid = re.compile(r"\d+|(GPU|MIG)-.+").fullmatch
+    entries = list(itertools.takewhile(is_valid, entries))
+    return entries if len(set(entries)) == len(entries) else []
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return those of `listed_gpus` that one process can use: only one MIG slice."""
+    entries = listed_gpus(environ)
+    return entries[:1] if entries and entries[0].startswith("MIG-") else entries
 
 
 def expand_hosts(hostlist: str) -> list[str]:
@@ -130,7 +149,7 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
 
 
 def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
-    for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_slurm):
+    for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_mpi, _from_slurm):
         if plan := read(environ):
             return plan
     _reject_incomplete(environ)
@@ -253,6 +272,51 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
     return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
 
 
+# --- other MPI launchers --------------------------------------------------------------------------
+
+_MPI = (
+    # rank, number of processes, rank on the host, processes on the host; "" = not available
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+     "JSM_NAMESPACE_LOCAL_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+     "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMIX_RANK", "", "", ""),
+)  # fmt: skip
+
+
+def _from_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
+    names = next((names for names in _MPI if names[0] in environ), None)
+    # srun sets these variables too, with its own ranks.
+    if names is None or (
+        "SLURM_STEP_NODELIST" in environ and environ[names[0]] == environ.get("SLURM_PROCID")
+    ):
+        return None
+    rank, size, local_rank, local_size = names
+    num_processes = _number(environ, size, 0) or _number(environ, "JAXDIST_NUM_PROCESSES", 0)
+    coordinator = _coordinator_of(environ)
+    if not num_processes or (num_processes > 1 and not coordinator):
+        also = "" if num_processes else " and JAXDIST_NUM_PROCESSES"
+        raise ConfigError(
+            f"{rank}={environ[rank]} describes a job, but this process would run alone. Set "
+            f"JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT}{also} in all processes, "
+            "or runtime.num_processes=1 to run one process."
+        )
+    num_local_processes = _number(environ, local_size, 0)
+    return JoinPlan(
+        source=f"environment ({rank})",
+        num_processes=num_processes,
+        process_id=_number(environ, rank),
+        coordinator_address=coordinator,
+        num_hosts=1 if num_processes == num_local_processes else 0,
+        num_local_processes=num_local_processes,
+        local_process_id=_number(environ, local_rank, 0),
+        attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
+    )
+
+
 # --- SLURM ----------------------------------------------------------------------------------------
 
 
@@ -271,7 +335,15 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
                 "runtime.num_processes=1."
             )
         return JoinPlan(source="SLURM (batch shell)", attempt=attempt)
-    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    if _number(environ, "SLURM_HET_SIZE", 1) > 1 and (
+        _number(environ, "SLURM_NTASKS", num_processes) != num_processes
+    ):
+        raise ConfigError(
+            f"srun started {environ['SLURM_NTASKS']} tasks in several components of a "
+            f"heterogeneous job; this one has {num_processes}. Use one (srun --het-group=0), "
+            "or set runtime.coordinator_address, num_processes and process_id in each process."
+        )
+    hosts = _hosts_of_step(environ)
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
     coordinator = _coordinator_of(environ)
@@ -292,6 +364,19 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     )
 
 
+def _hosts_of_step(environ: Mapping[str, str]) -> list[str]:
+    nodes = environ["SLURM_STEP_NODELIST"]
+    hosts: list[str] = []
+    with contextlib.suppress(ValueError):  # a range without numbers
+        hosts = expand_hosts(nodes)
+    if not hosts:
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={nodes!r} is not a list of hosts like n[1-2]. Start the job with "
+            "srun, and do not change this variable."
+        )
+    return hosts
+
+
 # --- which GPUs -----------------------------------------------------------------------------------
 
 
@@ -306,7 +391,7 @@ def _local_devices(
     """
     if plan.num_local_processes <= 1:
         return None
-    visible = visible_gpus(environ)
+    visible = listed_gpus(environ)
     count = num_gpus if visible is None else len(visible)
     if count == 0:
         return None  # CPU
@@ -327,12 +412,15 @@ def _local_devices(
 # --- checks and small readers ---------------------------------------------------------------------
 
 
-def _check(plan: JoinPlan) -> None:
+def _check_process_id(plan: JoinPlan) -> None:
     if not 0 <= plan.process_id < plan.num_processes:
         raise ConfigError(
             f"{plan.source}: process id {plan.process_id} is not in a job of "
             f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
         )
+
+
+def _check(plan: JoinPlan) -> None:
     if not is_address(plan.coordinator_address):
         raise ConfigError(
             f"{plan.source}: coordinator {plan.coordinator_address!r} is not host:port. Set it to "
@@ -359,6 +447,8 @@ def _coordinator_of(environ: Mapping[str, str]) -> str:
 
 
 def _with_port(address: str, port: int) -> str:
+    with contextlib.suppress(ValueError):
+        address = f"[{ipaddress.IPv6Address(address)}]"
     _, colon, tail = address.rpartition(":")
     return address if not address or (colon and tail.isdigit()) else f"{address}:{port}"
 

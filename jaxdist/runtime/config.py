@@ -50,7 +50,6 @@ class RuntimeConfig:
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is host:port."""
-    host, colon, port = text.rpartition(":")
-    is_number = re.fullmatch("[0-9]{1,5}", port) is not None
-    return bool(host and colon) and is_number and 1 <= int(port) <= 65535
+    """Return whether a text is host:port; an IPv6 host needs brackets."""
+    match = re.fullmatch(r"(\[[^\]]+\]|[^:]+):([0-9]{1,5})", text)
+    return match is not None and 1 <= int(match[2]) <= 65535

@@ -19,7 +19,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
+from jaxdist.runtime.cluster_environment import (
+    JoinPlan,
+    is_loopback,
+    listed_gpus,
+    resolve,
+    visible_gpus,
+)
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.coordination import gather
 from jaxdist.runtime.coordination.failure_broadcast import watch_failures
@@ -209,7 +215,7 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
     """Make only its own MIG slice visible, because CUDA enumerates only the first of a list."""
-    visible = visible_gpus(os.environ)
+    visible = listed_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
         return plan

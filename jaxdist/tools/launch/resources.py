@@ -65,7 +65,7 @@ def count_oom_kills() -> OomKills:
 
 def count_gpus() -> int:
     """Return the number of GPUs that processes started here would see."""
-    visible = runtime.visible_gpus(os.environ)
+    visible = runtime.listed_gpus(os.environ)
     if visible is not None:
         return len(visible)
     try:
@@ -77,7 +77,7 @@ def count_gpus() -> int:
 
 def first_gpus(count: int) -> str:
     """Return `CUDA_VISIBLE_DEVICES` for the first `count` of the GPUs visible here."""
-    visible = runtime.visible_gpus(os.environ)
+    visible = runtime.listed_gpus(os.environ)
     names = [str(i) for i in range(count)] if visible is None else visible
     return ",".join(names[:count])
 
