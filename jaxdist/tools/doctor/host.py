@@ -119,10 +119,14 @@ def examine_limits(num_gpus: int) -> list[Finding]:
     with contextlib.suppress(OSError):
         total, _, free = shutil.disk_usage("/dev/shm")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    results = [check_shared_memory(total, free, num_gpus), check_files(soft, hard)]
-    if Path("/sys/class/infiniband").is_dir() and os.listdir("/sys/class/infiniband"):
-        results.append(check_locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
-    return [*results, check_cores(len(os.sched_getaffinity(0)), num_gpus)]
+    infiniband = Path("/sys/class/infiniband")
+    has_rdma = infiniband.is_dir() and any(infiniband.iterdir())
+    return [
+        check_shared_memory(total, free, num_gpus),
+        check_files(soft, hard),
+        check_locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[1], has_rdma),
+        check_cores(len(os.sched_getaffinity(0)), num_gpus),
+    ]
 
 
 def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
@@ -150,14 +154,18 @@ def check_files(soft: int, hard: int) -> Finding:
     return warning("open files", text + ": large jobs and checkpoints need more", fix, limit=soft)
 
 
-def check_locked(limit: int) -> Finding:
-    """Rate the limit of locked memory, which InfiniBand needs."""
+def check_locked(limit: int, has_rdma: bool) -> Finding:
+    """Rate the hard limit of locked memory, to which commands raise the soft one; RDMA needs it."""
     if limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
+    text = f"limit {in_bytes(limit)}"
+    if not has_rdma:
+        return ok("locked memory", f"{text}; no InfiniBand here needs more", limit=limit)
     return warning(
         "locked memory",
-        f"limit {in_bytes(limit)}, and InfiniBand locks the memory that it sends",
-        "ulimit -l unlimited (limits.conf: memlock; container: --ulimit memlock=-1)",
+        f"{text}, and InfiniBand locks the memory that it sends",
+        "raise it (limits.conf: memlock; container: --ulimit memlock=-1; Kubernetes: "
+        "LimitMEMLOCK=infinity of the nodes' containerd)",
         limit=limit,
     )
 

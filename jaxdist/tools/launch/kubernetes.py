@@ -423,9 +423,6 @@ spec:
                 allowPrivilegeEscalation: false
                 capabilities:
                   drop: [ALL]
-{% if devices %}
-                  add: [IPC_LOCK]  # RDMA pins the memory that it registers
-{% endif %}
               volumeMounts:
 {% for _, path in volumes %}
               - name: volume-{{ loop.index0 }}
