@@ -219,7 +219,7 @@ def _exit(code: int, line: str) -> NoReturn:
         except Exception as error:  # all work is saved
             print(f"warning: exiting without the other processes: {error}", file=sys.stderr)
     else:
-        announce_failure(code, line)
+        announce_failure(code, line, is_cause=not is_consequence(line))
     _flush()
     os._exit(code)
 

@@ -29,8 +29,11 @@ _REPORT_S = 1.0
 """Time for a process to report its own error before another process's failure ends it."""
 
 
-def announce_failure(code: int, line: str) -> None:
-    """Announce to all processes that this one ends with `code`; only the first one counts."""
+def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
+    """Announce to all processes that this one ends with `code`; only the first one counts.
+
+    `is_cause` is False for an error that the end of yet another process caused.
+    """
     if not service.is_joined():
         return
     process_id, _ = service.process_id_and_count()
@@ -38,7 +41,8 @@ def announce_failure(code: int, line: str) -> None:
         "process": process_id,
         "host": socket.gethostname(),
         "code": code,
-        "line": line[:300],
+        "line": ("failed: " if is_cause else "lost another process, which failed first: ")
+        + line[:300],
     }
     # Fails if another process was first or process 0 exited; then the others have a cause already.
     with contextlib.suppress(Exception):
@@ -59,19 +63,31 @@ def _watch() -> None:
             failure = service.get(_KEY, 60.0)
         except TimeoutError:
             continue
-        except Exception:
-            return  # disconnected: the process exits, or jax kills it
+        except Exception as error:  # disconnected: this process is leaving, or jax aborts it soon
+            if "UNAVAILABLE" in str(error):
+                _end_without_process_0(service.process_id_and_count()[0])
+            return
         process_id, _ = service.process_id_and_count()
         if failure["process"] != process_id:
             _follow(failure, process_id)
         return
 
 
+def _end_without_process_0(process_id: int) -> None:
+    text = (
+        f"process {process_id} on {socket.gethostname()} {FOLLOWED} 0, which runs jax's "
+        "coordination service, died or became unreachable: its log has the cause"
+    )
+    print(text, file=sys.stderr, flush=True)
+    write_error_file(1, text, "")
+    os._exit(1)
+
+
 def _follow(failure: dict[str, Any], process_id: int) -> None:
     time.sleep(_REPORT_S)
     text = (
         f"process {process_id} on {socket.gethostname()} {FOLLOWED} {failure['process']} on "
-        f"{failure['host']} failed: {failure['line']}"
+        f"{failure['host']} {failure['line']}"
     )
     print(text, file=sys.stderr, flush=True)
     write_error_file(failure["code"], text, "")
