@@ -431,10 +431,17 @@ def test_program_flags_before_the_dashes_are_rejected_with_the_fix():
         ),
     ],
 )
-def test_invalid_flags_are_rejected(flags, text):
+def test_invalid_flags_are_rejected(monkeypatch, flags, text):
+    monkeypatch.setenv("JAXDIST_JOB_TOKEN", "secret")
     with pytest.raises(ConfigError) as caught:
         read_config(flags.split())
     assert text in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_hosts_without_a_shared_secret_are_rejected(monkeypatch):
+    monkeypatch.delenv("JAXDIST_JOB_TOKEN", raising=False)
+    with refused("JAXDIST_JOB_TOKEN", "--nnodes 2"):
+        read_config(["--nproc-per-node=1", "--nnodes=2", "--coordinator-address=[fd00::1]:29400"])
 
 
 def test_the_launcher_imports_no_jax():

@@ -64,6 +64,7 @@ class Run:
             self.folder / f"console-{host}.log",
             env={
                 **os.environ,
+                "JAXDIST_JOB_TOKEN": "secret",
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
                 "FAULT_FOLDER": str(self.folder),
             },

@@ -13,7 +13,8 @@ r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and re
 Arguments after `--` go to the program. With ranges MIN:MAX the job is elastic: it continues on the
 hosts and GPUs that are available, on a smaller legal mesh with the same batches, and grows again
 when more return. --mesh names the largest mesh. With --program the range only sets the number of
-processes. For batch jobs see `python -m jaxdist.launch slurm --help`, and `kubernetes --help`.
+processes. A fixed job of several hosts needs the same secret in JAXDIST_JOB_TOKEN on each.
+For batch jobs see `python -m jaxdist.launch slurm --help`, and `kubernetes --help`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.runtime.cluster_environment import is_loopback
+from jaxdist.runtime.config import is_address
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.settings.schema import flag_of
@@ -143,14 +145,19 @@ class LaunchConfig:
             "or --nproc-per-node MIN:MAX."
             for name, value in self.elastic_settings.items()
         ]
-        host, _, port = self.coordinator_address.rpartition(":")
-        if several_hosts and not (host and port.isdecimal()):
+        if several_hosts and not os.environ.get("JAXDIST_JOB_TOKEN"):
+            problems.append(
+                f"--nnodes {self.nnodes} without JAXDIST_JOB_TOKEN: any process on the network "
+                "could join. Set it to the same secret on all hosts, e.g. to one output of "
+                "`openssl rand -hex 16`."
+            )
+        if several_hosts and not is_address(self.coordinator_address):
             problems.append(
                 f"--coordinator-address {self.coordinator_address!r} with --nnodes {self.nnodes}: "
                 "the hosts need one address to connect to. Use host:port of node 0, e.g. "
                 "--coordinator-address node0:29400."
             )
-        if several_hosts and (host == "localhost" or host.startswith("127.")):
+        if several_hosts and is_loopback(self.coordinator_address.rpartition(":")[0]):
             problems.append(
                 f"--coordinator-address {self.coordinator_address} is a loopback address, which "
                 "other hosts cannot reach. Use a name of node 0 that they resolve."
