@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_430,
-    "package code lines": 36_855,
-    "test lines": 40_360,
+    "package lines": 52_560,
+    "package code lines": 36_960,
+    "test lines": 40_460,
     "two-way folder pairs": 0,
     "settings of a run": 119,
 }

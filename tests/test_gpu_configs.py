@@ -17,8 +17,8 @@ GPUS = {
     "llama3_70b": "h100:128",
     "llama3_405b": "h100:512",
 }
-"""`pipeline_64gpu` and `llama3_70b_pipeline` are left out: their mesh is their subject. GPT-2 is too:
-the estimate takes one microbatch for 5 % faster than the config's four, within its own error."""
+"""`pipeline_64gpu` and `llama3_70b_pipeline` are left out: their mesh is their subject. GPT-2 is
+too: the estimate takes one microbatch for 5 % faster than the config's four, within its error."""
 
 
 @pytest.mark.parametrize("name", GPUS)

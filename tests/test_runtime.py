@@ -350,3 +350,20 @@ def test_every_process_caches_its_programs_on_cpus(monkeypatch, platform, proces
     client = types.SimpleNamespace(platform=platform)
     compiler._cache_write("key", 9.0, "jit_step", client, "program", *callbacks)
     assert len(written) == kept
+
+
+@pytest.mark.parametrize(
+    ("address", "valid"),
+    [
+        ("n0:29400", True),
+        ("[fd00::10]:29400", True),
+        ("fd00::10", False),
+        ("fd00::10:29400", False),
+        ("n0", False),
+        ("n0:0", False),
+    ],
+)
+def test_coordinator_is_a_host_and_a_port(address, valid):
+    settings = RuntimeConfig(coordinator_address=address, num_processes=2, process_id=0)
+    problems = settings.problems()
+    assert not problems if valid else missing(problems[0], address, "host:port") == []
