@@ -366,7 +366,7 @@ BAD_SOURCES = {
     "empty_files": (save_folder(a_txt=b"", b_txt=b""), "holds no text"),
     "too_short": (save("a.txt", b"abc"), "seq_len=8", "4 tokens"),
     "not_utf8": (save("a.txt", b"abc\xff\xfe" * 9), "a.txt", "UTF-8", "byte 3 is 0xff"),
-    "binary": (save("train.bin", b"\1\2" * 99), "train.bin", "not text"),
+    "binary": (save("train.bin", b"\1\2" * 99), "train.bin", "uint16 513", "256 tokens"),
     "json": (save("a.json", GOOD), "a.json", "is .json"),
     "broken_line": (save("a.jsonl", GOOD + b'{"text": \n'), "a.jsonl:2 ", "not JSON"),
     "missing_field": (save("a.jsonl", GOOD + b'{"body": "x"}\n'), "a.jsonl:2 ", "field 'text'"),

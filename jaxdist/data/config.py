@@ -28,8 +28,8 @@ class DataConfig:
         ["stdlib"],
         'training data: "stdlib" (source text of this machine\'s Python standard library), or '
         "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder "
-        "made by `jaxdist data`, a CIFAR-10 folder, or module:function for your own rows (see "
-        "jaxdist/data/custom.py)",
+        "made by `jaxdist data`, token files of other projects (docs/data.md), a CIFAR-10 folder, "
+        "or module:function for your own rows (see jaxdist/data/custom.py)",
     )
     mixture_weights: list[float] = setting(
         [],

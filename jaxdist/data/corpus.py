@@ -78,7 +78,10 @@ class Corpus:
         stored = None if self.folder.is_local else self.folder.sizes()
         open_file = lambda name, dtype, count: _open(self.folder / name, dtype, count, stored)
         self._shards = [
-            open_file(shard["file"], self._dtype, shard["num_tokens"]) for shard in about["shards"]
+            _map_part(shard, self._dtype)
+            if "offset" in shard
+            else open_file(shard["file"], self._dtype, shard["num_tokens"])
+            for shard in about["shards"]
         ]
         self._weights = [
             open_file(shard["file"], _WEIGHT_DTYPE, shard["num_tokens"])
@@ -201,7 +204,7 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
     ).hexdigest()[:24]
     root = cache_folder()
     folder = root / key
-    with _only_one(root / f"{key}.lock"):  # one process per host tokenizes
+    with only_one(root / f"{key}.lock"):  # one process per host tokenizes
         if not (folder / "corpus.json").exists():
             log.info(
                 "tokenizing %s: %d files, %s, tokenizer %s, kept in %s",
@@ -239,7 +242,8 @@ def _home() -> Path:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path) -> Iterator[None]:
+    """Hold a lock on this host, in the file `path`."""
     import fcntl
 
     with path.open("w") as file:
@@ -273,23 +277,50 @@ def _fill(
         names = ", ".join(repr(str(path)) for path in files[:3])
         what = "records" if encoder.weighted else "text"
         raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
-    (folder / "documents.bin").write_bytes(all_ends.tobytes())
+    digest = corpus_digest(dtype, shards.digest, all_ends)
+    if encoder.weighted:
+        digest.update(weights.digest.digest())
+    about = {"weights": weights.about} if encoder.weighted else {}
+    write_index(
+        folder, encoder, dtype=dtype, shards=shards.about, ends=all_ends, digest=digest, **about
+    )
+
+
+def corpus_digest(dtype: np.dtype[Any], tokens: Any, ends: np.ndarray) -> Any:
+    """Return a digest of the digest `tokens` and of document ends, uint64 [num_documents]."""
+    digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + tokens.digest())
+    digest.update(ends.tobytes())
+    return digest
+
+
+def write_index(
+    folder: Path,
+    encoder: Encoder,
+    *,
+    dtype: np.dtype[Any],
+    shards: list[dict[str, Any]],
+    ends: np.ndarray,
+    digest: Any,
+    **others: Any,
+) -> None:
+    """Write all files of a corpus except tokens and weights.
+
+    `ends`: uint64 [num_documents]. A shard with an `offset` in bytes is a part of a file elsewhere.
+    """
+    tokenizer = encoder.tokenizer
+    (folder / "documents.bin").write_bytes(ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
         for name, content in tokenizer.files.items():
             (folder / name).write_bytes(content)
     template = encoder.template
     if isinstance(template, JinjaTemplate):
         (folder / "chat_template.jinja").write_text(template.source)
-    digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + shards.digest.digest())
-    digest.update(all_ends.tobytes())
-    if encoder.weighted:
-        digest.update(weights.digest.digest())
     about = {
         "format": FORMAT,
         "text_format": tokenizer.text_format,
         "dtype": dtype.str,
-        "num_tokens": shards.num_tokens,
-        "num_documents": len(all_ends),
+        "num_tokens": sum(shard["num_tokens"] for shard in shards),
+        "num_documents": len(ends),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": {
             "name": Path(tokenizer.name).name,
@@ -300,10 +331,9 @@ def _fill(
         "records": encoder.records,
         "chat_template": "plain" if isinstance(template, PlainTemplate) else "auto",
         "fingerprint": digest.hexdigest()[:32],
-        "shards": shards.about,
+        "shards": shards,
+        **others,
     }
-    if encoder.weighted:
-        about["weights"] = weights.about
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -394,6 +424,15 @@ def _open(
         return _StoredArray(path, dtype, count)
     # A slice of np.memmap, a subclass of ndarray, takes 3 us.
     return np.memmap(path.path, dtype, mode="r").view(np.ndarray)
+
+
+def _map_part(shard: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
+    """Map a part of a file elsewhere, as an array [num_tokens]."""
+    count, offset = shard["num_tokens"], shard["offset"]
+    try:
+        return np.memmap(shard["file"], dtype, "r", offset, (count,)).view(np.ndarray)
+    except (OSError, ValueError) as error:  # removed or shortened since it was indexed
+        raise ConfigError(f"{shard['file']!r} cannot be read: {error}. Check the file.") from None
 
 
 def total_bytes(files: Iterable[DataFile]) -> int:

@@ -23,6 +23,7 @@ from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
+from jaxdist.data.token_files import open_token_files, saved_arrow_files, select_token_files
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
 from jaxdist.settings import ConfigError, problems_of
@@ -228,13 +229,17 @@ def _packing(
 def _open_corpus(source: str, encoder: Encoder) -> Corpus:
     if is_token_folder(source):
         return Corpus(source)
+    if arrow_files := saved_arrow_files(source):
+        return open_token_files(arrow_files, source, encoder)
     files = find_files(source)
+    if token_files := select_token_files(files, source):
+        return open_token_files(token_files, source, encoder)
     if len(files) == 1 and size_of(files[0]) == 0:
         raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
     if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
         raise ConfigError(
-            f"{str(files[0])!r} is not text. Make a token folder from text with "
-            "`python -m jaxdist.data SRC --out DIR`, and use that folder."
+            f"{str(files[0])!r} is not text, and token files are read only from a local path. "
+            "Copy it, or make a token folder from text with `python -m jaxdist.data SRC --out DIR`."
         )
     return cached_corpus(files, source, encoder)
 
