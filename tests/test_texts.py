@@ -27,6 +27,8 @@ OTHER_PACKAGES = {"pandas", "xprof"}
 """On PyPI, and not ours to install: named where a person may want it."""
 
 FOREIGN_FLAGS = {
+    "--het-group",
+    "--secret",
     *("--bind", "--shm-size", "--ipc", "--nv"),  # of docker and apptainer
     *("--container-image", "--container-mounts", "--container-workdir"),  # pyxis
     *("--cd", "--nvidia", "--set-env", "--write"),  # Charliecloud

@@ -184,6 +184,7 @@ def _index(folder: Path, files: Sequence[Path], source: str, encoder: Encoder) -
 
 
 def _check_tokens(block: np.ndarray, at: int, shard: _Shard, tokenizer: Tokenizer) -> None:
+    """Reject tokens [n], from index `at` of a shard, that are not of the tokenizer."""
     index = int(block.argmax())
     if block[index] >= tokenizer.vocab_size:
         wrong = block.view(shard.dtype)[index]
