@@ -88,8 +88,9 @@ def run(job: dict, parts) -> dict:
         state, meta, step = reader.restore(parts.abstract_state())
         position = resume_position(meta["data"], dataset, seed=config.seed)
     else:
-        state, step, position = parts.init_state(), 0, Position()
+        state, step, position = parts.in_model_order(parts.init_state()), 0, Position()
     record |= {"start": step, "restored": leaf_digests(state)}
+    state = parts.in_execution_order(state)
     loader = Loader(
         dataset,
         global_batch_size=config.train.global_batch_size,
@@ -106,9 +107,10 @@ def run(job: dict, parts) -> dict:
         state, metrics = parts.step.train(state, batch, math.inf)
         record["losses"].append(float(np.asarray(metrics["loss"])))
         if job["target"] and number == job["save_after"]:
-            record["saved"] = leaf_digests(state)
+            saved = parts.in_model_order(state)
+            record["saved"] = leaf_digests(saved)
             writer = Checkpointer(Path(job["target"]), CheckpointConfig(), **quiet)
-            writer.save(step + number, state, {"data": loader.state()}, force=True)
+            writer.save(step + number, saved, {"data": loader.state()}, force=True)
             writer.close()
     loader.close()
     return record

@@ -114,7 +114,7 @@ def smaller(line: str) -> list[str]:
     if "--precision.matmul-dtype" in words:  # not in the first and the last layer
         return [*words, "--steps=2", *tiny("--model.num_layers=3"), "--eval.interval_steps=0"]
     if "pp=4" in line:
-        deep = tiny("--model.num_layers=4", "--train.global_batch_size=16")
+        deep = tiny("--model.num_layers=8", "--train.global_batch_size=16")
         return [*words, "--steps=2", *deep, "--eval.interval_steps=0"]
     if "--resume" in words:
         return [*words, "--steps=3"]
