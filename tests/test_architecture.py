@@ -323,7 +323,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 52_940,
     "package code lines": 37_260,
-    "test lines": 40_700,
+    "test lines": 40_710,
     "two-way folder pairs": 0,
     "settings of a run": 119,
 }

@@ -73,10 +73,10 @@ def test_permutes_of_the_gpu_program_match_the_schedule_and_are_asynchronous(ste
     assert {c.axes for c in permutes} == {("pipeline",)}
     assert all(c.overlapped and not c.in_branch for c in permutes)
     assert {c.nodes for c in permutes} == {2}
-    # 1F1B in step: after p forwards, M + p - 1 pairs of a backward and a forward.
+    # M + p - 1 ticks of forwards, and as many of backwards.
     m, p = 4, 2
     microbatch = 2 * 64 * 128 * 2  # rows, positions, width, bfloat16
-    assert sum(c.count * c.bytes for c in permutes) == (p + 2 * (m + p - 1)) * microbatch
+    assert sum(c.count * c.bytes for c in permutes) == 2 * (m + p - 1) * microbatch
     ticks = m + p - 1
     ends = {"embed": m / ticks, "head": m / ticks, "embed_gradient": m / ticks}
     assert step.branch_shares == pytest.approx({"backward": m / ticks, **ends})

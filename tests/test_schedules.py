@@ -251,7 +251,7 @@ def test_drawing_shows_each_stage_and_the_costs():
         "1f1b: 2 stages, 3 microbatches\n"
         "stage 0 F0 F1 ·  F2 B0 ·  B1 B2\n"
         "stage 1 ·  F0 B0 F1 B1 F2 B2 ·\n"
-        "8 ticks, bubble 25.0 % at F=1 B=2, stash per stage 3 1, 5+4 permutes"
+        "8 ticks, bubble 25.0 % at F=1 B=2, stash per stage 3 1, 4+4 permutes"
     )
     text = draw(make_schedule("1f1b", 2, 2, 2))
     assert "F0a" in text and "B1b" in text

@@ -66,8 +66,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         cotangent_slots=slots[1],
         residual_slots=slots[2],
         messages=messages * (2 if "backward" in schedule.kinds else 1),
-        # A loop over pairs sends what the previous round computed, and at its end the last value.
-        forward_permutes=exchanges.count("forward") + any(len(loop.kinds) == 2 for loop in loops),
+        forward_permutes=exchanges.count("forward"),
         backward_permutes=exchanges.count("backward"),
     )
 
