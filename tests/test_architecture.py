@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_940,
-    "package code lines": 37_260,
-    "test lines": 40_710,
+    "package lines": 52_970,
+    "package code lines": 37_290,
+    "test lines": 40_740,
     "two-way folder pairs": 0,
     "settings of a run": 119,
 }

@@ -19,6 +19,7 @@ from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run import setup
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
@@ -154,6 +155,20 @@ def test_the_default_mesh_follows_the_estimate():
     large = run(remat="full", num_microbatches=8)
     spec, reason = large.choose_mesh(8, needs=needs_of(large, gpus(8, 72), None))
     assert spec == MeshSpec(fsdp=8) and missing(reason, "a replica", "GiB") == []
+
+
+def test_an_unknown_gpu_warns_unless_its_peak_is_set(caplog):
+    devices = gpus(8, 72, "NVIDIA X1")
+    spec, config = MeshSpec(fsdp=8), run()
+    unknown = Budget.of(config, spec, devices, None)
+    assert missing(caplog.text, "'NVIDIA X1'", "H100", "--monitoring.peak-tflops") == []
+    caplog.clear()
+    monitoring = dataclasses.replace(config.monitoring, peak_tflops=1978.8)
+    set_peak = Budget.of(dataclasses.replace(config, monitoring=monitoring), spec, devices, None)
+    Budget.of(config, spec, gpus(8, 72), None)
+    assert caplog.text == ""
+    ratio = estimate_time(unknown.job).seconds / estimate_time(set_peak.job).seconds
+    assert 1.3 < ratio < 2.0
 
 
 SMALL = (

@@ -22,6 +22,8 @@ _ALIASES = {
     "h200-sxm": "h200",
     "3090": "rtx-3090",
     "4090": "rtx-4090",
+    "5090": "rtx-5090",
+    "a6000": "rtx-a6000",
 }
 
 
@@ -59,11 +61,12 @@ def read_tables(
     gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
-        key, bad = name.lower().replace("_", "-"), _table_problems(name, table, catalog, aliases)
+        key, known = name.lower().replace("_", "-"), {**catalog, **gpus}
+        bad = _table_problems(name, table, known, aliases)
         if bad:
             problems += bad
         else:
-            gpus[key] = _gpu_from(key, table, catalog, aliases)
+            gpus[key] = _gpu_from(key, table, known, aliases)
     return gpus, problems
 
 
@@ -182,8 +185,9 @@ def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
     """Return the GPUs of the catalog and of a user's TOML file, one table each.
 
-    A table with `like` copies a known GPU and overrides some keys. Otherwise it must have every key
-    of `known.toml` except `device_kind`. Raises `ConfigError` with all problems of the file.
+    A table with `like` copies a listed GPU, or an earlier table, and overrides some keys. Otherwise
+    it must have every key of `known.toml` except `device_kind`. Raises `ConfigError` with all
+    problems of the file.
     """
     try:
         tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())

@@ -46,6 +46,8 @@ _ARCHITECTURES = {
     "9.0": _Architecture(128, 2048, 228, 227, 50, 1.98),  # H100 white paper
     # Blackwell tuning guide; L2 and clock as cudaDeviceProp reports them.
     "10.0": _Architecture(128, 2048, 228, 227, 126, 1.965),
+    "10.3": _Architecture(128, 2048, 228, 227, 126, 1.92),
+    "12.0": _Architecture(128, 1536, 100, 99, 96, 2.41),  # RTX Blackwell white paper
 }
 
 

@@ -13,7 +13,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model
-from jaxdist.hardware import GPUS, Cluster, gpu_of
+from jaxdist.hardware import GPUS, Cluster, Gpu, gpu_of
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
@@ -49,10 +49,17 @@ class Budget:
         host_of: Mapping[int, str] | None = None,
     ) -> Budget | None:
         """Return the budget of a run on its devices; None unless they are GPUs."""
-        cluster_and_limit = _cluster_of(devices, host_of or {})
+        cluster_and_limit = _cluster_of(config, devices, host_of or {})
         if cluster_and_limit is None:
             return None
         cluster, limit = cluster_and_limit
+        if gpu_of(cluster.gpu.name) is None and not config.monitoring.peak_tflops:
+            log.warning(
+                "GPU %r is not in the catalog: choices such as remat assume the rates of an H100, "
+                "and MFU and cost are not reported. Set --monitoring.peak-tflops to its dense "
+                "TFLOP/s in %s; jaxdist plan reads all its data from --hardware",
+                *(cluster.gpu.name, config.precision.resolve("gpu")),
+            )
         return cls._of_job(Job.of(config, spec, cluster, model), limit)
 
     @classmethod
@@ -162,7 +169,7 @@ def needs_of(
     host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
     """Return mesh -> (bytes needed on one GPU, usable bytes); None without GPUs."""
-    cluster_and_limit = _cluster_of(devices, host_of or {})
+    cluster_and_limit = _cluster_of(config, devices, host_of or {})
     if cluster_and_limit is None:
         return None
     cluster, limit = cluster_and_limit
@@ -173,7 +180,9 @@ def needs_of(
     return needs
 
 
-def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Cluster, float] | None:
+def _cluster_of(
+    config: RunConfig, devices: Sequence[Any], host_of: Mapping[int, str]
+) -> tuple[Cluster, float] | None:
     """Return the devices as a cluster, and the allocator limit of one; None if unknown."""
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
@@ -184,11 +193,20 @@ def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Clu
         return None
     processes = {device.process_index for device in devices}
     nodes = len({host_of.get(process, str(process)) for process in processes})
-    # For an unknown GPU only its compute capability and memory are used.
-    gpu = gpu_of(first.device_kind) or dataclasses.replace(
-        GPUS["h100"],
-        name=first.device_kind,
-        compute_capability=str(getattr(first, "compute_capability", "9.0")),
-        memory_bytes=int(limit),
-    )
+    gpu = gpu_of(first.device_kind) or _unknown_gpu(first, limit, config.monitoring.peak_tflops)
     return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)
+
+
+def _unknown_gpu(device: Any, limit: float, peak_tflops: float) -> Gpu:
+    """Return an H100's data for a GPU without catalog entry, scaled to `peak_tflops` if set."""
+    h100 = GPUS["h100"]
+    scale = peak_tflops * 1e12 / h100.peak_flops["bfloat16"] if peak_tflops else 1.0
+    return dataclasses.replace(
+        h100,
+        name=device.device_kind,
+        compute_capability=str(getattr(device, "compute_capability", "9.0")),
+        memory_bytes=int(limit),
+        peak_flops={dtype: scale * peak for dtype, peak in h100.peak_flops.items()},
+        memory_bandwidth=scale * h100.memory_bandwidth,
+        power_w=scale * h100.power_w,
+    )

@@ -30,14 +30,16 @@ _SMALL_TILE = 0.15
 _EXPOSED_WRITES = 0.85
 """Share of the time for writing 16-bit results to memory that is not overlapped."""
 
-_PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
+_PICOJOULES = {
+    "7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75, "10.3": 0.75,
+    "12.0": 1.5,
+}  # fmt: skip
 """Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
 
 Fitted to the best measured products (Bekman; gpu_benchmark): A100 268 of 312 TFLOP/s at 400 W,
 A6000 131 of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of 989 at 700 W. H100
-PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 are then within 12 %. T4 and Blackwell (0.6 times
-Hopper's
-watts per FLOP/s) are unmeasured."""
+PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 are then within 12 %. T4 and Blackwell
+(10.x: 0.6 times Hopper's watts per FLOP/s; 12.0: as Ada) are unmeasured."""
 
 _RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85, "float4": 0.5}
 """Energy per operation in other formats, relative to 16 bits. TF32 has half the rate at the same

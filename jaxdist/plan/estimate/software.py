@@ -54,8 +54,11 @@ OURS = Software(
     products=0.85,  # 0.70 of an H100's peak with the power limit; our compiled step is unmeasured
     # cuDNN on an H100: 600 forward and 530 backward of 989, minus a tenth for diagonal tiles.
     # Blackwell: 0.55 forward, less backward. T4: a third forward, and half of that backward
-    # (assumed). We have measured none of these.
-    attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60, "9.0": 0.50, "10.0": 0.45},
+    # (assumed). 12.0 is assumed as 8.9. We have measured none of these.
+    attention={
+        **{"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60},
+        **{"9.0": 0.50, "10.0": 0.45, "10.3": 0.45, "12.0": 0.60},
+    },
     # Counted in our compiled programs; their elementwise kernels are listed in
     # scripts/bench/results/gpu_program.md: norms, residuals and casts are not all in one kernel.
     stream_passes=16,
