@@ -109,8 +109,8 @@ def test_other_decisions_have_other_digests():
 
 def test_building_a_plan_is_quick_and_traces_nothing(monkeypatch):
     """A mesh search builds thousands."""
-    monkeypatch.setattr(jax, "eval_shape", None)
     model, layout = model_of("rotary"), layout_of(Case("rotary", "fsdp=2,tp=2"))
+    monkeypatch.setattr(jax, "eval_shape", None)
     device, settings = Device("gpu", "9.0", "h100", 1, True), StepSettings(TrainConfig())
     seconds = []
     for _ in range(50):
