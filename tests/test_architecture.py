@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 52_970,
-    "package code lines": 37_290,
-    "test lines": 40_740,
+    "package lines": 53_040,
+    "package code lines": 37_330,
+    "test lines": 40_790,
     "two-way folder pairs": 0,
     "settings of a run": 119,
 }

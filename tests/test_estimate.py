@@ -1,6 +1,7 @@
 """The estimate against independent references: built models, real shardings, compiled programs."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -367,6 +368,15 @@ def test_every_rejected_mesh_has_a_reason():
     best = result.choices[0]
     assert why_not(best, best) == ""
     assert all(why_not(choice, best) for choice in result.choices[1:])
+
+    def timed(spec: str, seconds: float) -> Candidate:
+        one = Candidate.of(job(spec, model=SMALL))
+        return dataclasses.replace(one, time=dataclasses.replace(one.time, parts={"all": seconds}))
+
+    simple, complex_ = (functools.partial(timed, spec) for spec in ("fsdp=8", "fsdp=4,tp=2"))
+    assert why_not(complex_(1.0), simple(1.0)) == "as fast, but a more complex mesh"
+    assert why_not(simple(1.0), complex_(1.0)) == "as fast, within the error"
+    assert why_not(complex_(0.8), simple(1.0)).endswith("faster, but a more complex mesh")
     assert set(map(str, result.refused)).isdisjoint(str(c.job.spec) for c in result.choices)
 
 

@@ -1,13 +1,21 @@
 """Cost of a run: money, checkpoint intervals, spot capacity."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from commands import ROOT
 from test_estimate import job
 
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models.weights import weights_of
 from jaxdist.plan.estimate import cost
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.search import Candidate
+from jaxdist.plan.options import clusters_of, read_plan
+from jaxdist.plan.planner import price_run
 
 
 def test_run_cost_is_tokens_over_throughput():
@@ -45,7 +53,38 @@ def test_checkpoint_size_is_parameters_and_moments():
 def test_break_even_is_where_both_costs_are_equal():
     one = job("fsdp=8")
     saving = cost.checkpoint_cost(one, failures_per_day=0.1, storage_bytes_per_s=2e9, restart_s=300)
-    even = cost.break_even(saving, price_share=0.5, restart_s=300)
+    even = cost.break_even(saving, price_share=0.5)
     spot = cost.checkpoint_cost(one, failures_per_day=even, storage_bytes_per_s=2e9, restart_s=300)
     money = [0.5 / (1 - spot.lost), 1.0 / (1 - saving.lost)]
     assert money[0] == pytest.approx(money[1], rel=1e-3)
+
+
+def test_storage_does_not_grow_with_the_number_of_nodes_without_limit():
+    rates = [cost.storage_rate(2e9, Cluster.of(GPUS["h100"], gpus)) for gpus in (8, 64, 16384)]
+    assert rates == [2e9, 16e9, 2e12]
+
+
+def test_a_save_costs_its_copy_its_write_and_the_agreement_of_all_processes():
+    one = job("fsdp=8")
+    saving = cost.checkpoint_cost(one, failures_per_day=1, storage_bytes_per_s=2e9, restart_s=300)
+    write = saving.bytes / 2e9 + 8 * 5 / 2048
+    assert saving.write_s == pytest.approx(write)
+    assert saving.stall_s == pytest.approx(saving.bytes / 8 / 10e9 + 0.1 + 0.1 * write)
+    assert saving.interval_s == pytest.approx(max(write, cost.daly(saving.stall_s, 86400.0)))
+
+
+def test_405b_on_16384_gpus_saves_every_few_minutes_and_makes_progress_as_published():
+    """Llama 3's training made progress for more than 90 % of the time (section 3.3.4)."""
+    flags = ["--config", str(ROOT / "configs" / "llama3_405b.toml"), "--gpus", "h100:16384"]
+    batch = ["--train.global-batch-size=2048", "--compile=false"]
+    config, _ = read_plan([*flags, *batch, "--data.sources=stdlib", "--data.tokenizer=bytes"])
+    (cluster,) = clusters_of(config)
+    spec = MeshSpec.parse("dp=64,fsdp=32,tp=8")
+    choice = Candidate.of(Job.of(config.run, spec, cluster))
+    saving, _ = price_run(config, choice)
+    small, _ = price_run(config, Candidate.of(job("fsdp=8")))
+    assert 120 < saving.interval_s < 900
+    assert 0.02 < saving.lost < 0.10
+    assert small.restart_s + 30 < saving.restart_s < 900
+    set_by_user, _ = price_run(dataclasses.replace(config, restart_s=7.0), choice)
+    assert set_by_user.restart_s == 7.0

@@ -43,6 +43,14 @@ def test_facts_of_the_plan_enter_the_estimate():
     assert total.low < total.likely < total.high
 
 
+def test_a_failure_costs_detection_another_host_and_the_restart():
+    """49 of 419 failures are hangs, detected after the watchdog's limit or three steps."""
+    quick, slow = (restart_of(job("fsdp=8"), **{**BIG, "step_s": s}) for s in (10.0, 200.0))
+    assert (quick.hang_s, slow.hang_s) == (300.0, 600.0)
+    detection = 370 / 419 * 30 + 49 / 419 * 300
+    assert quick.after_failure_s == pytest.approx(detection + 120 + quick.total.likely)
+
+
 def test_the_nearest_tier_is_read():
     there = job("fsdp=8")
     saving = dataclasses.replace(there.config.checkpoint, local_dir="/nvme")

@@ -66,7 +66,7 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
         *_batch(plan),
         *_checkpoints(plan),
         *_local_saves(plan),
-        *_restart(plan, config),
+        *_restart(plan),
         *_spot(plan, config),
         *_compiler(plan),
     ]
@@ -393,7 +393,8 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
     cost = plan.checkpoints
     text = (
         f"A checkpoint is {in_bytes(cost.bytes)}. Training waits {duration(cost.copy_s)} for "
-        f"the copy to host memory; writing takes {duration(cost.write_s)} in the background. "
+        f"the copy to host memory; writing takes {duration(cost.write_s)} in the background. A "
+        f"save delays training by {duration(cost.stall_s)} in all. "
     )
     if math.isinf(cost.interval_s):
         yield Advice("checkpoints", text + "No failures are assumed.")
@@ -424,7 +425,7 @@ def _local_saves(plan: Plan) -> Iterator[Advice]:
     yield Advice("local saves", f"{line[0].upper()}{line[1:]}.")
 
 
-def _restart(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
+def _restart(plan: Plan) -> Iterator[Advice]:
     restart, total = plan.restart, plan.restart.total
     slowest = sorted(restart.parts, key=lambda name: -restart.parts[name].likely)[:3]
     shares = [
@@ -436,7 +437,8 @@ def _restart(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
         f"From the end of a process to the next trained step: about {duration(total.likely)} "
         f"({duration(total.low)} to {duration(total.high)}), mostly {', '.join(shares)}. A lost "
         f"host adds up to {duration(restart.lost_host_s)} until it counts as lost, and the start "
-        f"of another. The costs assume --restart-s {config.restart_s:g}. Timed on CPUs only."
+        f"of another; a hang is detected after {duration(restart.hang_s)}. The costs assume "
+        f"--restart-s {plan.checkpoints.restart_s:.0f}. Timed on CPUs only."
     )
     yield Advice("restart", text)
 
@@ -452,7 +454,7 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     if gpu.price_per_hour <= 0:
         return
     share = gpu.spot_price_per_hour / gpu.price_per_hour
-    even = break_even(plan.checkpoints, price_share=share, restart_s=config.restart_s)
+    even = break_even(plan.checkpoints, price_share=share)
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
         "spot",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
 from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
-from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
+from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, STORAGE_BYTES_PER_S, Limits
 from jaxdist.runtime.storage import read_url
 from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
 
@@ -52,9 +52,17 @@ class PlanConfig(RunConfig):
         f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
         ge=-1,
     )
-    storage_gb_per_s: float = setting(2.0, "GB/s that each node writes to storage", gt=0)
+    storage_gb_per_s: float = setting(
+        2.0,
+        "GB/s that each node writes to storage; all nodes together at most "
+        f"{STORAGE_BYTES_PER_S / 1e9:,.0f}",
+        gt=0,
+    )
     restart_s: float = setting(
-        300.0, "seconds from a failure to the next attempt's first step", ge=0
+        -1.0,
+        "seconds from a failure to the next attempt's first step; -1 = estimated: detection, "
+        "another host, and a restart of this size",
+        ge=-1,
     )
     compile: bool = setting(
         True, "check the plan with the GPU compiler, if the extra `plan` is installed"
@@ -85,7 +93,7 @@ class PlanConfig(RunConfig):
         """Return the violated rules of the planner's settings; those of the run are separate."""
         problems = [
             f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
-            for name in ("price", "spot_price", "failures_per_day")
+            for name in ("price", "spot_price", "failures_per_day", "restart_s")
             if -1 < getattr(self, name) < 0
         ]
         if _days(self.deadline) is None:

@@ -19,8 +19,10 @@ from jaxdist.plan.estimate.cost import (
     CheckpointCost,
     Limits,
     RunCost,
+    checkpoint_bytes,
     checkpoint_cost,
     run_cost,
+    storage_rate,
 )
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import usable_bytes
@@ -159,18 +161,23 @@ def _priced(
         search=result,
         flows=tuple(flows_of(choice.job)),
         check=check,
-        restart=restart_of(
-            choice.job,
-            checkpoint_bytes=checkpoints.bytes,
-            storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
-            step_s=choice.time.seconds,
-            compile_s=compiled.compile_s if compiled else None,
-        ),
+        restart=_restart(config, choice, compiled.compile_s if compiled else None),
         checkpoints=checkpoints,
         on_demand=on_demand,
         spot=spot,
         spot_checkpoints=spot_checkpoints,
         limits=config.limits,
+    )
+
+
+def _restart(config: PlanConfig, choice: Candidate, compile_s: float | None = None) -> Restart:
+    job = choice.job
+    return restart_of(
+        job,
+        checkpoint_bytes=checkpoint_bytes(job),
+        storage_bytes_per_s=storage_rate(config.storage_gb_per_s * 1e9, job.cluster),
+        step_s=choice.time.seconds,
+        compile_s=compile_s,
     )
 
 
@@ -182,11 +189,12 @@ def price_run(
     failures = config.failures_per_day
     if failures < 0:
         failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
+    restart_s = config.restart_s
     checkpoints = checkpoint_cost(
         job,
         failures_per_day=failures + (config.preemptions_per_day if spot else 0.0),
-        storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
-        restart_s=config.restart_s,
+        storage_bytes_per_s=storage_rate(config.storage_gb_per_s * 1e9, cluster),
+        restart_s=_restart(config, choice).after_failure_s if restart_s < 0 else restart_s,
     )
     gpu = cluster.gpu
     cost = run_cost(

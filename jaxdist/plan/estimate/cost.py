@@ -6,7 +6,7 @@ References:
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
     equation 37, which also holds if C is not small compared to M.
     Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4: 419 unexpected
-    interruptions of 16,384 GPUs in 54 days.
+    interruptions of 16,384 GPUs in 54 days. Section 3.3.1: its storage sustains 2 TB/s.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxdist.hardware.gpu import HOST_BYTES_PER_S
+from jaxdist.hardware.gpu import HOST_BYTES_PER_S, Cluster
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.estimate.restart import JOIN_S_PER_GPU
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
 """Failures of GPUs, hosts and network that stop a job (0.47 in Llama 3's training)."""
+
+STORAGE_BYTES_PER_S = 2e12
+"""Most bytes/s of a storage system, however many nodes write: that of Llama 3's training."""
+_SAVE_S = 0.1
+"""Fixed seconds for which a save delays training (`scripts/bench/results/checkpoint.md`)."""
+_WRITE_SHARE = 0.1
+"""Share of the time of a background write by which it delays training: an assumption. It takes
+host memory, processors and the network of the collectives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +38,19 @@ class CheckpointCost:
     """Checkpoint cost of a job.
 
     Attributes:
-        write_s: seconds of a background write to storage.
+        copy_s: seconds of the copy to host memory, for which training waits.
+        write_s: seconds of a background write to storage, and of its commit by all processes.
+        stall_s: seconds by which a save delays training.
         interval_s: seconds between checkpoints, by Daly, but at least one write.
+        restart_s: seconds from a failure to the next attempt's first step.
         lost: share of time lost to checkpoints, repeated steps and restarts.
     """
 
     bytes: float
     copy_s: float
     write_s: float
+    stall_s: float
+    restart_s: float
     mean_time_to_failure_s: float
     interval_s: float
     lost: float
@@ -52,6 +66,11 @@ def checkpoint_bytes(job: Job) -> float:
     return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)
 
 
+def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:
+    """Return the bytes/s of all nodes together, each with `bytes_per_s` if storage allows it."""
+    return min(bytes_per_s * cluster.num_nodes, STORAGE_BYTES_PER_S)
+
+
 def checkpoint_cost(
     job: Job,
     *,
@@ -62,16 +81,20 @@ def checkpoint_cost(
     """Return the best checkpoint interval, and the time lost at this interval."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
-    write = size / storage_bytes_per_s
+    # All processes agree before a checkpoint is complete; assumed as slow as joining.
+    write = size / storage_bytes_per_s + JOIN_S_PER_GPU * job.cluster.num_gpus
+    stall = copy + _SAVE_S + _WRITE_SHARE * write
     mean = DAY_S / failures_per_day if failures_per_day else math.inf
-    interval = max(daly(copy, mean), write)
+    interval = max(daly(stall, mean), write)
     return CheckpointCost(
         bytes=size,
         copy_s=copy,
         write_s=write,
+        stall_s=stall,
+        restart_s=restart_s,
         mean_time_to_failure_s=mean,
         interval_s=interval,
-        lost=lost_share(copy, interval, mean, restart_s),
+        lost=lost_share(stall, interval, mean, restart_s),
     )
 
 
@@ -130,14 +153,14 @@ def run_cost(
     return RunCost(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
-def break_even(saving: CheckpointCost, *, price_share: float, restart_s: float) -> float:
+def break_even(saving: CheckpointCost, *, price_share: float) -> float:
     """Return the interruptions per day at which spot GPUs cost as much as on-demand GPUs."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):
         middle = (low + high) / 2
         mean = DAY_S / middle
-        interval = max(daly(saving.copy_s, mean), saving.write_s)
-        lost = lost_share(saving.copy_s, interval, mean, restart_s)
+        interval = max(daly(saving.stall_s, mean), saving.write_s)
+        lost = lost_share(saving.stall_s, interval, mean, saving.restart_s)
         low, high = (middle, high) if lost < affordable else (low, middle)
     return low

@@ -157,7 +157,10 @@ def why_not(choice: Candidate, best: Candidate) -> str:
             f"{in_bytes(choice.usable_bytes)} usable ({choice.memory.largest(2)})"
         )
     if choice.time.seconds < 1.005 * best.time.seconds:
-        return "as fast, but a more complex mesh"
+        is_faster = choice.time.seconds < 0.995 * best.time.seconds
+        speed = relative_speed(choice.time.seconds, best.time.seconds) if is_faster else "as fast"
+        is_complex = _complexity(choice) > _complexity(best)
+        return f"{speed}, " + ("but a more complex mesh" if is_complex else "within the error")
     losing, winning = choice.time.parts, best.time.parts
     more = {name: s - winning.get(name, 0.0) for name, s in losing.items()}
     cause = max(more, key=lambda name: more[name])
@@ -190,11 +193,14 @@ _CAUSES = {
 
 def _rank(choice: Candidate) -> tuple[bool, float, int]:
     """Return a sort key: fitting candidates by speed and simplicity, then others by memory."""
-    split = sum(axis.complexity for axis in choice.job.spec.used)
-    split += choice.job.config.mesh.zero
+    split = _complexity(choice)
     if not choice.fits:
         return True, choice.memory.total_bytes, split
     return False, choice.time.seconds * (1 + _COMPLEXITY_COST * split), split
+
+
+def _complexity(choice: Candidate) -> int:
+    return sum(axis.complexity for axis in choice.job.spec.used) + choice.job.config.mesh.zero
 
 
 _COMPLEXITY_COST = 0.05
