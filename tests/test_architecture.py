@@ -321,7 +321,7 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 53_040,
+    "package lines": 53_045,
     "package code lines": 37_330,
     "test lines": 40_790,
     "two-way folder pairs": 0,

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import mlir
 
-from jaxdist.core.dependences import ready_token, wait_for
+from jaxdist.core.dependences import AFTER, primitive, ready_token
 
 COLLECTIVES = frozenset(
     (
@@ -102,12 +101,13 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Return the indices of the fewest operands that delay everything inside an equation."""
+    """Return the indices of a few operands that delay everything inside an equation."""
     name, number = equation.primitive.name, len(equation.invars)
     if name == "cond":
         return range(1)  # the index of the branch
     if name == "while":
-        return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
+        start = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+        return _cheap(equation, range(start, number))
     if name == "scan":
         (body,) = core.jaxprs_in_params(equation.params)
         ndim = lambda variables: np.array([len(v.aval.shape) for v in variables])
@@ -115,8 +115,19 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
         num_xs = int((ndim(equation.invars) != ndim(body.invars)).sum())
         num_carry = int((ndim(equation.outvars) == ndim(body.outvars)).sum())
         if num_carry:
-            return range(number - num_xs - num_carry, number - num_xs)
+            return _cheap(equation, range(number - num_xs - num_carry, number - num_xs))
     return range(number)
+
+
+def _cheap(equation: core.JaxprEqn, carries: Iterable[int]) -> list[int]:
+    """Return the smallest of these carries and all small ones; a loop waits for each of them.
+
+    To wait, a carry is copied, which takes long for the residuals of a pipeline.
+    """
+    operands: list[Any] = equation.invars
+    size = lambda index: operands[index].aval.size
+    ordered = sorted((i for i in carries if _is_usable(operands[i])), key=size)
+    return [i for i in ordered if size(i) <= max(size(ordered[0]), _SMALL_CARRY)]
 
 
 def _tie(
@@ -130,7 +141,7 @@ def _tie(
         operand = invars[index]
         if _is_usable(operand):
             invars[index] = core.Var(operand.aval)
-            ties.append(_equation(_after, [operand, *waits_for], invars[index]))
+            ties.append(_equation(AFTER, [operand, *waits_for], invars[index]))
     return [*ties, equation.replace(invars=invars)]
 
 
@@ -147,13 +158,8 @@ def _is_usable(variable: Any) -> bool:
     return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
 
 
-def _primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any]) -> core.Primitive:
-    primitive = core.Primitive(name)
-    primitive.def_abstract_eval(kind)
-    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
-    return primitive
-
+_SMALL_CARRY = 2**16
+"""Elements. More than one carry waits, because XLA may remove a carry that nothing reads."""
 
 _MARK = jax.core.ShapedArray((), np.dtype(bool))
-_after = _primitive("after", lambda x, *marks: x, lambda x, *marks: wait_for(ready_token(marks), x))
-_made = _primitive("made", lambda *made: _MARK, lambda *made: ready_token(made))
+_made = primitive("made", lambda *made: _MARK, lambda *made: ready_token(made))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,27 +28,25 @@ def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(ready, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
 
-def ordered_after(values: Sequence[jax.Array], marks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the values [*dims], for a compiler that reads them only after computing the marks.
-
-    Unlike the results of `lax.optimization_barrier`, they vary over the same mesh axes as before.
-    """
-    return _ordered_after.bind(*values, *marks, count=len(values)) if values else []
+def after(x: jax.Array, marks: Sequence[jax.Array]) -> jax.Array:
+    """Return x [*dims] after all marks [*dims] are computed; it varies over the same mesh axes."""
+    return AFTER.bind(x, *marks) if marks else x
 
 
 def _element(x: jax.Array) -> jax.Array:
     """Return True, bool [], computed from the first element of x, which must not be empty."""
-    first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
+    first = lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(()).astype(jnp.float32)
     # XLA does not simplify these three float comparisons; it would simplify integer operations.
     return (first < 0) | (first >= 0) | (first != first)
 
 
-_ordered_after: Any = core.Primitive("ordered_after")
-_ordered_after.multiple_results = True
-_ordered_after.def_abstract_eval(lambda *kinds, count: list(kinds[:count]))
-mlir.register_lowering(
-    _ordered_after,
-    mlir.lower_fun(
-        lambda *arrays, count: lax.optimization_barrier(arrays)[:count], multiple_results=True
-    ),
-)
+def primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any]) -> core.Primitive:
+    """Make a primitive of one result; `kind` maps its operands' types to the result's."""
+    made = core.Primitive(name)
+    made.def_abstract_eval(kind)
+    mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=False))
+    return made
+
+
+AFTER = primitive("after", lambda x, *marks: x, lambda x, *marks: wait_for(ready_token(marks), x))
+"""(x, *marks) -> x, computed after the marks."""

@@ -328,14 +328,14 @@ def layers_of_a_body(
     """Choose the number of layers per iteration of the layer loop (all or one), with the reason.
 
     Unrolling only some layers is slower on every platform. Of a pipeline, virtual stages of two
-    layers are unrolled on GPUs: Llama 2 13B with five virtual stages takes 1,518 instead of
-    1,550 ms by the roofline; five layers unrolled take longer than a loop. On GPUs, collectives in
-    every layer also
-    make compiling slow, and layers that save only their input have little to copy. ZeRO-2 saves
-    memory, but unrolling needs more: GPT-2 keeps complete gradients longer (6.5, not 5.1 GiB).
+    layers are unrolled: Llama 2 13B with five virtual stages takes 1,518 instead of 1,550 ms on
+    GPUs by the roofline; five layers unrolled take longer than a loop. On GPUs, collectives in
+    every layer also make compiling slow, and layers that save only their input have little to
+    copy. ZeRO-2 saves memory, but unrolling needs more: GPT-2 keeps complete gradients longer
+    (6.5, not 5.1 GiB).
     """
     if layout.size(PIPELINE) > 1:
-        if platform == "gpu" and model.num_layers == 2 * virtual_stages * layout.size(PIPELINE):
+        if model.num_layers == 2 * virtual_stages * layout.size(PIPELINE):
             return 2, "virtual stages of two layers run faster unrolled"
         return 1, "a loop over the layers of a virtual stage is fastest"
     if platform == "cpu":

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.dependences import ordered_after
+from jaxdist.core.dependences import after
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
@@ -68,9 +68,15 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
     """Run this stage's part of a schedule tick by tick, in a few loops (`plan_loops`)."""
     instructions = instructions_of(schedule)
 
-    def act(kind: Kind, tick: Array, state: State) -> tuple[State, Message]:
-        """Run the actions of tick int32 [], without the exchange that follows."""
+    def act(
+        kind: Kind, tick: Array, state: State, marks: Sequence[Array] = ()
+    ) -> tuple[State, Message]:
+        """Run the actions of tick int32 [], without the exchange that follows.
+
+        They write residuals after the marks [*dims] are computed.
+        """
         now = jax.tree.map(lambda column: take(column, tick), instructions)
+        now = now._replace(residual=after(now.residual, marks))
         value, state = jax.named_scope(f"pipeline_{kind}")(handlers[kind])(now, state)
         forward = kind == "forward"
         return state, Message(value, now.activation_arrival if forward else now.cotangent_arrival)
@@ -92,8 +98,11 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
             state, sent = carry
             state, back = act("backward", ticks[0], state)
             state = _deliver("forward", state, sent)
+            # All reads of residuals precede the next writes: otherwise XLA copies the residuals.
+            # Not `back.value`: on GPUs, the forward would wait for its tensor collectives.
+            marks = jax.tree.leaves(state.gradients)
             state = _deliver("backward", state, back)
-            return act("forward", ticks[1], state), None
+            return act("forward", ticks[1], state, marks), None
 
         spare = jnp.full_like(instructions.activation_arrival[0], state.activations.shape[0] - 1)
         nothing = Message(jnp.zeros_like(state.activations[0]), spare)
@@ -107,11 +116,8 @@ def _deliver(kind: Kind, state: State, message: Message) -> State:
     if kind == "forward":
         arrived = collectives.permute(value, PIPELINE.name, 1)
         return state._replace(activations=store(state.activations, arrived, slot))
-    # All reads of residuals precede the next writes: otherwise XLA:GPU copies the residuals.
-    marks = value, *jax.tree.leaves(state.gradients)
-    residuals = ordered_after(state.residuals, marks)
     arrived = collectives.permute(value, PIPELINE.name, -1)
-    return state._replace(residuals=residuals, cotangents=store(state.cotangents, arrived, slot))
+    return state._replace(cotangents=store(state.cotangents, arrived, slot))
 
 
 def if_active(now: Instruction, tree: Any) -> Any:
