@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 53_045,
-    "package code lines": 37_330,
-    "test lines": 40_790,
+    "package lines": 53_070,
+    "package code lines": 37_340,
+    "test lines": 40_810,
     "two-way folder pairs": 0,
     "settings of a run": 119,
 }

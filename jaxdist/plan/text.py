@@ -13,7 +13,7 @@ from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Candidate, why_not
-from jaxdist.plan.estimate.time import LIKELY
+from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
@@ -79,10 +79,9 @@ def _verdict(plan: Plan) -> str:
             "(estimated)"
         )
         low, high = time.likely_seconds
-        lines.append(
-            f"likely {low:.3g} to {high:.3g} s: four of five published runs took "
-            f"{LIKELY[0]:.2f} to {LIKELY[1]:.2f} times their estimate"
-        )
+        runs = [f"{name} {a:.2f} to {b:.2f} ({n})" for name, (a, b, n) in MEASURED.items()]
+        lines.append(f"likely {low:.3g} to {high:.3g} s")
+        lines += wrap(f"measured / estimated time (runs): {', '.join(runs)}", head="  ")
         lines += _limits(plan)
     return "\n".join(lines)
 
@@ -155,8 +154,8 @@ def _money(plan: Plan) -> Iterable[str]:
         for name, price, cost in bills
     ]
     yield from columns(rows, gap="   ")
-    days, cost = plan.on_demand.days, plan.on_demand.money
-    (first, last), (least, most) = ([share * x for share in LIKELY] for x in (days, cost))
+    days, cost, accuracy = plan.on_demand.days, plan.on_demand.money, plan.choice.time.accuracy
+    (first, last), (least, most) = ([share * x for share in accuracy] for x in (days, cost))
     yield (
         f"  likely      {duration(DAY_S * first)} to {duration(DAY_S * last)}, "
         f"{money(least, 'USD')} to {money(most, 'USD')} on demand"

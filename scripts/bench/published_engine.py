@@ -1,7 +1,6 @@
 """Constants of the planner for the efficiency of typical published trainers.
 
-Fitted constants use every second row of `published_runs.py`. The other rows test them
-(`results/plan_anchors.md`).
+Fitted constants use the rows that `results/plan_anchors.md` marks. The other rows test them.
 
 References:
     Dao 2023, "FlashAttention-2", section 1 and figures 4 to 6: kernels of both versions on an A100.
@@ -34,9 +33,13 @@ PUBLISHED = Software(
     memory=0.85,
     hidden_in_tensor=0.6,  # Megatron splits products to overlap them with their collectives
     hidden_in_groups=0.6,
+    ring=0.65,  # fitted
     idle=0.08,  # fitted; about the spread between GPUs of one type (Sinha et al.)
 )
 """Typical trainers (Megatron-LM, torchtitan, MaxText, NeMo, FSDP in PyTorch), 2023 to 2025."""
+
+NVIDIA: Mapping[str, float] = {"products": 0.90, "idle": 0.0, "ring": 0.75}  # fitted
+"""Constants of NVIDIA's own stack (Megatron-LM, NeMo, its MaxText), other than `PUBLISHED`'s."""
 
 
 KERNELS: Mapping[str, Mapping[str, float]] = {
@@ -67,10 +70,13 @@ def published_engine(products_dtype: str = "", attention: str = "") -> Published
         attention: one of `KERNELS`; "" if it is not known.
     """
     kernel = KERNELS[attention] if attention else {}
+    tuned = NVIDIA if attention == "cudnn" else {}
     return PublishedEngine(
         attention=attention,
         products_dtype=products_dtype,
-        software=dataclasses.replace(PUBLISHED, attention={**PUBLISHED.attention, **kernel}),
+        software=dataclasses.replace(
+            PUBLISHED, attention={**PUBLISHED.attention, **kernel}, **tuned
+        ),
         stacks_layers=False,
         fuses_recomputation=False,
     )

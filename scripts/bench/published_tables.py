@@ -8,6 +8,8 @@ Sources (figures are unchanged):
         "DEFAULT" reduces gradients in float32.
     Megatron-Bridge, docs/performance-summary-archive.md (August 2026): dense models on GPUs in
         the planner's catalog; the median if several releases list a setting.
+    NeMo, docs/source/performance (24.03 and 24.07): dense models.
+    torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 2 and 6.
     OLMo-core 1.7, README.md and src/scripts/train; the number of GPUs is not published.
     fms-fsdp, README.md, with torch.compile. Its "selective" recomputation is nearly full for 34B
         and 70B according to its MFU and HFU. The 13B row is in between and is excluded.
@@ -19,17 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from published_engine import published_engine
 from published_runs import (
     A100,
     FLASH2,
+    FLASH2_FP8,
     H100,
     LLAMA2_7B,
+    LLAMA2_13B,
     LLAMA2_70B,
     LLAMA3_8B,
     LLAMA3_70B,
     LLAMA3_405B,
+    TETON,
     Row,
     gpt,
     llama,
@@ -296,3 +302,161 @@ ELSEWHERE = [
 ]
 """Other trainers, added last and predicted with known kernels. The 4090's row then led to the
 higher clock of GeForce GPUs."""
+
+_GPT_5B = gpt(24, 4096, 32, 51200, tied=False)
+_GPT_20B = gpt(44, 6144, 48, 51200, tied=False)
+_GPT_175B = gpt(96, 12288, 96, 51200, tied=False)
+_NEMOTRON_340B = dataclasses.replace(gpt(96, 18432, 96, 256000, tied=False), num_kv_heads=8)
+
+
+def nvidia(
+    source: str,
+    model: DecoderConfig,
+    what: str,
+    mesh: str,
+    rows: tuple[int, int],
+    tokens: float = 0.0,
+    **more: Any,
+) -> Row:
+    """Return a row of NVIDIA's stack on H100; `what` names the dtype; rows × microbatches."""
+    return Row(
+        source=source,
+        what=what,
+        model=model,
+        gpu=H100,
+        mesh=mesh,
+        micro_rows=rows[0],
+        microbatches=rows[1],
+        zero=1,
+        published=tokens,
+        engine=published_engine("float8" if "fp8" in what else "", "cudnn"),
+        **{"seq_len": 4096, "assumed": "nothing recomputed", **more},
+    )
+
+
+def nemo_long(thousands: int, mesh: str, tflops: float) -> Row:
+    """Return a row of NeMo's table of long rows; TFLOP/s/GPU count full attention."""
+    return nvidia(
+        "NeMo 24.03",
+        LLAMA2_7B,
+        f"Llama2-7B, {thousands}k, fp8",
+        mesh,
+        (1, 8),
+        seq_len=1024 * thousands,
+        mfu_full=tflops / 989.4,
+        assumed="8 microbatches, nothing recomputed",
+    )
+
+
+def titan(size: str, thousands: int, mesh: str, rows: tuple[int, int], tokens: float) -> Row:
+    """Return a row of torchtitan's tables of long rows on H100 with 500 W, in 8 bits."""
+    return Row(
+        source="torchtitan",
+        what=f"Llama3-{size}, {thousands}k, fp8",
+        model=LLAMA3_8B if size == "8B" else LLAMA3_405B,
+        gpu=TETON,
+        mesh=mesh,
+        seq_len=1024 * thousands,
+        micro_rows=rows[0],
+        microbatches=rows[1],
+        remat="full",
+        published=tokens,
+        engine=FLASH2_FP8,
+    )
+
+
+NEW = [
+    bridge("8B", "gb300", "fp8", "dp=8", 2, 8, 37556),
+    bridge("8B", "gb300", "mxfp8", "dp=8", 2, 8, 36108),
+    bridge("70B", "gb300", "nvfp4", "pp=4,dp=16", 1, 16, 6798, chunks=5),
+    bridge("70B", "gb300", "mxfp8", "pp=4,dp=16", 1, 16, 4596, chunks=5),
+    bridge("70B", "gb300", "fp8", "fsdp=64", 2, 2, 5003),
+    bridge("405B", "gb300", "nvfp4", "pp=8,dp=8,tp=4", 1, 192, 1333, chunks=4),
+    bridge("405B", "gb300", "mxfp8", "pp=8,dp=8,cp=2,tp=2", 1, 192, 931, chunks=4),
+    bridge("405B", "gb300", "fp8", "pp=8,dp=8,tp=4", 1, 192, 988, chunks=4),
+    nvidia("NeMo 24.07", _GPT_5B, "GPT3-5B, fp8", "dp=64", (4, 8), 22521, seq_len=2048),
+    nvidia("NeMo 24.07", _GPT_20B, "GPT3-20B, fp8", "dp=32,tp=2", (2, 4), 5851, seq_len=2048),
+    *(
+        nvidia(
+            "NeMo 24.07",
+            _GPT_175B,
+            f"GPT3-175B, fp8, {32 * replicas}",
+            f"pp=8,dp={replicas},tp=4",
+            (rows, 64),
+            tokens,
+            seq_len=2048,
+            chunks=6,
+        )
+        for replicas, rows, tokens in ((4, 1, 726), (16, 2, 782))
+    ),
+    nvidia("NeMo 24.07", LLAMA2_7B, "Llama2-7B, fp8", "dp=8", (1, 16), 16847),
+    nvidia("NeMo 24.07", LLAMA2_13B, "Llama2-13B, fp8", "pp=4,dp=4", (1, 32), 8646, chunks=10),
+    nvidia("NeMo 24.07", LLAMA2_70B, "Llama2-70B, fp8", "pp=4,dp=4,tp=4", (1, 32), 1707, chunks=20),
+    nvidia(
+        "NeMo 24.07",
+        _NEMOTRON_340B,
+        "Nemotron-340B, fp8",
+        "pp=8,dp=2,tp=8",
+        (1, 16),
+        322,
+        chunks=12,
+    ),
+    nvidia("NeMo 24.07", LLAMA3_8B, "Llama3-8B, fp8", "dp=4,cp=2", (1, 32), 12036, seq_len=8192),
+    nvidia(
+        "NeMo 24.07",
+        LLAMA3_70B,
+        "Llama3-70B, fp8",
+        "pp=4,dp=2,cp=2,tp=4",
+        (1, 64),
+        1533,
+        seq_len=8192,
+        chunks=5,
+    ),
+    nvidia(
+        "Megatron-Bridge",
+        LLAMA3_8B,
+        "Llama3-8B, bf16",
+        "dp=4,cp=2",
+        (1, 32),
+        10253,
+        seq_len=8192,
+    ),
+    nvidia(
+        "Megatron-Bridge",
+        LLAMA3_405B,
+        "Llama3-405B, bf16",
+        "pp=8,dp=4,cp=2,tp=8",
+        (1, 64),
+        206.8,
+        seq_len=8192,
+        chunks=8,
+    ),
+    nvidia(
+        "Megatron-Bridge",
+        _NEMOTRON_340B,
+        "Nemotron-340B, bf16",
+        "pp=8,dp=4,tp=8",
+        (1, 16),
+        step_s=4.31,
+        chunks=12,
+        assumed="64 rows, nothing recomputed",
+    ),
+    nemo_long(4, "dp=4", 768),
+    nemo_long(8, "pp=2,dp=4", 730),
+    nemo_long(16, "dp=8,tp=2", 660),
+    nemo_long(32, "dp=8,cp=2,tp=2", 610),
+    nemo_long(64, "dp=8,cp=2,tp=4", 574),
+    nemo_long(128, "dp=8,cp=4,tp=4", 555),
+    nemo_long(256, "dp=8,cp=8,tp=4", 549),
+    nemo_long(512, "dp=4,cp=16,tp=8", 549),
+    nemo_long(1024, "dp=4,cp=32,tp=8", 536),
+    titan("8B", 32, "fsdp=8", (1, 1), 3890),
+    titan("8B", 64, "fsdp=4,cp=2", (1, 1), 2540),
+    titan("8B", 128, "fsdp=2,cp=4", (1, 1), 1071),
+    titan("8B", 256, "cp=8", (1, 1), 548),
+    titan("405B", 32, "pp=8,fsdp=8,tp=8", (1, 8), 76),
+    titan("405B", 64, "pp=8,fsdp=4,cp=2,tp=8", (1, 8), 47),
+    titan("405B", 128, "pp=8,fsdp=2,cp=4,tp=8", (1, 8), 31),
+    titan("405B", 256, "pp=8,cp=8,tp=8", (1, 8), 16),
+]
+"""Predicted on 2026-11-26 for the first time, with unchanged constants."""

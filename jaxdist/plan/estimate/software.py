@@ -31,6 +31,7 @@ class Software:
             and memory bandwidth from compute.
         hidden_in_tensor: hidden share of activations over `tensor`.
         hidden_in_groups: hidden share of activations over `tensor` with several row chunks.
+        ring: rate of attention on rows split over `context`, relative to that on complete rows.
         launch_s: seconds per layer and direction for kernel launches and gaps.
         idle: share of compute time that a GPU waits for others, mainly for the slowest.
     """
@@ -46,6 +47,7 @@ class Software:
     hidden: float = 0.70
     hidden_in_tensor: float
     hidden_in_groups: float
+    ring: float = 0.75
     launch_s: float = 60e-6
     idle: float = 0.0
 

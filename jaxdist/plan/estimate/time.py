@@ -5,7 +5,7 @@ allowed by their shapes and the power limit (`products`). Attention runs at the 
 on the keys that a query sees. Other kernels run at a share of the memory bandwidth. Collectives
 overlap with compute. They are exposed if they take longer than this compute, and by a fixed share,
 because they take multiprocessors and memory bandwidth from it. Efficiencies are in `software`.
-`scripts/bench/results/plan_anchors.md` compares with published runs; nothing is fitted to them.
+`scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,19 @@ from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
-LIKELY = (0.85, 1.15)
-"""Range of measured / estimated time in four of five published runs, none with our software
-(`scripts/bench/results/plan_anchors.md` without its large tables)."""
+MEASURED = {
+    "our step on one H200": (0.81, 0.92, 4),
+    "NVIDIA's stack": (0.87, 1.26, 18),
+    "other trainers": (0.79, 1.13, 31),
+    "long or split rows": (0.92, 1.21, 17),
+}
+"""Low and high measured / estimated time, and the number of runs, by software stack.
+
+Ours are in `scripts/bench/results/h200.md`. The others, each estimated with constants of its own
+software, are rows of `plan_anchors.md` that nothing was fitted to (percentiles 10 and 90)."""
+
+LONG = 16384
+"""Tokens of a row from which attention dominates, and estimates are less accurate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,7 @@ class StepTime:
         communication: seconds of all collectives, hidden or exposed.
         model_flops: useful FLOPs per step, causal convention.
         peak_flops: of one device in the run's dtype, or in float32 if it does not support it.
+        accuracy: low and high measured / estimated time, by `MEASURED`.
     """
 
     parts: dict[str, float]
@@ -46,6 +57,7 @@ class StepTime:
     num_gpus: int
     model_flops: float
     peak_flops: float
+    accuracy: tuple[float, float]
 
     @property
     def seconds(self) -> float:
@@ -54,8 +66,8 @@ class StepTime:
 
     @property
     def likely_seconds(self) -> tuple[float, float]:
-        """Range of the time, by the accuracy of the estimate on published runs."""
-        low, high = LIKELY
+        """Range of the time, by the accuracy of the estimate on measured runs."""
+        low, high = self.accuracy
         return low * self.seconds, high * self.seconds
 
     @property
@@ -95,7 +107,15 @@ def estimate_time(job: Job) -> StepTime:
         num_gpus=job.spec.num_devices,
         model_flops=model_flops_per_token(job) * job.tokens_per_step,
         peak_flops=_peak(job),
+        accuracy=_accuracy(job),
     )
+
+
+def _accuracy(job: Job) -> tuple[float, float]:
+    """Return the range from our own fastest run to the slowest of other software."""
+    is_long = job.seq_len >= LONG or job.exchange is not None
+    other = MEASURED["long or split rows" if is_long else "other trainers"]
+    return MEASURED["our step on one H200"][0], other[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +176,8 @@ def _attention_share(job: Job) -> float:
         return 1.0  # attention of a traced model counts as products
     gpu, keys = job.cluster.gpu, attention.keys_seen(job)
     share = attention_share(job.engine.software, gpu.compute_capability, keys, job.decoder.head_dim)
+    if job.exchange is not None:
+        share *= job.engine.software.ring
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
 
 
