@@ -10,7 +10,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.losses import Vocabulary, label_cross_entropy, token_cross_entropy
+from jaxdist.core.losses import (
+    Regularizers,
+    Vocabulary,
+    label_cross_entropy,
+    token_cross_entropy,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -45,9 +50,9 @@ def plain(x, kernel, targets, weights):
     return loss, correct, grads
 
 
-def fused(x, kernel, targets, weights, *, chunk=0, axis=None):
+def fused(x, kernel, targets, weights, *, chunk=0, axis=None, regularizers=None):
     """Return loss, hits and gradients, and the loss without differentiation."""
-    vocabulary = Vocabulary(VOCAB, axis, chunk)
+    vocabulary = Vocabulary(VOCAB, axis, chunk, regularizers=regularizers)
 
     def loss(x, kernel):
         x = collectives.vary(x, axis) if axis else x  # as `Context.enter` does
@@ -68,11 +73,11 @@ def test_capped_logits_match_the_definition():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 
-def sharded(num_devices, chunk):
+def sharded(num_devices, chunk, **options):
     """`fused` with the vocabulary split over so many devices."""
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("tensor",))
     return jax.shard_map(
-        partial(fused, chunk=chunk, axis="tensor"),
+        partial(fused, chunk=chunk, axis="tensor", **options),
         mesh=mesh,
         in_specs=(P(), P(None, "tensor"), P(), P()),
         out_specs=(P(), (P(), P(None, "tensor")), P()),
@@ -104,6 +109,48 @@ def test_chunked_loss_and_gradients_equal_the_definition(chunk):
 def test_sharded_vocabulary_matches_the_definition(num_devices, chunk):
     arguments = case()
     check(jax.jit(sharded(num_devices, chunk))(*arguments), plain(*arguments))
+
+
+def regularized(logits, targets, weights, z_loss, smoothing):
+    """Return loss + z-loss + smoothed part by definition, and the plain loss."""
+    log_probs = jax.nn.log_softmax(logits)
+    soft = (1 - smoothing) * jax.nn.one_hot(targets, logits.shape[-1])
+    soft += smoothing / logits.shape[-1]
+    squared = z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
+    total = jnp.sum((squared - jnp.sum(soft * log_probs, -1)) * weights)
+    return total, -jnp.sum(picked * weights)
+
+
+@pytest.mark.parametrize("terms", [(0.01, 0.1), (0.01, 0.0), (0.0, 0.1)])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_z_loss_and_label_smoothing_equal_their_definitions(num_devices, terms):
+    """Also over a vocabulary whose padding columns would dominate; loss stays the plain one."""
+    x, kernel, targets, weights = case()
+    options = {"chunk": 7, "regularizers": Regularizers(*terms)}
+    run = sharded(num_devices, **options) if num_devices > 1 else partial(fused, **options)
+    sums, grads, undifferentiated = jax.jit(run)(x, kernel, targets, weights)
+    by_definition = lambda x, k: regularized(x @ k[:, :VOCAB], targets, weights, *terms)
+    (total, plain), expected = jax.value_and_grad(by_definition, (0, 1), has_aux=True)(x, kernel)
+    for each in (sums, undifferentiated):
+        np.testing.assert_allclose(each["loss"], plain, rtol=1e-6)
+        np.testing.assert_allclose(each["loss"] + each["aux_loss"], total, rtol=1e-6)
+    for ours, reference in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=2e-6 * np.abs(reference).max(), rtol=0)
+
+
+def test_class_labels_have_the_same_regularizers():
+    logits, labels, weights = jnp.eye(4, 5) * 3, jnp.array([0, 1, 4, 3]), jnp.ones(4)
+
+    def ours(logits):
+        sums = label_cross_entropy(logits, labels, weights, Regularizers(0.01, 0.1))
+        return sums["loss"] + sums["aux_loss"]
+
+    by_definition = lambda logits: regularized(logits, labels, weights, 0.01, 0.1)[0]
+    for actual, expected in zip(
+        jax.value_and_grad(ours)(logits), jax.value_and_grad(by_definition)(logits), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_columns_get_no_gradient():

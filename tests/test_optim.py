@@ -458,3 +458,36 @@ def test_invalid_value_is_reported_with_its_rule(field, value):
 def test_every_problem_is_reported_and_the_default_has_none():
     assert problems_of(OptimConfig(), "optim") == []
     assert len(problems_of(OptimConfig(peak_lr=-1.0, beta1=2.0, max_grad_norm=-1.0), "optim")) == 3
+
+
+# ---- groups ----
+
+
+def test_groups_have_their_own_learning_rate_and_weight_decay():
+    """The first match applies; a weight decay of a group is also that of its vectors."""
+    groups = ["embed:lr=0.5", "layers/*bias:weight_decay=0.3", "layers:lr=2:weight_decay=0"]
+    ours, _ = train(OptimConfig(weight_decay=0.1, groups=groups))
+    factor = {"embed": 0.5, "qkv_bias": 1.0, "norm": 1.0}
+    decay = {"embed": 0.1, "qkv_bias": 0.3, "norm": 0.0}
+    params = {k: v.astype(np.float64) for k, v in named(random_tree(0)).items()}
+    rules, expected = {name: numpy_adam() for name in params}, []
+    for step in range(NUM_STEPS):
+        for name, grad in named(random_tree(step + 1)).items():
+            direction = rules[name](grad.astype(np.float64)) + decay.get(name, 0.0) * params[name]
+            params[name] = params[name] - 0.1 * factor.get(name, 2.0) * direction
+        expected.append(dict(params))
+    assert_same_history(ours, expected)
+
+
+def test_a_group_without_effect_changes_no_bit():
+    plain, _ = train(OptimConfig(optimizer="muon", weight_decay=0.1))
+    same, _ = train(OptimConfig(optimizer="muon", weight_decay=0.1, groups=["embed:lr=1"]))
+    assert all(np.array_equal(plain[-1][name], same[-1][name]) for name in plain[-1])
+
+
+def test_all_problems_of_groups_are_reported():
+    groups = ["embed", "embed:lr=-1", "embed:momentum=1", ":lr=1", "head:lr=2", "norm:lr=1e-3"]
+    problems = optim.group_problems(OptimConfig(groups=groups), AXES)
+    assert len(problems) == 5
+    assert all(text in problem for text, problem in zip(groups[:4], problems, strict=False))
+    assert "'head'" in problems[4] and "layers/qkv_bias" in problems[4]

@@ -36,6 +36,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step, remat_policy
 from jaxdist.core.types import Dims, Model
+from jaxdist.objectives import regularized
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
@@ -295,6 +296,27 @@ def test_every_optimizer_updates_as_on_one_device(optimizer):
     allowed = 2e-3 if optimizer == "lion" else 0
     bound = 1e-3 * largest(jax.device_get(directions)) + 2e-5
     assert np.mean(flat > bound) <= allowed
+
+
+def test_regularizers_and_groups_act_as_on_one_device():
+    """Over a split vocabulary and pipeline stages; the reported loss stays the plain one."""
+    config = OptimConfig(groups=["layers/mlp:lr=0.5:weight_decay=0.2", "embed:lr=2"], eps=1e-3)
+    rule = make_optimizer(config, model_of("rotary").axes)
+    train = TrainConfig(z_loss=1e-2, label_smoothing=0.1)
+    runs = []
+    for mesh, micro in (("1", 1), ("fsdp=2,tp=2", 1), ("pp=2,tp=2", 2)):
+        case = Case("rotary", mesh, microbatches=micro)
+        objective = regularized(train, model_of("rotary").objective)
+        step, state = step_of(case, rule=rule, objective=objective)
+        state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
+        runs.append((jax.device_get(metrics), jax.device_get(state.params)))
+    (expected, params), *others = runs
+    assert expected["aux_loss"] > 0.05
+    assert expected["loss"] == pytest.approx(float(reference("rotary").losses[0]), rel=1e-6)
+    for metrics, updated in others:
+        for name in ("loss", "aux_loss", "grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+        assert distance(updated, params) <= 1e-3 * LEARNING_RATE
 
 
 def test_dropout_is_the_same_on_every_mesh(monkeypatch):

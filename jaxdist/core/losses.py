@@ -5,6 +5,9 @@ chunk. The complete logits are never materialized.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
 Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.
+
+Regularizers: label smoothing (Szegedy et al. 2016, "Rethinking the Inception Architecture", section
+7) and z-loss (Chowdhery et al. 2022, "PaLM", section 5).
 """
 
 from __future__ import annotations
@@ -30,6 +33,28 @@ def sum_over_tokens(x: Array, dlogits: Array) -> Array:
     return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
 
 
+class Regularizers(NamedTuple):
+    """Terms that training adds to the cross-entropy; they are reported as `aux_loss`.
+
+    Attributes:
+        z_loss: factor of the squared log-partition function, log² Σ exp(logits).
+        label_smoothing: share of the target probability that is spread over all classes.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    def extra(self, lse: Array, target: Array, mean: Array | float) -> Array:
+        """Return what is added to lse − target: [tokens] of each, mean is of all logits."""
+        return self.z_loss * jnp.square(lse) + self.label_smoothing * (target - mean)
+
+    def gradient(self, probs: Array, hit: Array, lse: Array, real: Array, classes: int) -> Array:
+        """Return the gradient of loss and `extra` with respect to the logits [tokens, classes]."""
+        spread = jnp.where(real, self.label_smoothing / classes, 0.0)
+        scaled = probs * (1.0 + 2.0 * self.z_loss * lse[:, None])
+        return scaled - (1.0 - self.label_smoothing) * hit - spread
+
+
 class Vocabulary(NamedTuple):
     """Layout of a head's vocabulary, and the function for its kernel's gradient.
 
@@ -39,6 +64,7 @@ class Vocabulary(NamedTuple):
         chunk: number of tokens whose logits are in memory at once; 0 = all.
         softcap: bound of the soft cap on logits; 0 = none.
         weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
+        regularizers: None = plain cross-entropy.
     """
 
     size: int
@@ -46,6 +72,7 @@ class Vocabulary(NamedTuple):
     chunk: int = 0
     softcap: float = 0.0
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens
+    regularizers: Regularizers | None = None
 
 
 def token_cross_entropy(
@@ -56,13 +83,17 @@ def token_cross_entropy(
     x is [batch, seq, d_model] and kernel [d_model, vocab_shard], both in the compute dtype; targets
     are int32 [batch, seq] in the complete vocabulary, weights float32 [batch, seq].
 
-    Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
-    Communicates three scalars per token over `vocabulary.axis`.
+    Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`, and
+    with regularizers their `aux_loss`, whose gradient is part of that of `loss`.
+    Communicates three scalars per token over `vocabulary.axis`, with label smoothing four.
     """
     tokens = x.reshape(-1, x.shape[-1])
     flat_targets, flat_weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
-    loss, correct = _linear_cross_entropy(tokens, kernel, flat_targets, flat_weights, vocabulary)
-    return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct}
+    loss, correct, *extra = _linear_cross_entropy(
+        tokens, kernel, flat_targets, flat_weights, vocabulary
+    )
+    aux = {"aux_loss": lax.stop_gradient(extra[0])} if extra else {}
+    return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct, **aux}
 
 
 def make_token_loss(
@@ -75,15 +106,21 @@ def make_token_loss(
     For `chunk` and `weight_gradient`, float32 [d_model, vocab], see `Vocabulary`.
     """
 
-    def token_loss(head: TokenHead, targets: Array, weights: Array) -> Sums:
+    def token_loss(
+        head: TokenHead, targets: Array, weights: Array, regularizers: Regularizers | None = None
+    ) -> Sums:
         """Return the sums of `token_cross_entropy`; targets and weights are [batch, seq]."""
-        vocabulary = Vocabulary(head.vocab_size, axis, chunk, head.softcap, weight_gradient)
+        vocabulary = Vocabulary(
+            head.vocab_size, axis, chunk, head.softcap, weight_gradient, regularizers
+        )
         return token_cross_entropy(head.x, head.kernel, targets, weights, vocabulary)
 
     return token_loss
 
 
-def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
+def label_cross_entropy(
+    logits: Array, labels: Array, weights: Array, regularizers: Regularizers | None = None
+) -> Sums:
     """Return the cross-entropy sums of `token_cross_entropy` for class labels, in float32.
 
     logits are [batch, classes] of any float dtype, labels int32 [batch], weights float32 [batch].
@@ -91,37 +128,48 @@ def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     picked = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
     hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    aux = {}
+    if regularizers is not None:
+        lse = jax.nn.logsumexp(logits.astype(jnp.float32), -1)
+        extra = regularizers.extra(lse, picked, jnp.mean(log_probs, -1))
+        aux["aux_loss"] = jnp.sum(extra * weights)
     return {
         "loss": -jnp.sum(picked * weights),
         "weight": jnp.sum(weights),
         "correct": jnp.sum(hits * weights),
+        **aux,
     }
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
-) -> tuple[Array, Array]:
-    """Return (loss, correct), float32 [], from x [tokens, d_model], kernel [d_model, ...]."""
+) -> tuple[Array, ...]:
+    """Return (loss, correct, with regularizers extra), float32 [].
 
-    def chunk(
-        carry: tuple[Array, Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[Array, Array], None]:
-        """Add the loss and hits, float32 [], of a chunk [chunk, ...] of tokens."""
+    x is [tokens, d_model], kernel [d_model, vocab_shard].
+    """
+
+    def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], None]:
+        """Add the sums, float32 [], of a chunk [chunk, ...] of tokens."""
         x, targets, weights = part
-        *_, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
-        return (carry[0] + loss, carry[1] + correct), None
+        sums, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
+        return tuple(map(jnp.add, carry, sums)), None
 
     parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    zero = collectives.zeros_like(weights[0])
-    (loss, correct), _ = scan_chunks(chunk, (zero, zero), parts)
-    return loss, correct
+    sums, _ = scan_chunks(chunk, _zero_sums(weights, vocabulary), parts)
+    return sums
+
+
+def _zero_sums(weights: Array, vocabulary: Vocabulary) -> tuple[Array, ...]:
+    """Return zeros, float32 [], for the sums of `_linear_cross_entropy`; weights is [tokens]."""
+    return (collectives.zeros_like(weights[0]),) * (2 if vocabulary.regularizers is None else 3)
 
 
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Return loss, hits, and the loss gradients of x [tokens, d_model] and of the kernel.
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return the sums, and the gradients of loss + extra of x [tokens, d_model] and the kernel.
 
     Backward only scales these gradients, so logits are neither saved nor recomputed.
     """
@@ -130,30 +178,29 @@ def _forward(
     grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
     def chunk(
-        carry: tuple[Array, Array, Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[Array, Array, Array], Array]:
-        """Add the loss, hits and dkernel of a chunk of tokens; return its dx [chunk, d_model]."""
+        carry: tuple[tuple[Array, ...], Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[tuple[Array, ...], Array], Array]:
+        """Add the sums and dkernel of a chunk of tokens; return its dx [chunk, d_model]."""
         part_x, part_targets, part_weights = part
-        probs, hit, slope, loss, correct = _chunk_loss(
+        sums, (difference, slope) = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
         )
-        dlogits = (probs - hit.astype(jnp.float32)) * part_weights[:, None] * slope
+        dlogits = difference * part_weights[:, None] * slope
         low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
         dkernel = vocabulary.weight_gradient(part_x, low)
-        total = (carry[0] + loss, carry[1] + correct, carry[2] + dkernel)
+        total = tuple(map(jnp.add, carry[0], sums)), carry[1] + dkernel
         return total, dx.astype(grad_dtype)
 
     parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    zero = collectives.zeros_like(weights[0])
     varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
     dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    (loss, correct, dkernel), dx = scan_chunks(chunk, (zero, zero, dkernel), parts)
+    (sums, dkernel), dx = scan_chunks(chunk, (_zero_sums(weights, vocabulary), dkernel), parts)
     dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
-    return (loss, correct), (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
+    return sums, (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
 
 
-def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
+def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, ...]) -> Any:
     """Return gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes."""
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
@@ -170,29 +217,39 @@ _linear_cross_entropy.defvjp(_forward, _backward)
 
 def _chunk_loss(
     x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
-) -> tuple[Array, Array, Array | float, Array, Array]:
+) -> tuple[tuple[Array, ...], tuple[Array, Array | float]]:
     """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
-    x [tokens, d_model], kernel [d_model, vocab_shard] -> (probabilities float32, one-hot targets
-    bool and the soft cap's slope float32 [tokens, vocab_shard], loss and hits, float32 [], equal
-    over the axis).
+    x [tokens, d_model], kernel [d_model, vocab_shard] -> (sums of `_linear_cross_entropy`, float32
+    [], equal over the axis; (gradient of the capped logits and the soft cap's slope, float32
+    [tokens, vocab_shard])).
     """
-    axis = vocabulary.axis
+    axis, regularizers = vocabulary.axis, vocabulary.regularizers
     logits, columns = logits_of(x, kernel, vocabulary)
-    slope = slope_at(logits, vocabulary.softcap)
-    logits = jnp.where(columns < vocabulary.size, logits, -jnp.inf)
+    slope, real = slope_at(logits, vocabulary.softcap), columns < vocabulary.size
+    logits = jnp.where(real, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, -1))
     if axis:
         top = collectives.all_reduce(top, axis, "max")
     exps = jnp.exp(logits - top[:, None])
     hit = targets[:, None] == columns
     # `where` instead of a product, because padding columns contain -inf and -inf · 0 is NaN.
-    sums = jnp.stack([jnp.sum(exps, -1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
+    parts = [jnp.sum(exps, -1), jnp.sum(jnp.where(hit, logits, 0.0), -1)]
+    if regularizers is not None and regularizers.label_smoothing:
+        parts.append(jnp.sum(jnp.where(real, logits, 0.0), -1) / vocabulary.size)
+    sums = jnp.stack(parts)
     if axis:
         sums = collectives.all_reduce(sums, axis)
-    loss = jnp.sum((jnp.log(sums[0]) + top - sums[1]) * weights)
+    lse = jnp.log(sums[0]) + top
+    loss = jnp.sum((lse - sums[1]) * weights)
     correct = jnp.sum((sums[1] >= top).astype(jnp.float32) * weights)
-    return exps / sums[0][:, None], hit, slope, loss, correct
+    probs, hits = exps / sums[0][:, None], hit.astype(jnp.float32)
+    if regularizers is None:
+        return (loss, correct), (probs - hits, slope)
+    mean = sums[2] if regularizers.label_smoothing else sums[1]
+    extra = jnp.sum(regularizers.extra(lse, sums[1], mean) * weights)
+    gradient = regularizers.gradient(probs, hits, lse, real, vocabulary.size)
+    return (loss, correct, extra), (gradient, slope)
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:

@@ -9,5 +9,6 @@ An optimizer maps gradients to a direction that includes weight decay. The train
 
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_problems, is_frozen, with_frozen
+from jaxdist.optim.groups import group_problems
 from jaxdist.optim.learning_rate import LrSchedule, make_lr_schedule
 from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer

@@ -57,6 +57,12 @@ class OptimConfig:
         "parts of the model that are not trained, e.g. embed or layers/attention: no update, no "
         "moments, not in the gradient norm; names as `jaxdist convert inspect` prints them",
     )
+    groups: list[str] = setting(
+        [],
+        "parameters with a factor of the learning rate or a weight decay of their own, "
+        "PATTERN:lr=FACTOR:weight_decay=VALUE, e.g. embed:lr=0.1 or */bias:weight_decay=0; names "
+        "as in freeze, with * and ?; the first match applies",
+    )
     moment_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "storage of momentum and first moments; second moments stay float32"
     )

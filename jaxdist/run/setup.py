@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jaxdist import optim
+from jaxdist import objectives, optim
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import OPTIONAL, in_params, under
@@ -321,6 +321,8 @@ def assemble(
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
     problems = optim.frozen_problems(config.optim, model.axes)
+    problems += optim.group_problems(config.optim, model.axes)
+    problems += objectives.regularizer_problems(config.train, model.objective)
     problems += matmul.problems(
         config.precision.matmul_dtype,
         model.num_layers,
@@ -330,7 +332,11 @@ def assemble(
     if problems:
         raise ConfigError(problems)
     num_all = num_params(model)
-    model = dataclasses.replace(model, axes=optim.with_frozen(config.optim, model.axes))
+    model = dataclasses.replace(
+        model,
+        axes=optim.with_frozen(config.optim, model.axes),
+        objective=objectives.regularized(config.train, model.objective),
+    )
     moments = layout.shardings(layout.moment_specs(model.axes))
     optimizer = optim.make_optimizer(config.optim, model.axes, moments)
     schedule = optim.make_lr_schedule(

@@ -37,6 +37,19 @@ class TrainConfig:
         "the head fast and take little memory on this device",
         ge=0,
     )
+    z_loss: float = setting(
+        0.0,
+        "factor of the mean squared log-partition function of the head, which training adds to the "
+        "loss (reported as aux_loss); 1e-4 keeps logits small",
+        ge=0,
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "share of the target probability that training spreads evenly over all classes; its "
+        "effect is reported in aux_loss, and loss remains the plain cross-entropy",
+        ge=0,
+        lt=1,
+    )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
 
     @property
