@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 53_290,
-    "package code lines": 37_500,
-    "test lines": 40_910,
+    "package lines": 53_560,
+    "package code lines": 37_690,
+    "test lines": 41_050,
     "two-way folder pairs": 0,
-    "settings of a run": 122,
+    "settings of a run": 123,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

@@ -281,7 +281,7 @@ NUM_SETTINGS = {
     "data": 13,
     "eval": 5,
     "checkpoint": 10,
-    "monitoring": 5,
+    "monitoring": 6,
     "resilience": 6,
     "runtime": 5,
 }

@@ -8,6 +8,7 @@ import pytest
 from monitored import crc32c, scalars, start, tensorboard_events, train
 
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.run.metrics_log import read_records
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -35,6 +36,20 @@ def test_tensorboard_has_curves_and_config(tmp_path):
         if value.WhichOneof("value") == "tensor"
     ]
     assert len(texts) == 1 and "d_model = 8" in texts[0]
+
+
+def test_statistics_of_layers_are_one_event_and_a_curve_each(tmp_path):
+    monitor = start(tmp_path, MonitoringConfig(layer_statistics_steps=2), total_steps=6)
+    for step in range(1, 5):
+        measured = {"grad_norm": {"embed/table": jnp.float32(step), "layers/up": jnp.arange(2.0)}}
+        train(monitor, step, layer_statistics=measured)
+    monitor.close()
+    records = [r for r in read_records(monitor.run.metrics) if r.get("event") == "layer_statistics"]
+    assert [r["step"] for r in records] == [2, 4]
+    assert records[0]["grad_norm"] == {"embed/table": 2.0, "layers/up": [0.0, 1.0]}
+    points = scalars(monitor.run.tensorboard)
+    assert {(2, "grad_norm/embed/table", 2.0), (4, "grad_norm/layers/up/001", 1.0)} <= set(points)
+    assert not any("layer_statistics" in r for r in read_records(monitor.run.metrics))
 
 
 def test_diverged_losses_reach_tensorboard_without_warnings(tmp_path, caplog):

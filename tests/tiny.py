@@ -64,6 +64,7 @@ CONFIGS = {
     ),
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
+    "four": DecoderConfig(**{**_SIZES, "num_layers": 4}, num_heads=8, num_kv_heads=4, head_dim=8),
     "cnn": TinyCnnConfig(mlp_dim=32),
 }
 
@@ -281,6 +282,7 @@ def step_of(
     ema_decay: float = 0.0,
     axes: Params | None = None,
     objective: Objective | None = None,
+    layer_statistics_steps: int = 0,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
     """Return the step of a case and an initial state with its layout.
@@ -290,6 +292,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm, ema_decay: as in `Optimizer`.
+        layer_statistics_steps: as in `make_step`.
         axes: records of the parameters, those of the model by default.
         objective: that of the model by default.
         changes: other fields of `TrainConfig`.
@@ -305,6 +308,7 @@ def step_of(
         Optimizer(rule, schedule, max_grad_norm, ema_decay),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
+        layer_statistics_steps,
     )
     state = place_state(
         case,

@@ -27,6 +27,13 @@ class MonitoringConfig:
         "processes are compared, to find stragglers",
         ge=1,
     )
+    layer_statistics_steps: int = setting(
+        0,
+        "steps between statistics of every layer, in metrics.jsonl and TensorBoard: norms of "
+        "gradients, weights and updates, RMS of activations, largest attention logit. Costs a "
+        "forward pass each time; 0 = none",
+        ge=0,
+    )
     prometheus: str = setting(
         "",
         "port at which process 0 serves the newest numbers to Prometheus on this host only, or "

@@ -56,6 +56,9 @@ BATCH_STATISTICS = "batch_statistics"
 """Key in a head's sums for the batch statistics of running averages: a tree of float32 arrays
 without trained leaves, equal on all devices that split rows."""
 
+LAYER_SUM = "layer/"
+"""Start of the names of sums [num_layers, ...], with which the step measures each layer."""
+
 TRAINED = ("loss", "aux_loss")
 """Names of the sums that training differentiates."""
 

@@ -105,7 +105,14 @@ class Parts:
             max_grad_norm=rule.max_grad_norm,
             ema_decay=rule.ema_decay,
         )
-        return make_step(self.model, self.model.objective, optimizer, self.layout, self.plan)
+        return make_step(
+            self.model,
+            self.model.objective,
+            optimizer,
+            self.layout,
+            self.plan,
+            self.config.monitoring.layer_statistics_steps,
+        )
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
         """Estimate the memory of one GPU; None on CPUs. `host_of` is as in `assemble`."""

@@ -261,8 +261,8 @@ def _attend_gathered(query: Q, key: KV, value: KV, segments: Segments | None, ru
 
 
 def _gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Partial:
-    key, value = _gather((key, value))
-    queries, keys = _gathered_spans(query, segments)
+    key, value = gather_keys((key, value))
+    queries, keys = gathered_spans(query, segments)
     return blockwise.forward(query, key, value, queries, keys, rule)
 
 
@@ -277,8 +277,8 @@ def _gathered_forward(
 def _gathered_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     query, key, value, out, lse, segments = saved
     stats = BackwardStats.of(out, lse, cotangent)
-    all_keys, all_values = _gather((key, value))
-    queries, keys = _gathered_spans(query, segments)
+    all_keys, all_values = gather_keys((key, value))
+    queries, keys = gathered_spans(query, segments)
     dq, *grads = blockwise.backward(query, all_keys, all_values, queries, keys, stats, rule)
     # Each device has gradients of all keys: reduce-scatter them.
     dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
@@ -288,15 +288,16 @@ def _gathered_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
 _attend_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _gather(tree: Any) -> Any:
+def gather_keys(tree: Any) -> Any:
     """All-gather leaves [batch, seq_shard, ...] to [batch, seq, ...], in device order."""
     return jax.tree.map(lambda x: collectives.all_gather(x, CONTEXT.name, dim=1), tree)
 
 
-def _gathered_spans(query: Q, segments: Segments | None) -> tuple[Span, Span]:
+def gathered_spans(query: Q, segments: Segments | None) -> tuple[Span, Span]:
+    """Return the positions of local queries, and those of all keys in device order."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.position_ids_of(i, length, size) for i in range(size)])
     return (
         Span(context.local_position_ids(length)[None], segments),
-        Span(everyone[None], None if segments is None else _gather(segments)),
+        Span(everyone[None], None if segments is None else gather_keys(segments)),
     )

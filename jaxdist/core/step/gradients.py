@@ -157,9 +157,12 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
 
 
 def make_evaluate(
-    model: Model, layout: Layout, plan: StepPlan, context: Context
+    model: Model, layout: Layout, plan: StepPlan, context: Context, num_microbatches: int = 1
 ) -> Callable[..., Sums]:
-    """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout."""
+    """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout.
+
+    Without pipeline stages, `num_microbatches` pass one after the other.
+    """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)
     if num_stages > 1:
@@ -172,7 +175,11 @@ def make_evaluate(
             gather=stages.gather,
         )
     else:
-        evaluate = forward.loss
+
+        def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
+            """Return the sums of this device's rows, float32 [] each."""
+            microbatch = lambda micro: forward.loss(params, micro, context)
+            return _accumulate(microbatch, batch, num_microbatches)
 
     def local(params: Params, batch: Batch) -> Sums:
         batch = data.number_rows(batch, layout.batch_axes)
@@ -182,9 +189,7 @@ def make_evaluate(
     return _manual(local, model, layout, plan, specs, P())
 
 
-def _accumulate(
-    microbatch: Callable[[Batch], tuple[Sums, Params]], batch: Batch, num_microbatches: int
-) -> tuple[Sums, Params]:
+def _accumulate(microbatch: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
     """Add up sums and gradients of a batch [rows, ...] over microbatches in float32."""
     if num_microbatches == 1:
         return microbatch(batch)

@@ -23,7 +23,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Context, Model, Params, Sums
+from jaxdist.core.types import LAYER_SUM, Array, Context, Model, Params, Sums
 from jaxdist.core.weights import gathered_dtypes, with_weights
 
 
@@ -192,6 +192,8 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
         )
     y, sums = out
     for name, value in sums.items():
+        if name.startswith(LAYER_SUM):
+            continue
         if jnp.shape(value) != () or jnp.result_type(value) != jnp.float32:
             raise TypeError(
                 f"Model.block returned {name!r} in its Sums as {jnp.result_type(value)} of shape "

@@ -147,6 +147,8 @@ class Monitor:
         both waits; None = the wait for the devices was not measured. `link` is the ledger entry.
         Return the metrics as Python numbers; loss and gradient norm are None without labels.
         """
+        metrics = dict(metrics)
+        by_layer = metrics.pop("layer_statistics", None)
         values = read(metrics)
         if values.get("weight") == 0:  # means over no labels
             values |= dict.fromkeys(values.keys() & {"loss", "accuracy", "grad_norm"})
@@ -193,6 +195,8 @@ class Monitor:
                 self._write_event("totals", self.run_summary.totals(seconds, num_devices))
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
+        if by_layer is not None and step % self.config.layer_statistics_steps == 0:
+            self._report_layers(step, by_layer)
         self._alerts.processes(step)
         if ends:
             self.profiler.stop(step)
@@ -433,6 +437,22 @@ class Monitor:
                 points[f"gpu/{name.removeprefix('gpu_')}"] = value
         points["speed/data_wait_share"] = self._alerts.data_wait.share
         self._plot(record["step"], points)
+
+    def _report_layers(self, step: int, statistics: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write one event and one point for each layer; leaves are float32 [layers] or []."""
+        import jax
+
+        fields = jax.tree.map(lambda x: x.tolist(), jax.device_get(dict(statistics)))
+        self.event("layer_statistics", quiet=True, step=step, **fields)
+        points: dict[str, float] = {}
+        for kind, parameters in fields.items():
+            for name, value in parameters.items():
+                tag = f"{kind}/{name}"
+                if isinstance(value, list):
+                    points |= {f"{tag}/{i:03d}": x for i, x in enumerate(value)}
+                else:
+                    points[tag] = value
+        self._plot(step, points)
 
     def _plot(self, step: int, points: Mapping[str, float]) -> None:
         if self._tensorboard is not None:
