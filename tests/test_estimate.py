@@ -230,9 +230,10 @@ def test_kept_activations_of_a_stage_follow_the_schedule():
 
 def test_memory_fraction_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert usable_bytes(job()) == 0.92 * GPUS["h100"].memory_bytes
+    memory = GPUS["h100"].memory_bytes  # less the margin that plans keep free
+    assert usable_bytes(job()) == pytest.approx((0.92 - 0.025) * memory)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert usable_bytes(job()) == 0.5 * GPUS["h100"].memory_bytes
+    assert usable_bytes(job()) == pytest.approx((0.5 - 0.025) * memory)
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def test_search_reports_if_no_mesh_fits():
     assert not result.choices[1].fits
 
 
-DEEP = dataclasses.replace(LLAMA, d_model=2048, mlp_dim=8192, num_layers=152)
+DEEP = dataclasses.replace(LLAMA, d_model=2048, mlp_dim=8192, num_layers=148)
 
 
 def test_smaller_batch_without_accumulation_is_suggested_if_no_mesh_fits():

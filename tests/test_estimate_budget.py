@@ -6,6 +6,7 @@ There is no GPU here: devices are described.
 import dataclasses
 import functools
 import json
+import math
 import types
 
 import pytest
@@ -17,10 +18,12 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
+from jaxdist.plan.estimate import memory_check
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 from jaxdist.plan.estimate.remat import POLICIES
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run import setup
+from jaxdist.runtime import backend
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
@@ -157,6 +160,41 @@ def test_the_default_mesh_follows_the_estimate():
     assert spec == MeshSpec(fsdp=8) and missing(reason, "a replica", "GiB") == []
 
 
+def test_pinned_host_memory_is_checked_for_each_process_and_host(monkeypatch):
+    """8B on 8 GPUs offloads 60 GiB of moments in all; XLA's own limit is 64 GiB a process."""
+    config, spec = run(offload_optimizer=True, remat="full"), MeshSpec(fsdp=8)
+    budget = Budget.of(config, spec, gpus(8, 72), None)
+    pinned = 8 * budget.memory.host_bytes / GIB
+    assert budget.own_gpus == 8 and 59 < pinned < 61
+    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 2**40)
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "59")
+    with refused("8 GPUs", backend.PINNED_LIMIT_GIB, "59.0 GiB", "--train.offload-optimizer"):
+        budget.check()
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "61")
+    budget.check()
+    one_each = gpus(8, 72)
+    for process, device in enumerate(one_each):
+        device.process_index = process
+    hosts = dict.fromkeys(range(8), "a")
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "8")
+    Budget.of(config, spec, one_each, None, hosts).check()
+    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 50 * GIB)
+    with refused("50.0 GiB", "--train.offload-optimizer=false"):
+        Budget.of(config, spec, one_each, None, hosts).check()
+
+
+def test_xla_may_pin_the_memory_of_the_host(monkeypatch):
+    monkeypatch.delenv(backend.PINNED_LIMIT_GIB, raising=False)
+    assert backend.pinned_limit_bytes() == math.inf  # a plan on another machine
+    monkeypatch.setenv(backend.MEMORY_FRACTION, "0.5")
+    backend.reserve_memory()
+    limit = backend.pinned_limit_bytes()
+    assert backend.host_memory_bytes() - GIB < limit <= backend.host_memory_bytes()
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "7")
+    backend.reserve_memory()
+    assert backend.pinned_limit_bytes() == 7 * GIB
+
+
 def test_an_unknown_gpu_warns_unless_its_peak_is_set(caplog):
     devices = gpus(8, 72, "NVIDIA X1")
     spec, config = MeshSpec(fsdp=8), run()
@@ -181,7 +219,6 @@ SMALL = (
 def test_override_memory_starts_anyway(monkeypatch, tmp_path):
     """Training calls `budget.check()` unless `--override=memory` is set."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check
 
     class Refusing:
         remat = None
@@ -221,7 +258,6 @@ def test_a_rejected_kernel_reopens_the_choice_of_remat():
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs, memory is that of the executable."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check
 
     seen, policies = [], []
     of, build = memory_check.Budget.of, setup.make_step
@@ -263,7 +299,6 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
 def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs, of which the first executable takes too much."""
     from jaxdist import train
-    from jaxdist.plan.estimate import memory_check
     from jaxdist.run import session
 
     order, of, restore, build = [], memory_check.Budget.of, session.restore_or_init, setup.make_step

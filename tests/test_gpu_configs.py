@@ -30,5 +30,5 @@ def test_a_config_is_within_three_percent_of_the_planners_best(name):
     spec = MeshSpec.parse(run.mesh.shape, cluster.num_gpus)
     own = Candidate.of(Job.of(run, spec, cluster))
     best = search(run, cluster, stages=False).best
-    assert own.fits and best is not None
+    assert own.fits and best is not None  # with the margin that plans keep free
     assert own.time.seconds <= 1.03 * best.time.seconds, best.command(run)

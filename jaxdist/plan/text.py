@@ -15,6 +15,7 @@ from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan
+from jaxdist.runtime.backend import PINNED_LIMIT_GIB, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
     count,
@@ -102,7 +103,12 @@ def _memory(plan: Plan) -> Iterable[str]:
     rows = [(f"  {name}", in_bytes(size), "") for name, size in parts]
     rows.append(("  estimated", in_bytes(memory.total_bytes), f"peak: {memory.peak}"))
     if memory.host_bytes:
-        rows.append(("  moments in host memory", in_bytes(memory.host_bytes), ""))
+        on_host = plan.cluster.gpus_per_node * memory.host_bytes
+        remark = f"{in_bytes(on_host)} of pinned memory on each node"
+        if on_host > pinned_limit_bytes():
+            allowed = in_bytes(pinned_limit_bytes())
+            remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
+        rows.append(("  moments in host memory", in_bytes(memory.host_bytes), remark))
     yield from _aligned(rows)
     if memory.is_rough:
         yield "  activations are an upper bound, traced from the model before any compiler fuses"

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import importlib
 import logging
+import math
 import os
 import platform
 import re
@@ -62,9 +63,31 @@ DEFAULT_MEMORY_FRACTION = 0.92
 """JAX's default is 0.75. The remainder is for the CUDA context and NCCL."""
 
 
+PINNED_LIMIT_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA's variable for the largest pinned host memory of a process; XLA's default is 64 GiB."""
+
+
 def reserve_memory() -> None:
-    """Set the GPU memory fraction unless the environment does; call before jax starts."""
+    """Set the GPU memory fraction and XLA's limit of pinned host memory; call before jax starts.
+
+    Variables of the environment keep their values. The limit becomes the memory of the host: XLA
+    allocates pinned memory as it needs it.
+    """
     os.environ.setdefault(MEMORY_FRACTION, f"{DEFAULT_MEMORY_FRACTION:g}")
+    os.environ.setdefault(PINNED_LIMIT_GIB, str(max(1, host_memory_bytes() >> 30)))
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pinned_limit_bytes() -> float:
+    """Return the bytes of pinned host memory that XLA allows a process; inf if not set."""
+    try:
+        return float(os.environ.get(PINNED_LIMIT_GIB, "")) * 2**30
+    except ValueError:
+        return math.inf
 
 
 def memory_fraction() -> float:

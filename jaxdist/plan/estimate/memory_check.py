@@ -20,6 +20,7 @@ from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
 from jaxdist.plan.estimate.search import Candidate, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.runtime import coordination
+from jaxdist.runtime.backend import PINNED_LIMIT_GIB, host_memory_bytes, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import ConfigError
 
@@ -32,12 +33,16 @@ _NEGLIGIBLE = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Estimated memory of one GPU, and the limit of its allocator; remat is resolved."""
+    """Estimated memory of one GPU, and the limit of its allocator; remat is resolved.
+
+    `own_gpus` is the number of GPUs of this process.
+    """
 
     job: Job
     memory: MemoryEstimate
     limit_bytes: float
     remat: RematChoice | None
+    own_gpus: int = 1
 
     @classmethod
     def of(
@@ -60,19 +65,21 @@ class Budget:
                 "TFLOP/s in %s; jaxdist plan reads all its data from --hardware",
                 *(cluster.gpu.name, config.precision.resolve("gpu")),
             )
-        return cls._of_job(Job.of(config, spec, cluster, model), limit)
+        own = sum(device.process_index == jax.process_index() for device in devices)
+        return cls._of_job(Job.of(config, spec, cluster, model), limit, own)
 
     @classmethod
-    def _of_job(cls, job: Job, limit: float) -> Budget:
+    def _of_job(cls, job: Job, limit: float, own_gpus: int) -> Budget:
         remat = choose_remat(job, limit)
         job = job if remat is None else remat.job
-        return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
+        memory = estimate_memory(job)
+        return cls(job=job, memory=memory, limit_bytes=limit, remat=remat, own_gpus=own_gpus)
 
     def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
         """Return the budget after the data (packed or not) and the kernel check are known."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
-            dataclasses.replace(job, packed=packed, check=check), self.limit_bytes
+            dataclasses.replace(job, packed=packed, check=check), self.limit_bytes, self.own_gpus
         )
 
     def line(self) -> str:
@@ -85,9 +92,25 @@ class Budget:
 
     def check(self) -> None:
         """Raise, with a fix, if the estimate exceeds the limit by more than its error."""
+        self._check_host()
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
+
+    def _check_host(self) -> None:
+        """Raise, with a fix, if moments exceed XLA's limit of pinned memory or the host."""
+        per_gpu, on_host = self.memory.host_bytes, self.job.cluster.gpus_per_node
+        limits = (
+            (self.own_gpus, pinned_limit_bytes(), f"{PINNED_LIMIT_GIB} allows a process"),
+            (on_host, host_memory_bytes(), "the host has"),
+        )
+        for gpus, limit, what in limits:
+            if gpus * per_gpu > limit:
+                raise ConfigError(
+                    f"memory: moments of {gpus} GPUs take {in_bytes(gpus * per_gpu)} of pinned "
+                    f"host memory, but {what} {in_bytes(limit)}. Use "
+                    "--train.offload-optimizer=false, fsdp over more GPUs, or a higher limit."
+                )
 
     def compare(self, stats: Any) -> str:
         """Return a warning if the step's `memory_analysis()` is not as estimated, else ""."""
