@@ -490,4 +490,4 @@ def test_all_problems_of_groups_are_reported():
     problems = optim.group_problems(OptimConfig(groups=groups), AXES)
     assert len(problems) == 5
     assert all(text in problem for text, problem in zip(groups[:4], problems, strict=False))
-    assert "'head'" in problems[4] and "layers/qkv_bias" in problems[4]
+    assert "'head:lr=2'" in problems[4] and "layers/qkv_bias" in problems[4]

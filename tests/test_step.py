@@ -39,7 +39,7 @@ from jaxdist.core.types import Dims, Model
 from jaxdist.objectives import regularized
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.run.setup import assemble
-from jaxdist.settings import problems_of
+from jaxdist.settings import ConfigError, problems_of
 
 SPREAD = Case("rotary", "dp=2,fsdp=2", zero=1)
 ALL = Case("rotary", "dp=2,fsdp=2,tp=2")
@@ -306,10 +306,12 @@ def test_regularizers_and_groups_act_as_on_one_device():
     runs = []
     for mesh, micro in (("1", 1), ("fsdp=2,tp=2", 1), ("pp=2,tp=2", 2)):
         case = Case("rotary", mesh, microbatches=micro)
-        objective = regularized(train, model_of("rotary").objective)
+        objective = regularized(model_of("rotary").objective, train.regularizers)
         step, state = step_of(case, rule=rule, objective=objective)
         state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
         runs.append((jax.device_get(metrics), jax.device_get(state.params)))
+    with refused("train.z_loss", "objective of its own", error=ConfigError):
+        regularized(lambda *_: {}, train.regularizers)
     (expected, params), *others = runs
     assert expected["aux_loss"] > 0.05
     assert expected["loss"] == pytest.approx(float(reference("rotary").losses[0]), rel=1e-6)

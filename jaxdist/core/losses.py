@@ -44,16 +44,6 @@ class Regularizers(NamedTuple):
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 
-    def extra(self, lse: Array, target: Array, mean: Array | float) -> Array:
-        """Return what is added to lse − target: [tokens] of each, mean is of all logits."""
-        return self.z_loss * jnp.square(lse) + self.label_smoothing * (target - mean)
-
-    def gradient(self, probs: Array, hit: Array, lse: Array, real: Array, classes: int) -> Array:
-        """Return the gradient of loss and `extra` with respect to the logits [tokens, classes]."""
-        spread = jnp.where(real, self.label_smoothing / classes, 0.0)
-        scaled = probs * (1.0 + 2.0 * self.z_loss * lse[:, None])
-        return scaled - (1.0 - self.label_smoothing) * hit - spread
-
 
 class Vocabulary(NamedTuple):
     """Layout of a head's vocabulary, and the function for its kernel's gradient.
@@ -130,9 +120,9 @@ def label_cross_entropy(
     hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
     aux = {}
     if regularizers is not None:
-        lse = jax.nn.logsumexp(logits.astype(jnp.float32), -1)
-        extra = regularizers.extra(lse, picked, jnp.mean(log_probs, -1))
-        aux["aux_loss"] = jnp.sum(extra * weights)
+        z_loss = regularizers.z_loss * jax.nn.logsumexp(logits.astype(jnp.float32), -1) ** 2
+        smoothing = regularizers.label_smoothing * (picked - jnp.mean(log_probs, -1))
+        aux["aux_loss"] = jnp.sum((z_loss + smoothing) * weights)
     return {
         "loss": -jnp.sum(picked * weights),
         "weight": jnp.sum(weights),
@@ -246,10 +236,11 @@ def _chunk_loss(
     probs, hits = exps / sums[0][:, None], hit.astype(jnp.float32)
     if regularizers is None:
         return (loss, correct), (probs - hits, slope)
-    mean = sums[2] if regularizers.label_smoothing else sums[1]
-    extra = jnp.sum(regularizers.extra(lse, sums[1], mean) * weights)
-    gradient = regularizers.gradient(probs, hits, lse, real, vocabulary.size)
-    return (loss, correct, extra), (gradient, slope)
+    factor, share = regularizers
+    extra = factor * lse**2 + (share * (sums[1] - sums[2]) if share else 0.0)
+    spread = jnp.where(real, share / vocabulary.size, 0.0)
+    gradient = probs * (1.0 + 2.0 * factor * lse[:, None]) - (1.0 - share) * hits - spread
+    return (loss, correct, jnp.sum(extra * weights)), (gradient, slope)
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:

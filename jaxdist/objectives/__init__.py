@@ -4,6 +4,22 @@ An objective receives this device's rows of one microbatch. It returns sums over
 `loss`, `weight` and any metrics (`core.types.Sums`). Custom objectives have the same signature.
 """
 
-from jaxdist.objectives.choice import regularized, regularizer_problems
+import functools
+
+from jaxdist.core.losses import Regularizers
+from jaxdist.core.types import Objective
 from jaxdist.objectives.classification import classification
 from jaxdist.objectives.cross_entropy import cross_entropy
+from jaxdist.settings import ConfigError
+
+
+def regularized(objective: Objective, regularizers: Regularizers) -> Objective:
+    """Return the objective with regularizers; raises `ConfigError` unless it is cross-entropy."""
+    if not any(regularizers):
+        return objective
+    if objective not in (cross_entropy, classification):
+        raise ConfigError(
+            "train.z_loss and train.label_smoothing are for cross-entropy, and this run has an "
+            "objective of its own. Set both to 0."
+        )
+    return functools.partial(objective, regularizers=regularizers)  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ from jaxdist.core.matrices import Sides, sides_of
 from jaxdist.core.types import Dims, Params
 from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.groups import per_parameter, scale_by_groups
+from jaxdist.optim.groups import scale_by_groups
 from jaxdist.optim.muon import scale_by_muon
 
 
@@ -52,7 +52,7 @@ def _chain(
     parts = [rules[config.optimizer](config, axes)]
     mask = decay_mask(axes)
     if config.groups:
-        parts.append(scale_by_groups(*per_parameter(config, mask)))
+        parts.append(scale_by_groups(config, mask))
     elif config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
     return optax.chain(*parts)

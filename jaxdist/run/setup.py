@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jaxdist import objectives, optim
+from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import OPTIONAL, in_params, under
@@ -43,6 +43,7 @@ from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
+from jaxdist.objectives import regularized
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.tables import few
@@ -329,7 +330,6 @@ def assemble(
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
     problems = optim.frozen_problems(config.optim, model.axes)
     problems += optim.group_problems(config.optim, model.axes)
-    problems += objectives.regularizer_problems(config.train, model.objective)
     problems += matmul.problems(
         config.precision.matmul_dtype,
         model.num_layers,
@@ -342,7 +342,7 @@ def assemble(
     model = dataclasses.replace(
         model,
         axes=optim.with_frozen(config.optim, model.axes),
-        objective=objectives.regularized(config.train, model.objective),
+        objective=regularized(model.objective, config.train.regularizers),
     )
     moments = layout.shardings(layout.moment_specs(model.axes))
     optimizer = optim.make_optimizer(config.optim, model.axes, moments)

@@ -15,17 +15,14 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Array, AttentionMask
 
-_MOST_SCORES = 2**26
-"""Scores that are in memory at once, float32."""
+_MOST_SCORES = 2**26  # in memory at once, float32
 
 
 def largest_logits(query: Q, key: KV, mask: AttentionMask) -> Float[Array, " batch"]:
     """Return the maximum of query · key / √head_dim over heads and visible pairs, before a cap.
 
-    Uses the query and key arguments of `Context.attend`. The result is equal on the devices that
-    split heads (`tensor`) or positions (`context`), and has no gradient.
+    It is equal on the devices that split heads (`tensor`) or positions (`context`).
     """
-    query, key = lax.stop_gradient((query, key))
     if CONTEXT.name in collectives.varying_axes(query):
         queries, keys = gathered_spans(query, mask.segments)
         key = gather_keys(key)

@@ -1,7 +1,7 @@
 """Statistics of every layer, computed inside the train step.
 
-Norms of gradients, weights and updates come from the arrays of the update. Activations and logits
-of attention come from a forward pass of their own, without dropout, which runs at the interval.
+Norms come from the arrays of the update. Activations and logits of attention come from a forward
+pass of their own, without dropout, which runs only at the interval.
 """
 
 from __future__ import annotations
@@ -14,43 +14,72 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxdist.core import collectives
 from jaxdist.core.attention.largest_logit import largest_logits
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
+from jaxdist.core.state import TrainState
 from jaxdist.core.types import LAYER_SUM, Array, AttentionMask, Batch, Context, Model, Params, Sums
 
 Statistics = dict[str, dict[str, Array]]
 """Statistic -> parameter (or "layers") -> float32 [num_layers] in model order, or [] without."""
 
 
-def norms(trees: dict[str, Params], order: Any) -> Statistics:
-    """Return the norm of each leaf; of stacked leaves [num_layers, ...] that of each layer.
+def make_measure(
+    model: Model,
+    evaluate: Callable[[Model], Callable[[Params, Batch], Sums]],
+    order: Any,
+    interval: int,
+) -> Callable[[TrainState, Batch, Params, Params], Statistics]:
+    """Make (state, batch [rows, ...], gradients, new parameters) -> statistics of the step.
 
-    `trees` have one structure, leaves are global arrays [...]. `order` is the model index of each
-    stored layer, int [num_layers].
+    `evaluate` makes a model's forward pass: (params, batch) -> global sums. `order` is the model
+    index of each stored layer, int [num_layers]. Frozen leaves and running averages have no norms.
     """
+    dims = dict(tree_leaves_with_path(model.axes))
 
     def norm(path: Any, x: Array) -> Array:
+        """Return the norm of x, of a stacked leaf [num_layers, ...] that of each layer."""
         stacked = path[0].key == LAYERS
-        squares = jnp.square(x.astype(jnp.float32))
-        norms = jnp.sqrt(jnp.sum(squares, axis=tuple(range(int(stacked), x.ndim))))
+        norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(int(stacked), x.ndim))))
         return jnp.zeros_like(norms).at[order].set(norms) if stacked else norms
 
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    leaves = jax.tree_util.tree_leaves_with_path
-    return {
-        kind: {name(path): norm(path, x) for path, x in leaves(tree)}
-        for kind, tree in trees.items()
-    }
+    def activations(params: Params, batch: Batch) -> Statistics:
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        sums = evaluate(measured(model, rows))(params, batch)
+        rms = jnp.sqrt(sums[f"{LAYER_SUM}squares"] / sums[f"{LAYER_SUM}elements"])
+        rows_max = sums.get(f"{LAYER_SUM}logits")
+        logits = {} if rows_max is None else {"attention_logit": {LAYERS: jnp.max(rows_max, 1)}}
+        return {"activation_rms": {LAYERS: rms}, **logits}
+
+    def measure(state: TrainState, batch: Batch, grads: Params, params: Params) -> Statistics:
+        update = jax.tree.map(jnp.subtract, params, state.params)
+        trees = {"grad_norm": grads, "weight_norm": state.params, "update_norm": update}
+        norms = {
+            kind: {
+                keystr(path, simple=True, separator="/"): norm(path, x)
+                for path, x in tree_leaves_with_path(tree)
+                if dims[path].update == "gradient"
+            }
+            for kind, tree in trees.items()
+        }
+        if model.block is None:
+            return norms
+        kinds = jax.eval_shape(activations, state.params, batch)
+        zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
+        now = (state.step + 1) % interval == 0
+        return norms | lax.cond(now, activations, zeros, state.params, batch)
+
+    return measure
 
 
 def measured(model: Model, num_rows: int) -> Model:
-    """Return a model without head whose blocks return the sums of `from_sums`.
+    """Return a model without head whose blocks sum squares, elements and logits of each layer.
 
-    `num_rows` is the number of rows of the global batch. A row's largest logit has an element of
-    its own, because sums over microbatches and devices have no maximum.
+    The largest logit of each of `num_rows` rows of the global batch has an element of its own,
+    because sums over microbatches and devices have no maximum.
     """
     block, prepare = model.block, model.prepare or (lambda batch, context: batch)
     assert block is not None
@@ -86,35 +115,3 @@ def measured(model: Model, num_rows: int) -> Model:
         head=lambda params, x, batch, context: (None, {}),
         objective=lambda output, batch, context: {},
     )
-
-
-def make_activations(
-    model: Model, evaluate: Callable[[Model], Callable[[Params, Batch], Sums]]
-) -> Callable[[Params, Batch], Statistics]:
-    """Make (params, batch [rows, ...]) -> RMS of activations and largest logits of each layer.
-
-    `evaluate` makes the forward pass of a model: (params, batch) -> global sums.
-    """
-
-    def activations(params: Params, batch: Batch) -> Statistics:
-        if model.block is None:
-            return {}
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        sums = evaluate(measured(model, rows))(params, batch)
-        sums = {name.removeprefix(LAYER_SUM): value for name, value in sums.items()}
-        rms = jnp.sqrt(sums["squares"] / sums["elements"])
-        statistics = {"activation_rms": {LAYERS: rms}}
-        if "logits" in sums:
-            statistics["attention_logit"] = {LAYERS: jnp.max(sums["logits"], axis=1)}
-        return statistics
-
-    return activations
-
-
-def at_interval(
-    interval: int, step: Array, measure: Callable[..., Statistics], *arguments: Any
-) -> Statistics:
-    """Return the statistics after `step` (int32 []) at the interval, else zeros, for no cost."""
-    kinds = jax.eval_shape(measure, *arguments)
-    zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-    return lax.cond((step + 1) % interval == 0, measure, zeros, *arguments)

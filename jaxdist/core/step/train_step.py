@@ -20,7 +20,6 @@ from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_
 from jaxdist.core.step import layer_statistics, statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
-from jaxdist.core.step.layer_statistics import Statistics
 from jaxdist.core.step.model_context import make_context
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
@@ -93,22 +92,19 @@ def make_step(
         has_ema=bool(optimizer.ema_decay),
     )
     shardings = state_shardings(model, rule, layout, **kept)
+    virtual = plan.pipeline.num_virtual_stages
+    measure = layer_statistics.make_measure(
+        model,
+        lambda measured: make_evaluate(measured, layout, plan, context, plan.accumulation),
+        execution_order(model.num_layers, layout.size(PIPELINE), virtual),
+        layer_statistics_steps,
+    )
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     train = _make_train(
         make_value_and_grad(model, layout, plan, context),
-        make_update(
-            model,
-            rule,
-            layout,
-            optimizer.max_grad_norm,
-            _order(model, layout, plan) if layer_statistics_steps else None,
-        ),
+        make_update(model, rule, layout, optimizer.max_grad_norm),
         optimizer.schedule,
-        layer_statistics.make_activations(
-            model,
-            lambda measured: make_evaluate(measured, layout, plan, context, plan.accumulation),
-        ),
-        layer_statistics_steps,
+        measure if layer_statistics_steps else None,
         ema_decay=optimizer.ema_decay,
         fetched_to=opt_shardings(model, rule, layout) if plan.offload_optimizer else None,
         avoid_donation_copies=plan.avoids_donation_copies,
@@ -138,18 +134,11 @@ def make_step(
     )
 
 
-def _order(model: Model, layout: Layout, plan: StepPlan) -> Any:
-    """Return the model index of each stored layer, int [num_layers]."""
-    stages = layout.size(PIPELINE)
-    return execution_order(model.num_layers, stages, plan.pipeline.num_virtual_stages)
-
-
 def _make_train(
     gradients: Callable[..., tuple[Sums, Params, Array]],
-    update: Callable[..., tuple[Params, Any, Statistics]],
+    update: Callable[..., tuple[Params, Any]],
     schedule: Callable[[Array], Array],
-    activations: Callable[[Params, Batch], Statistics],
-    layer_statistics_steps: int,
+    measure: Callable[..., Any] | None,
     *,
     ema_decay: float,
     fetched_to: Any = None,
@@ -171,14 +160,14 @@ def _make_train(
         key = jax.random.fold_in(state.key, state.step)
         sums, grads, norm = gradients(state.params, batch, key, scale)
         learning_rate = schedule(state.step)
-        params, opt_state, norms = update(state, grads, norm, learning_rate)
+        params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)
         means = _means(sums)
         labeled = sums["weight"] != 0
         applied = finite & labeled & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
-        def update_after(written: Params, name: str) -> tuple[Params, Any, Statistics]:
+        def update_after(written: Params, name: str) -> tuple[Params, Any]:
             """Repeat the update, but read `state.<name>` only after `written` is computed."""
             ready = ready_token(x for x in jax.tree.leaves(written) if x.size)
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
@@ -186,10 +175,10 @@ def _make_train(
 
         ema_params = keep(move_average(state.ema_params, params, ema_decay), state.ema_params)
         if avoid_donation_copies and ema_params:
-            params, *_ = update_after(ema_params, "params")
+            params, _ = update_after(ema_params, "params")
         params = keep(params, state.params)
         if avoid_donation_copies:
-            _, opt_state, _ = update_after(params, "opt_state")
+            _, opt_state = update_after(params, "opt_state")
         new_state = TrainState(
             step=state.step + 1,
             params=params,
@@ -208,11 +197,8 @@ def _make_train(
             "applied": applied,
             **{f"loss_{name}": value for name, value in state.loss_scale.items()},
         }
-        if layer_statistics_steps:
-            by_layer = layer_statistics.at_interval(
-                layer_statistics_steps, state.step, activations, state.params, batch
-            )
-            metrics["layer_statistics"] = norms | by_layer  # type: ignore[assignment]
+        if measure is not None:
+            metrics["layer_statistics"] = measure(state, batch, grads, params)
         return new_state, metrics
 
     return train
@@ -223,12 +209,8 @@ def make_update(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     max_grad_norm: float,
-    measured_order: Any = None,
-) -> Callable[..., tuple[Params, Any, Statistics]]:
-    """Make (state, grads, norm, learning rate) -> (params, opt_state, norms), layouts unchanged.
-
-    Norms are those of the gradients before clipping, the weights and their updates, if the order of
-    stored layers is passed, else {}.
+) -> Callable[..., tuple[Params, Any]]:
+    """Make (state, grads, norm, learning rate) -> (params, opt_state) with unchanged layouts.
 
     Frozen parameters do not change; the optimizer receives None in their place.
 
@@ -242,9 +224,8 @@ def make_update(
     def update(
         state: TrainState, gradients_and_stats: Params, norm: Array, learning_rate: Array
     ) -> Any:
-        """Return the results for gradients like the parameters; scalars are float32 []."""
+        """Return (params, opt_state) from gradients like the parameters; scalars are float32 []."""
         grads = statistics.mask(axes, gradients_and_stats) if averages else gradients_and_stats
-        raw = grads
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -253,18 +234,13 @@ def make_update(
         # optax promotes float decays to its int32 count, and mixes moments of two dtypes.
         with jax.numpy_dtype_promotion("standard"):
             directions, opt_state = optimizer.update(grads, state.opt_state, params)
-        norms = {}
-        if measured_order is not None:
-            steps = jax.tree.map(lambda d: learning_rate * d, directions)
-            trees = {"grad_norm": raw, "weight_norm": params, "update_norm": steps}
-            norms = layer_statistics.norms(trees, measured_order)
         params = jax.tree.map(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
             params = statistics.update_running_stats(axes, params, old, gradients_and_stats)
-        return merged(params, state.params), opt_state, norms
+        return merged(params, state.params), opt_state
 
     return update
 
