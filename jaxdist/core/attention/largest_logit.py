@@ -31,7 +31,8 @@ def largest_logits(query: Q, key: KV, mask: AttentionMask) -> Float[Array, " bat
     batch, length, heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)
     scores = batch * heads * length * key.shape[1]
-    parts = next(n for n in range(1, length + 1) if not length % n and scores <= n * _MOST_SCORES)
+    fitting = (n for n in range(1, length) if not length % n and scores <= n * _MOST_SCORES)
+    parts = next(fitting, length)
 
     def part(index: Array) -> Float[Array, " batch"]:
         """Return the largest logits of one part of the queries; index is int32 []."""
