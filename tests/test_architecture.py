@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 53_530,
-    "package code lines": 37_670,
-    "test lines": 41_090,
+    "package lines": 53_520,
+    "package code lines": 37_665,
+    "test lines": 41_085,
     "two-way folder pairs": 0,
     "settings of a run": 123,
 }

@@ -306,12 +306,12 @@ def test_regularizers_and_groups_act_as_on_one_device():
     runs = []
     for mesh, micro in (("1", 1), ("fsdp=2,tp=2", 1), ("pp=2,tp=2", 2)):
         case = Case("rotary", mesh, microbatches=micro)
-        objective = regularized(model_of("rotary").objective, train.regularizers)
+        objective = regularized(model_of("rotary").objective, train)
         step, state = step_of(case, rule=rule, objective=objective)
         state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
         runs.append((jax.device_get(metrics), jax.device_get(state.params)))
     with refused("train.z_loss", "objective of its own", error=ConfigError):
-        regularized(lambda *_: {}, train.regularizers)
+        regularized(lambda *_: {}, train)
     (expected, params), *others = runs
     assert expected["aux_loss"] > 0.05
     assert expected["loss"] == pytest.approx(float(reference("rotary").losses[0]), rel=1e-6)

@@ -7,15 +7,16 @@ An objective receives this device's rows of one microbatch. It returns sums over
 import functools
 
 from jaxdist.core.losses import Regularizers
+from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.types import Objective
 from jaxdist.objectives.classification import classification
 from jaxdist.objectives.cross_entropy import cross_entropy
 from jaxdist.settings import ConfigError
 
 
-def regularized(objective: Objective, regularizers: Regularizers) -> Objective:
+def regularized(objective: Objective, config: TrainConfig) -> Objective:
     """Return the objective with regularizers; raises `ConfigError` unless it is cross-entropy."""
-    if not any(regularizers):
+    if not any(regularizers := Regularizers(config.z_loss, config.label_smoothing)):
         return objective
     if objective not in (cross_entropy, classification):
         raise ConfigError(

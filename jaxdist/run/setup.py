@@ -342,7 +342,7 @@ def assemble(
     model = dataclasses.replace(
         model,
         axes=optim.with_frozen(config.optim, model.axes),
-        objective=regularized(model.objective, config.train.regularizers),
+        objective=regularized(model.objective, config.train),
     )
     moments = layout.shardings(layout.moment_specs(model.axes))
     optimizer = optim.make_optimizer(config.optim, model.axes, moments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.core.losses import Regularizers
 from jaxdist.settings import setting
 
 
@@ -52,11 +51,6 @@ class TrainConfig:
         lt=1,
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
-
-    @property
-    def regularizers(self) -> Regularizers:
-        """Return the terms that are added to cross-entropy."""
-        return Regularizers(self.z_loss, self.label_smoothing)
 
     @property
     def accumulation(self) -> int:

@@ -48,7 +48,7 @@ class StepTime:
         communication: seconds of all collectives, hidden or exposed.
         model_flops: useful FLOPs per step, causal convention.
         peak_flops: of one device in the run's dtype, or in float32 if it does not support it.
-        accuracy: low and high measured / estimated time, by `MEASURED`.
+        accuracy: measured / estimated time of our fastest and of other trainers' slowest runs.
     """
 
     parts: dict[str, float]
@@ -90,6 +90,8 @@ def estimate_time(job: Job) -> StepTime:
     if job.spec.num_devices > 1:
         launches += rates.software.idle * (products_s + attention_s + memory)
     busy = products_s + attention_s + memory + launches
+    is_long = job.seq_len >= LONG or job.exchange is not None
+    others = MEASURED["long or split rows" if is_long else "other trainers"]
     parts = {
         "products": products_s,
         "attention": attention_s,
@@ -107,15 +109,8 @@ def estimate_time(job: Job) -> StepTime:
         num_gpus=job.spec.num_devices,
         model_flops=model_flops_per_token(job) * job.tokens_per_step,
         peak_flops=_peak(job),
-        accuracy=_accuracy(job),
+        accuracy=(MEASURED["our step on one H200"][0], others[1]),
     )
-
-
-def _accuracy(job: Job) -> tuple[float, float]:
-    """Return the range from our own fastest run to the slowest of other software."""
-    is_long = job.seq_len >= LONG or job.exchange is not None
-    other = MEASURED["long or split rows" if is_long else "other trainers"]
-    return MEASURED["our step on one H200"][0], other[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -444,14 +444,12 @@ class Monitor:
 
         fields = jax.tree.map(lambda x: x.tolist(), jax.device_get(dict(statistics)))
         self.event("layer_statistics", quiet=True, step=step, **fields)
-        points: dict[str, float] = {}
-        for kind, parameters in fields.items():
-            for name, value in parameters.items():
-                tag = f"{kind}/{name}"
-                if isinstance(value, list):
-                    points |= {f"{tag}/{i:03d}": x for i, x in enumerate(value)}
-                else:
-                    points[tag] = value
+        points = {
+            f"{kind}/{name}" + f"/{i:03d}" * isinstance(value, list): x
+            for kind, parameters in fields.items()
+            for name, value in parameters.items()
+            for i, x in enumerate(value if isinstance(value, list) else [value])
+        }
         self._plot(step, points)
 
     def _plot(self, step: int, points: Mapping[str, float]) -> None:
