@@ -285,6 +285,10 @@ class Checkpointer:
         rest = self._reader.load(chosen, {model: others}, items=(model,), reinit=unread)
         return merged(loaded, rest[model])
 
+    def meta(self, step: int) -> dict[str, Any]:
+        """Return the JSON that was saved with a checkpoint."""
+        return self._reader.document(step)["meta"]
+
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
         """Return which weights `restore_params` loads, "ema" or "raw"; raises as it does."""
         if self._local is not None and self._chosen_locally and step == self._chosen:

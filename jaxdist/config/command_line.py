@@ -21,7 +21,7 @@ from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
-from jaxdist.runtime.storage import locate, read_url
+from jaxdist.runtime.storage import is_url, locate, read_url
 from jaxdist.settings import ConfigError, read_settings
 from jaxdist.settings.reader import InputValues
 from jaxdist.settings.schema import BadValueError, read_value
@@ -35,7 +35,7 @@ ALIASES = {
 }
 """Short flags of the commands that take all settings of a run."""
 
-_FINETUNING_LR = 2e-5
+_FINETUNING_LR, _ADAPTER_LR = 2e-5, 2e-4
 """Default peak learning rate of a run that starts from published weights. Papers on full
 fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5; the rate for a new model is too high."""
 
@@ -77,9 +77,12 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     here = os.path.abspath(os.path.expanduser(file))
     is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
     file = here if is_file else _with_commit(file, directory)
+    start = run.init_from
+    if run.lora.rank and start and not (is_url(start) or hub.is_hub_name(start)):
+        start = os.path.abspath(os.path.expanduser(start))  # each start reads it again
     run = dataclasses.replace(
         run,
-        init_from=_with_commit(run.init_from, directory),
+        init_from=_with_commit(start, directory),
         data=dataclasses.replace(run.data, tokenizer=file),
     )
     return _with_text_format(run, _table_of(directory)) if directory else run
@@ -127,7 +130,8 @@ def _base_of(values: InputValues) -> RunConfig | None:
     start = values.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:
-            return _run_of_model(_with_commit(str(start), str(values.get("run_dir") or "")))
+            name = _with_commit(str(start), str(values.get("run_dir") or ""))
+            return _run_of_model(name, has_adapters="lora.rank" in values)
         except ConfigError as error:
             raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
     if "debug" in values and values["debug"] in (None, True, "true"):
@@ -176,14 +180,14 @@ def _debug_run(has_mesh: bool) -> RunConfig:
     )
 
 
-def _run_of_model(start: str) -> RunConfig:
+def _run_of_model(start: str, *, has_adapters: bool) -> RunConfig:
     folder, is_hub = folder_of(start), hub.is_hub_name(start)
     name = hub.short_name(start) if is_hub else folder.absolute().name
     return RunConfig(
         name=re.sub(r"[^\w.+-]", "-", name).lstrip(".+-") or "tuned",
         model=read_model(folder),
         data=DataConfig(tokenizer=start if is_hub else str(folder / "tokenizer.json")),
-        optim=OptimConfig(peak_lr=_FINETUNING_LR),
+        optim=OptimConfig(peak_lr=_ADAPTER_LR if has_adapters else _FINETUNING_LR),
     )
 
 

@@ -30,6 +30,7 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
+from jaxdist.models.adapters import LoraConfig, with_adapters
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json, read_model
 from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.weights import weights_of
@@ -41,7 +42,7 @@ from jaxdist.settings import ConfigError, Removed, problems_of, setting
 
 _MAX_SIMULATED = 4096  # simulated devices per process; each costs a thread and memory
 _SEARCH_S = 0.5  # time limit of the search for legal meshes to suggest
-_PARAM_AND_GRADIENT_BYTES = 4 + 4
+_GRADIENT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class RunConfig:
         "",
         "initial weights of a new run: the path or URL of a run directory, a checkpoint in it or a "
         "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub (its config.json, its "
-        "tokenizer.json and optim.peak_lr=2e-5 are then the defaults); empty = random",
+        "tokenizer.json and optim.peak_lr=2e-5, or 2e-4 with adapters, are then the defaults); "
+        "empty = random",
     )
     reinit_params: list[str] = setting(
         [],
@@ -94,6 +96,7 @@ class RunConfig:
         le=_MAX_SIMULATED,
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -146,7 +149,8 @@ class RunConfig:
             return problems
         if any(problems_of(sections[name], name) for name in sections):
             return problems
-        return problems + self._data_problems() + self._early_mesh_problems()
+        problems += self._lora_problems() + self._data_problems()
+        return problems + self._early_mesh_problems()
 
     @property
     def run(self) -> RunConfig:
@@ -162,6 +166,8 @@ class RunConfig:
         """Return one line for each legal but unusual setting, for the log at the start."""
         optim, steps = self.optim, self.train.steps
         lines = []
+        if self.lora.rank and not self.init_from:
+            lines.append("lora.rank without init_from: the frozen weights are random")
         if self.init_from and is_model(self.init_from):
             lines += left_out(read_json(folder_of(self.init_from)))
         if 0 < steps <= optim.warmup_steps:
@@ -251,7 +257,8 @@ class RunConfig:
 
     def build_model(self) -> Model:
         """Build the model; this imports Flax, starts no device and creates no weights."""
-        return build(self.model, seq_len=self.train.seq_len)
+        model = build(self.model, seq_len=self.train.seq_len)
+        return with_adapters(self.lora, self.model, model)
 
     def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:
         """Return the layout of arrays on a mesh of devices or an abstract mesh."""
@@ -270,8 +277,11 @@ class RunConfig:
 
     def state_bytes(self, model: Model) -> int:
         """Return the bytes of parameters, EMA, gradients and moments of the model, as stored."""
-        stored = sum(weight.size for weight in weights_of(model))
-        return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes)
+        of_trained = _GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes
+        return sum(
+            weight.size * (weight.num_bytes + (weight.dims.update != "none") * of_trained)
+            for weight in weights_of(model)
+        )
 
     def _path_problems(self) -> list[str]:
         problems = []
@@ -340,6 +350,20 @@ class RunConfig:
             if field.name not in free
             and getattr(self.model, field.name) != getattr(stored, field.name)
         ]
+
+    def _lora_problems(self) -> list[str]:
+        problems = self.lora.run_problems(self.model)
+        if self.lora.rank and self.optim.freeze:
+            problems.append(
+                f"optim.freeze={self.optim.freeze} with lora.rank={self.lora.rank}: everything but "
+                "the adapters is frozen. Leave out optim.freeze; lora.targets selects adapters."
+            )
+        if self.lora.rank and self.precision.matmul_dtype != "auto":
+            problems.append(
+                f"precision.matmul_dtype={self.precision.matmul_dtype!r} with lora.rank: products "
+                "of adapters are not computed in 8 bits. Leave one of them out."
+            )
+        return problems
 
     def _data_problems(self) -> list[str]:
         data, reads = self.data, self.model.reads

@@ -104,6 +104,10 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
 
 
+ADAPTED = "adapted"
+"""Name of the sum of several products, which remat saves instead of each product."""
+
+
 class CompositeWeight(abc.ABC):
     """A weight stored in several arrays, for `Context.dot`; subclasses are pytrees."""
 

@@ -49,7 +49,7 @@ _METADATA = {
     "metadata", "meta", "model", "date", "timestamp", "created_at", "finish_reason", "num_turns",
     "num_tokens", "cached", "index_level_0",
 }  # fmt: skip
-"""Fields that are ignored; docs/data.md lists them."""
+"""Fields that are ignored; docs/fine-tuning.md lists them."""
 
 Message = dict[str, str]
 

@@ -65,7 +65,7 @@ class DataConfig:
         '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
         '"completion": "..."}. With chat and completion only answers (and the token that ends '
         "them) count in the loss; other fields are rejected, except metadata such as id or source "
-        "(docs/data.md lists them)",
+        "(docs/fine-tuning.md lists them)",
     )
     chat_template: str = setting(
         "auto",

@@ -298,7 +298,9 @@ class Session:
                 "mesh": str(self.parts.spec),
                 "versions": versions(),
             }
-            state = self.parts.in_model_order(self.state)
+            if self.parts.has_adapters:
+                meta["base"] = self.parts.base
+            state = self.parts.in_model_order(self.parts.without_base(self.state))
             self.checkpointer.save(self.step, state, meta, due=due, force=force, metrics=metrics)
         self.forward_events()
 

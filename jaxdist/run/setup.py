@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -17,10 +19,11 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from jaxdist import optim
-from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint import Checkpointer, manifest
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.manifest import named_step
-from jaxdist.checkpoint.pytree import OPTIONAL, in_params, under
-from jaxdist.config import RunConfig, fit_devices, legal_sizes
+from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
+from jaxdist.config import RunConfig, fit_devices, legal_sizes, parse_run
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
 from jaxdist.core.attention.kernel_check import KernelCheck
@@ -37,9 +40,10 @@ from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.trials import wrong_operations
 from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
-from jaxdist.core.weights import trained
+from jaxdist.core.weights import frozen, trained
 from jaxdist.data import Dataset, Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
+from jaxdist.models.adapters import base_of, with_base
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -66,6 +70,7 @@ class Parts:
         packed: True if rows have several documents; guessed from the settings until data is open.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
         remat: the policy chosen by cost; None = as in the settings.
+        base: "digest" of the frozen weights next to adapters, once they are loaded.
     """
 
     config: RunConfig
@@ -81,6 +86,7 @@ class Parts:
     packed: bool
     check: KernelCheck | None = None
     remat: str | None = None
+    base: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def plan(self) -> StepPlan:
@@ -158,15 +164,17 @@ class Parts:
 
         Its layers are in execution order.
         """
-        start = self.config.init_from
+        params = self._initial_params() if self.config.init_from else None
         state = init_state(
             self.model,
             self.optimizer,
             self.layout,
             seed=self.config.seed,
-            params=self._initial_params(start) if start else None,
+            params=params if params is None else self._with_new_adapters(params),
             **self._state_options,
         )
+        if self.has_adapters:
+            self.base["digest"] = self._base_digest(state.params)
         return self.in_execution_order(state)
 
     def abstract_state(self) -> TrainState:
@@ -187,10 +195,12 @@ class Parts:
         """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
 
         If only the settings have an EMA, it starts from the parameters. If only the checkpoint has
-        an EMA, it is dropped. Both cases are logged. Layers are in execution order.
+        an EMA, it is dropped. Both cases are logged. Layers are in execution order. Next to
+        adapters, the frozen weights are loaded from `init_from` again.
         """
-        target = self.abstract_state()
+        target = self.without_base(self.abstract_state())
         state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
+        state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
         if not target.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
             log.info("the EMA of checkpoint %d is dropped (optim.ema_decay=0)", step)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):
@@ -200,6 +210,62 @@ class Parts:
             average = jax.jit(copy_params, out_shardings=shardings)(moving)
             state = dataclasses.replace(state, ema_params=average)
         return self.in_execution_order(state), meta, step
+
+    def load_params(self, checkpointer: Checkpointer, step: int, kind: Weights) -> Params:
+        """Load the weights of a checkpoint; see `Checkpointer.restore_params`."""
+        target = self.without_base(self.abstract_state()).params
+        params = checkpointer.restore_params(target, step, weights=kind)
+        return self._with_base(params, checkpointer.meta(step), step)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether checkpoints contain adapters only, and not the frozen weights."""
+        return bool(self.config.lora.rank)
+
+    def without_base(self, state: TrainState) -> TrainState:
+        """Return the part of a state that checkpoints contain: without the base of adapters."""
+        if not self.has_adapters:
+            return state
+        return dataclasses.replace(state, params=trained(state.params, self.model.axes))
+
+    def _base_digest(self, params: Params) -> str:
+        """Return a digest of the frozen weights next to adapters, equal on every mesh.
+
+        `params` are in the order of the model.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(base_of(frozen(params, self.model.axes)))
+        names = [keystr(path, simple=True, separator="/") for path, _ in leaves]
+        sums = checksums([leaf for _, leaf in leaves])
+        return hashlib.sha256(json.dumps([names, sums]).encode()).hexdigest()
+
+    def _with_base(self, params: Params, meta: Mapping[str, Any], step: int) -> Params:
+        """Return adapters with their frozen weights, after comparing the weights' digest."""
+        if not self.has_adapters:
+            return params
+        params = with_base(params, self._initial_params())
+        self.base["digest"] = self._base_digest(params)
+        stored = meta.get("base", self.base)  # imported adapters do not identify their base
+        if self.base != stored:
+            start = self.config.init_from or f"seed {self.config.seed}"
+            raise ConfigError(
+                f"checkpoint {step} has adapters of other weights than those of {start}. Name the "
+                "weights that they were trained with in --init-from."
+            )
+        return params
+
+    def _with_new_adapters(self, params: Params) -> Params:
+        """Return loaded weights with new adapters, if the run has any."""
+        if not self.has_adapters:
+            return params
+        make = lambda seed: trained(self._random_params(seed), self.model.axes)
+        target = self.without_base(self.abstract_state()).params
+        shardings = jax.tree.map(lambda x: x.sharding, target)
+        make = jax.jit(make, static_argnums=0, out_shardings=shardings)
+        return with_base(make(self.config.seed), params)
+
+    def _random_params(self, seed: int) -> Params:
+        init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`
+        return self.model.init(init_key)
 
     @property
     def fields(self) -> Fields:
@@ -230,17 +296,19 @@ class Parts:
             num_workers=self.config.data.num_workers,
         )
 
-    def _initial_params(self, path: str) -> Params:
-        """Return stored weights, with random values for `reinit_params`."""
-        reinit = self.config.reinit_params
-        target = self.abstract_state().params
+    def _initial_params(self) -> Params:
+        """Return the weights of `init_from`, with random values for `reinit_params`.
+
+        Without `init_from`, all are random. The result has no adapters.
+        """
+        path, reinit = self.config.init_from, self.config.reinit_params
+        target = base_of(self.abstract_state().params)
         named, structure = jax.tree_util.tree_flatten_with_path(target)
         names = [f"params/{keystr(path, simple=True, separator='/')}" for path, _ in named]
-        is_random = [under(name, in_params(reinit)) for name in names]
+        is_random = [not path or under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
-            init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`
-            leaves = jax.tree.leaves(self.model.init(init_key))
+            leaves = jax.tree.leaves(base_of(self._random_params(seed)))
             return [leaf for leaf, new in zip(leaves, is_random, strict=True) if new]
 
         pairs = [(leaf, new) for (_, leaf), new in zip(named, is_random, strict=True)]
@@ -249,7 +317,7 @@ class Parts:
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for leaf, new in pairs]
         target = jax.tree.unflatten(structure, leaves)
-        return self.stored_params(path, target, reinit=reinit)
+        return self.stored_params(path, target, reinit=reinit) if path else target
 
     def stored_params(
         self,
@@ -269,6 +337,12 @@ class Parts:
             params = load_params(folder, target, reinit=in_params(reinit))
         else:
             directory, step = named_step(path)
+            stored = manifest.stored_config(directory, step)
+            if stored and parse_run(stored, path).lora.rank:
+                raise ConfigError(
+                    f"{path} has adapters, not complete weights. Merge them first: python -m "
+                    f"jaxdist.convert merge {path} OUT."
+                )
             reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
             params = reader.restore_params(target, step, reinit=reinit)
         _check_finite(params, path)

@@ -23,6 +23,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange
 from jaxdist.core.types import Objective
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
+from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
@@ -32,6 +33,7 @@ from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path, read_table
 from jaxdist.run.setup import Parts, assemble, nonfinite_names
 from jaxdist.runtime import coordination, hub
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
@@ -127,7 +129,7 @@ def restore_or_init(
     rolls_back = left_out is not None
     chosen = None
     if rolls_back or config.resume != "never":
-        chosen = checkpointer.choose(parts.abstract_state)
+        chosen = checkpointer.choose(lambda: parts.without_base(parts.abstract_state()))
     position, losses = Position(), []
     if chosen is None:
         state, step = parts.init_state(), 0
@@ -163,7 +165,7 @@ def restore_or_init(
     if chosen is None and not rolls_back:
         # Start it after the loader: importing grain temporarily replaces `__import__`, also for the
         # thread that traces the preflight's programs.
-        checkpointer.start_preflight(state)
+        checkpointer.start_preflight(parts.without_base(state))
     return state, step, loader
 
 
@@ -213,12 +215,13 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
     """Return whether the state arrays of these settings differ from the checkpoint's."""
-    built = lambda config: (config.model, config.train.seq_len, config.optim.freeze)
+    built = lambda c: (c.model, c.lora, c.train.seq_len, c.optim.freeze)
     train = dataclasses.replace(config.train, num_microbatches=0)
     config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)
     try:
         model = parts.model if built(config) == built(parts.config) else None
-        state = assemble(config, parts.devices[:1], model=model).abstract_state()
+        one = assemble(config, parts.devices[:1], model=model)
+        state = one.without_base(one.abstract_state())
     except Exception:  # the model or optimizer rejects the combination
         return True
     leaves = [leaf for leaf in pytree.leaves_of(state) if leaf.item not in pytree.OPTIONAL]
@@ -287,6 +290,13 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
         notes.append(describe(schedule, rows))
+    if parts.has_adapters:
+        count = num_trained(model)
+        notes.append(
+            f"adapters of rank {config.lora.rank}: {count:,} trained parameters "
+            f"({percent(count / parts.num_params, 2)} of all), frozen weights in "
+            f"{config.lora.base_format}"
+        )
     if config.optim.ema_decay:
         notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: evaluation uses it")
     if budget is not None:

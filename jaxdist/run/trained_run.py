@@ -87,9 +87,8 @@ class TrainedRun:
                     f"checkpoint {chosen} of {self.path} has other model or data settings than the "
                     f"damaged checkpoint {steps[-1]}. Add --step {chosen} to use it."
                 )
-        target = self.parts.abstract_state().params
         stored_kind = checkpointer.weights_kind(chosen, kind)
-        params = checkpointer.restore_params(target, chosen, weights=kind)
+        params = self.parts.load_params(checkpointer, chosen, kind)
         return LoadedWeights(params, chosen, stored_kind)
 
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:

@@ -24,7 +24,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import LAYER_SUM, Array, Context, Model, Params, Sums
-from jaxdist.core.weights import gathered_dtypes, with_weights
+from jaxdist.core.weights import ADAPTED, gathered_dtypes, with_weights
 
 
 def make_run_layers(
@@ -222,7 +222,9 @@ def _named_policy(remat: str) -> Callable[..., bool]:
             policies.checkpoint_dots_with_no_batch_dims,
             policies.save_from_both_policies(
                 # Outputs after the all-reduce over `tensor`, instead of the partial sums.
-                policies.save_only_these_names(block_scaled.PRODUCT, "attention_out", "mlp_out"),
+                policies.save_only_these_names(
+                    block_scaled.PRODUCT, ADAPTED, "attention_out", "mlp_out"
+                ),
                 keeps_attention,
             ),
         )

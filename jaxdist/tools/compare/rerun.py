@@ -62,7 +62,9 @@ def rerun_steps(
     skipped. The step after `checkpoint` describes its arrays.
     """
     for step, batch in enumerate(batches, start=int(state.step) + 1):
-        arrays = _describe(parts.in_model_order(state)) if step - 1 == checkpoint else {}
+        arrays = {}
+        if step - 1 == checkpoint:
+            arrays = _describe(parts.in_model_order(parts.without_base(state)))
         digests = diagnose(state, batch)
         state, metrics = parts.step.train(state, batch, limit(step))
         numbers = loss_and_norm(metrics)

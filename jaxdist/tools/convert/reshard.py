@@ -91,7 +91,7 @@ def _target(
     checkpoint = stored.checkpoint
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
-    leaves = pytree.leaves_of(parts.abstract_state())
+    leaves = pytree.leaves_of(parts.without_base(parts.abstract_state()))
     of_average = lambda name: pytree.under(name, pytree.OPTIONAL)
     has_average = any(of_average(leaf.name) for leaf in leaves)
     if has_average != any(map(of_average, stored.entries)):

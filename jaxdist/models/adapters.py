@@ -1,0 +1,343 @@
+"""Low-rank adapters (LoRA): small trained matrices next to frozen weights.
+
+A product with weight W becomes x·W + scale · (x·A)·B, with A [inputs, rank] and B [rank, outputs]
+(Hu et al. 2021, "LoRA", equation 3). Our query, key and value share one array, and so do gate and
+up; each has an adapter of its own, named as Hugging Face's module, so that PEFT reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.core.types import Array, Dims, Model, Params
+from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.weights import weights_of
+from jaxdist.settings import setting
+
+STORAGE: Mapping[str, Literal["float32", "bfloat16"]] = {"float32": "float32", "bf16": "bfloat16"}
+"""`lora.base_format` -> dtype of the frozen weights."""
+
+_MODULES: dict[str, tuple[str, ...]] = {
+    "attention/qkv": ("q_proj", "k_proj", "v_proj"),
+    "attention/out": ("o_proj",),
+    "mlp/up": ("gate_proj", "up_proj"),
+    "mlp/down": ("down_proj",),
+}
+_GPT2_MODULES: dict[str, tuple[str, ...]] = {
+    "attention/qkv": ("c_attn",),
+    "attention/out": ("attn.c_proj",),
+    "mlp/up": ("c_fc",),
+    "mlp/down": ("mlp.c_proj",),
+}
+# Our array in a layer -> Hugging Face's modules that it consists of.
+
+_INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
+"""Number of leading dims of an array of a layer that its product contracts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: train small matrices next to the frozen weights of `init_from`."""
+
+    rank: int = setting(0, "rank of the adapters; 0 = train the weights themselves", ge=0, le=4096)
+    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", gt=0)
+    targets: list[str] = setting(
+        ["attention", "mlp"],
+        "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
+        "q_proj, v_proj",
+    )
+    variant: Literal["lora", "rslora"] = setting(
+        "lora", "rslora = multiply by alpha / sqrt(rank), which suits ranks above 64"
+    )
+    ranks: list[str] = setting([], "other ranks for some modules, e.g. q_proj=8,down_proj=32")
+    base_format: Literal["bf16", "float32"] = setting("bf16", "dtype of the frozen weights")
+
+    def problems(self) -> list[str]:
+        """Return the errors between settings of this section."""
+        if not self.rank:
+            changed = [f.name for f in dataclasses.fields(self) if _is_changed(self, f)]
+            return [
+                f"lora.{name}={getattr(self, name)!r} without lora.rank: there are no adapters. "
+                f"Set lora.rank, e.g. 16, or leave out lora.{name}."
+                for name in changed
+            ]
+        problems = [] if self.targets else ["lora.targets=[] trains nothing. Use attention,mlp."]
+        for text in self.ranks:
+            name, _, rank = text.partition("=")
+            if not (name and rank.isdecimal() and 0 < int(rank) <= 4096):
+                problems.append(
+                    f"lora.ranks has {text!r}, which is not MODULE=RANK. Use e.g. q_proj=8."
+                )
+        return problems
+
+    def run_problems(self, model: Any) -> list[str]:
+        """Return conflicts with the model of a run."""
+        if not self.rank:
+            return []
+        if not isinstance(model, DecoderConfig):
+            return [f"lora.rank={self.rank} with model.kind={model.kind!r}: use a decoder."]
+        names = [name for parts in modules_of(model).values() for name in parts]
+        allowed = ["attention", "mlp", *names]
+        ranked = [text.partition("=")[0] for text in self.ranks]
+        problems = []
+        for setting_name, unknown in (
+            ("targets", [name for name in self.targets if name not in allowed]),
+            ("ranks", [name for name in ranked if name not in names]),
+        ):
+            for name in unknown:
+                near = difflib.get_close_matches(name, allowed, 1)
+                fix = f"Did you mean {near[0]}?" if near else f"Use {', '.join(allowed)}."
+                why = "embeddings and head have no adapters" if "em" in name else "no such module"
+                problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
+        idle = [n for n in ranked if n in names and n not in self.target_modules(model)]
+        problems += [
+            f"lora.ranks has {name!r}, which lora.targets leaves out. Add it there, or omit it."
+            for name in idle
+        ]
+        return problems
+
+    def target_modules(self, model: DecoderConfig) -> dict[str, int]:
+        """Return the rank of each module with an adapter."""
+        ranks = {name: rank for name, _, rank in (text.partition("=") for text in self.ranks)}
+        return {
+            name: int(ranks.get(name) or self.rank)
+            for array, names in modules_of(model).items()
+            for name in names
+            if name in self.targets or array.partition("/")[0] in self.targets
+        }
+
+    def scale(self, rank: int) -> float:
+        """Return the factor of an adapter (rsLoRA: Kalajdzievski 2023, theorem 3.2)."""
+        return self.alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
+
+
+def _is_changed(config: LoraConfig, field: Any) -> bool:
+    return getattr(config, field.name) != getattr(LoraConfig(), field.name)
+
+
+def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
+    """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
+    if model.activation != "gelu":
+        return _MODULES
+    return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
+
+    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer.
+    """
+
+    module: str
+    rank: int
+    scale: float
+    dim: int
+    start: int
+    size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraWeight(CompositeWeight):
+    """A frozen weight [*inputs, *outputs] and its adapters.
+
+    Attributes:
+        base: the weight, or another `CompositeWeight`.
+        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32.
+        parts: constants of the adapters, ordered by start.
+    """
+
+    base: Any
+    adapters: dict[str, dict[str, Any]]
+    parts: tuple[Adapter, ...] = dataclasses.field(metadata={"static": True})
+
+    def multiply(
+        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
+    ) -> Array:
+        """Return x·base + scale·(x·A)·B [*dims after the arrow]."""
+        inputs, _, out = dims.partition("->")
+        left, right = (part.split() for part in inputs.split(","))
+        shared = [name for name in right if name in left]
+        rows, columns = ([n for n in names if n not in shared] for names in (left, right))
+        down = f"{' '.join(left)}, {' '.join(shared)} rank -> {' '.join(rows)} rank"
+        up = f"{' '.join(rows)} rank, rank {' '.join(columns)} -> {out}"
+        y = dot(dims, x, self.base, out_dtype=out_dtype)
+        dim = out.split().index(right[self.parts[0].dim])
+        deltas, end = [], 0
+        for part in self.parts:
+            low = dot(down, x, self.adapters[part.module]["a"])
+            # Scale the smaller factor: it has rank columns.
+            low = low * jnp.asarray(part.scale, low.dtype)
+            high = dot(up, low, self.adapters[part.module]["b"], out_dtype=out_dtype)
+            deltas += [_zeros(high, dim, part.start - end), high]
+            end = part.start + part.size
+        deltas.append(_zeros(deltas[-1], dim, y.shape[dim] - end))
+        y = y + jnp.concatenate([x for x in deltas if x.shape[dim]], dim)
+        return checkpoint_name(y, ADAPTED)
+
+    def merged(self) -> Array:
+        """Return the complete weight base + scale·A·B [layers, *inputs, *outputs], float32."""
+        total = self.base.astype(jnp.float32)
+        for part in self.parts:
+            a, b = (self.adapters[part.module][name].astype(jnp.float32) for name in "ab")
+            flat = jnp.einsum(
+                "lir,lro->lio",
+                a.reshape(a.shape[0], -1, part.rank),
+                b.reshape(*b.shape[:2], -1),
+                precision="highest",
+            )
+            delta = part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
+            own = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
+            total = total.at[own].add(delta)
+        return total
+
+
+def _zeros(like: Array, dim: int, size: int) -> Array:
+    """Return zeros like `like` [*dims], with `size` entries along `dim`."""
+    return jnp.broadcast_to(
+        jnp.zeros_like(jax.lax.slice_in_dim(like, 0, 1, axis=dim)),
+        (*like.shape[:dim], size, *like.shape[dim + 1 :]),
+    )
+
+
+def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
+    """Return a decoder with frozen parameters and adapters in its products, if `rank` is set."""
+    if not (config.rank and isinstance(decoder, DecoderConfig)):
+        return model
+    ranks, storage = config.target_modules(decoder), STORAGE[config.base_format]
+    free = lambda dims: Parameter(dims, storage=storage, update="none")
+    plans = {
+        f"layers/{array}": parts
+        for array, names in modules_of(decoder).items()
+        if (parts := _parts_of(config, decoder, array, names, ranks))
+    }
+
+    def record(path: Any, dims: Dims) -> Any:
+        parts = plans.get(_name(path))
+        if parts is None:
+            return free(dims)
+        count = _INPUTS[_name(path).removeprefix("layers/")]
+        layers, ins, outs = dims[:1], dims[1 : 1 + count], dims[1 + count :]
+        return LoraWeight(
+            free(dims),
+            {
+                part.module: {
+                    "a": Dims((*layers, *ins, None)),
+                    "b": Dims((*layers, None, *outs)),
+                }
+                for part in parts
+            },
+            parts,
+        )
+
+    def init(key: Array) -> Params:
+        """Return frozen weights and new adapters; stacked leaves are [num_layers, ...]."""
+
+        def leaf(path: Any, w: Array) -> Any:
+            """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
+            frozen, name = w.astype(storage), _name(path)
+            if name not in plans:
+                return frozen
+            count = _INPUTS[name.removeprefix("layers/")]
+            made = {p.module: _init(key, w.shape, count, p) for p in plans[name]}
+            return LoraWeight(frozen, made, plans[name])
+
+        return jax.tree_util.tree_map_with_path(leaf, model.init(key))
+
+    axes = jax.tree_util.tree_map_with_path(record, model.axes)
+    adapted = dataclasses.replace(model, init=init, axes=axes)
+    # Frozen weights have no gradient, which is a third of their products.
+    products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    products += decoder.vocab_size * decoder.d_model
+    change = 6.0 * num_trained(adapted) - 2.0 * products
+    flops = {name: count + change for name, count in model.flops_per_token.items()}
+    return dataclasses.replace(adapted, flops_per_token=flops)
+
+
+def num_trained(model: Model) -> int:
+    """Return the number of parameters that training updates."""
+    return sum(w.size for w in weights_of(model) if w.dims.update == "gradient")
+
+
+def _parts_of(
+    config: LoraConfig,
+    decoder: DecoderConfig,
+    array: str,
+    names: tuple[str, ...],
+    ranks: Mapping[str, int],
+) -> tuple[Adapter, ...]:
+    """Return the adapters of an array; fused modules share its dim 2 (qkv) or 1 (up)."""
+    group = decoder.num_heads // decoder.kv_heads
+    sizes: tuple[int, ...] = (decoder.d_model,)
+    dim = _INPUTS[array]
+    if array == "attention/qkv":
+        sizes, dim = ((group, 1, 1) if len(names) > 1 else (group + 2,)), 2
+    elif array == "mlp/up":
+        sizes = (1,) * len(names)
+    parts, start = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        if rank := ranks.get(name, 0):
+            parts.append(Adapter(name, rank, config.scale(rank), dim, start, size))
+        start += size
+    return tuple(parts)
+
+
+def _init(key: Array, shape: tuple[int, ...], count: int, part: Adapter) -> dict[str, Array]:
+    """Return A [layers, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
+
+    B is [layers, rank, *outputs of the module]; `shape` is [layers, *inputs, *outputs].
+    """
+    ins, outs = shape[1 : 1 + count], list(shape[1 + count :])
+    outs[part.dim - count] = part.size
+    bound = 1 / math.sqrt(math.prod(ins))
+    own = jax.random.fold_in(key, zlib.crc32(f"{part.module} {shape}".encode()) & 0x7FFFFFFF)
+    a = jax.random.uniform(own, (shape[0], *ins, part.rank), jnp.float32, -bound, bound)
+    return {"a": a, "b": jnp.zeros((shape[0], part.rank, *outs), jnp.float32)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_adapted(node: Any) -> bool:
+    return isinstance(node, LoraWeight)
+
+
+def base_of(tree: Any) -> Any:
+    """Return a tree without adapters: the names and structure of the model without them."""
+    return jax.tree.map(lambda w: w.base if _is_adapted(w) else w, tree, is_leaf=_is_adapted)
+
+
+def without_adapters(model: Model) -> Model:
+    """Return the model of the frozen weights alone; a model without adapters is unchanged."""
+    if not any(map(_is_adapted, jax.tree.leaves(model.axes, is_leaf=_is_adapted))):
+        return model
+    return dataclasses.replace(
+        model, init=lambda key: base_of(model.init(key)), axes=base_of(model.axes)
+    )
+
+
+def with_base(tree: Any, base: Any) -> Any:
+    """Return a tree whose frozen leaves (None, or absent from its adapters) are those of `base`."""
+    is_leaf = lambda node: node is None or _is_adapted(node)
+
+    def leaf(own: Any, w: Any) -> Any:
+        return dataclasses.replace(own, base=w) if _is_adapted(own) else w
+
+    return jax.tree.map(leaf, tree, base, is_leaf=is_leaf)
+
+
+def merge(tree: Any) -> Any:
+    """Return parameters with adapters added to their weights, float32 [layers, ...] there."""
+    return jax.tree.map(lambda w: w.merged() if _is_adapted(w) else w, tree, is_leaf=_is_adapted)
