@@ -209,6 +209,7 @@ OTHER_FILES = {
     "tools/compiler.py": "dumps of XLA, in a temporary folder",
     "tools/convert/consolidate.py": "makes the folder of weights that the user named",
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
+    "tools/convert/to_peft.py": "writes a directory of PEFT",
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
     "tools/doctor/checks.py": "which parent of a run directory exists, to measure it",
     "tools/doctor/variables.py": "NCCL's libraries on the library path",

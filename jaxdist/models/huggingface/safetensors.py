@@ -215,7 +215,7 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         log.info("%s: not part of the model and not read: %s", directory, ", ".join(unread))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for name, tensor in _open(directory / file).items():
+        for name, tensor in open_file(directory / file).items():
             if file_of.get(name, file) != file:
                 continue
             if name in tensors:
@@ -249,7 +249,7 @@ def _read_index(directory: Location) -> dict[str, str]:
         raise ConfigError(f"{index} is not an index ({error!r}). Download it again.") from error
 
 
-def _open(file: Location) -> dict[str, StoredTensor]:
+def open_file(file: Location) -> dict[str, StoredTensor]:
     """Return the tensors of a file, whose header the library checks: no gap, no overlap."""
     dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
     tensors: dict[str, StoredTensor] = {}

@@ -7,6 +7,9 @@
     consolidate SRC OUT      safetensors, one file or shards with an index
     from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
+    merge RUN OUT            a run's adapters and frozen weights as a run with complete weights
+    from-peft DIR OUT        adapters of PEFT as a run directory
+    to-peft RUN OUT          a run's adapters as a PEFT directory
 
 RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the default is the
 newest valid one, --step selects another. See `python -m jaxdist.convert VERB --help`.
@@ -23,7 +26,18 @@ from collections.abc import Sequence
 from jaxdist.runtime import run_command
 from jaxdist.settings import ConfigError, read_settings
 
-VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-hf")
+VERBS = (
+    "inspect",
+    "verify",
+    "diff",
+    "reshard",
+    "consolidate",
+    "from-hf",
+    "to-hf",
+    "merge",
+    "from-peft",
+    "to-peft",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def run(config: Config) -> int:
         writer = CheckpointWriter(out / "checkpoints" / "0", total)
         for array, parts in weights.pieces.items():
             _write(writer, array, parts, weights)
-        settings = _settings(run_name, model, source, out)
+        settings = settings_of(run_name, model, source, out)
         writer.finish({"mesh": "", "config": settings, "source": name if is_hub else str(source)})
         (out / "config.toml").write(settings)
     count = num_params(build(model, seq_len=1))
@@ -106,12 +107,14 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
 
 
-def _settings(name: str, model: DecoderConfig, source: Location, out: Location) -> str:
+def settings_of(
+    name: str, model: DecoderConfig, source: Location, out: Location, **settings: Any
+) -> str:
     """Copy the tokenizer into the run and return the text of its config.toml.
 
     The text names the copy even if the model has no tokenizer, because no other tokenizer fits.
     """
-    run = RunConfig(name=name, model=model)
+    run = RunConfig(name=name, model=model, **settings)
     files = tokenizer_files(source)
     if files:
         (out / "tokenizer").make_directory()

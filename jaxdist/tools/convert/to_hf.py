@@ -67,13 +67,18 @@ def export(config: Config) -> str:
     stored = StoredArrays(checkpoint)
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     model = decoder_of(settings.model, config.src)
+    if settings.lora.rank:
+        raise ConfigError(
+            f"{config.src} has adapters. Use to-peft to export them alone, or merge first: python "
+            f"-m jaxdist.convert merge {config.src} OUT."
+        )
     is_stored = config.dtype == "stored"
     dtype = dtype_of(stored.entries["params/embed/table"]["dtype"] if is_stored else config.dtype)
     item = pytree.weights_item(config.weights, stored.entries)
     tensors = _tensors(stored, model, dtype, item)
     with new_output(out) as partial:
         partial.mkdir()
-        ids = _write_tokenizer(settings.data, partial)
+        ids = write_tokenizer(settings.data, partial)
         files = safetensors.write_shards(partial, tensors, config.shard_gb, {"format": "pt"})
         (partial / "config.json").write_text(
             json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"
@@ -152,7 +157,7 @@ def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]
 
 
-def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
+def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     """Write the tokenizer's files if it has any; return the token ids for `config.json`."""
     unknown = {"bos_token_id": None, "eos_token_id": None}
     if any(map(is_custom, data.sources)) and data.tokenizer_name == "bytes":

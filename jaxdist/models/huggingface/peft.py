@@ -1,0 +1,243 @@
+"""Translate adapters to PEFT's directory format and back.
+
+References:
+    The files `adapter_config.json` and `adapter_model.safetensors` as PEFT 0.21 writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.models.adapters import LoraConfig, modules_of
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.huggingface.families import family_of
+from jaxdist.models.huggingface.tensors import Source, pieces
+from jaxdist.settings import ConfigError, problems_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+
+_HARMLESS: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "auto_mapping": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "velora_config": None,
+}
+"""Key -> the only supported value."""
+
+_IGNORED = {
+    "fan_in_fan_out",  # the storage order of the base weights
+    "inference_mode",
+    "init_lora_weights",  # some kinds change the base weights: see `read_config`
+    "lora_dropout",  # training only
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "task_type",
+}
+_READ = {
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+}
+
+
+class AdaptedModule(NamedTuple):
+    """An adapted module of one layer: its names here and in PEFT, and its tensor's dims.
+
+    `array` is like "params/layers/attention/qkv/adapters/q_proj"; `source` is the tensor of the
+    module's weight, whose view has `num_inputs` of our leading dims.
+    """
+
+    array: str
+    name: str
+    layer: int
+    source: Source
+    num_inputs: int
+
+    @property
+    def target(self) -> str:
+        """Name in `lora.targets`."""
+        return self.array.rpartition("/")[2]
+
+    def to_peft(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return A [rank, inputs], B [outputs, rank] of our [*inputs, rank], [rank, *outputs]."""
+        ins, outs = self._orders
+        a = a.transpose([*ins, len(ins)]).reshape(-1, a.shape[-1]).T
+        b = b.transpose([*(1 + i for i in outs), 0]).reshape(-1, b.shape[0])
+        return a, b
+
+    def from_peft(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return our [*inputs, rank], [rank, *outputs] of A [rank, inputs], B [outputs, rank]."""
+        (ins, outs), view, order = self._orders, self.source.view, self.source.order
+        sizes = [view[dim] for dim in order]
+        stored_in = [sizes[i] for i in ins]
+        stored_out = [sizes[self.num_inputs + i] for i in outs]
+        a = a.T.reshape(*stored_in, a.shape[0]).transpose([*np.argsort(ins), len(ins)])
+        b = b.reshape(*stored_out, b.shape[1])
+        return a, b.transpose([len(outs), *np.argsort(outs)])
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of PEFT's A and B."""
+        view, order = self.source.view, self.source.order
+        num_inputs = math.prod(view[dim] for dim in order[: self.num_inputs])
+        return (rank, num_inputs), (math.prod(view) // num_inputs, rank)
+
+    @property
+    def _orders(self) -> tuple[list[int], list[int]]:
+        """Return our input dims and our output dims, each in the tensor's storage order."""
+        order, count = self.source.order, self.num_inputs
+        ins, outs = order[:count], order[count:]
+        return list(np.argsort(ins)), list(np.argsort(outs))
+
+
+def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
+    """Yield the modules with an adapter, of each layer."""
+    ranks = lora.target_modules(model)
+    names = {f"params/layers/{array}": of for array, of in modules_of(model).items()}
+    for piece in pieces(model, family_of(model)):
+        for name in names.get(piece.name, ()):
+            if name not in ranks:
+                continue
+            (source,) = (s for s in piece.sources if s.name.endswith(f".{name}.weight"))
+            assert piece.layer is not None
+            count = 2 if piece.name.endswith("/out") else 1
+            array = f"{piece.name}/adapters/{name}"
+            yield AdaptedModule(
+                array, source.name.removesuffix(".weight"), piece.layer, source, count
+            )
+
+
+def tensor_names(module: AdaptedModule) -> tuple[str, str]:
+    """Return PEFT's names of A and B."""
+    name = _PREFIX + module.name
+    return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+
+
+def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
+    """Return the `adapter_config.json` of adapters."""
+    ranks = lora.target_modules(model)
+    return {
+        **_HARMLESS,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(ranks),
+        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != lora.rank},
+        "alpha_pattern": {},
+        "use_rslora": lora.variant == "rslora",
+        "fan_in_fan_out": family_of(model) == "gpt2",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
+    """Return our settings of an `adapter_config.json`; raise if it has what we lack."""
+    if not isinstance(peft, Mapping):
+        raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
+    problems = [
+        f"{source}: {key}={value!r} is not supported. Only {_HARMLESS[key]!r} is."
+        for key, value in peft.items()
+        if key in _HARMLESS and value not in (_HARMLESS[key], None, [], {})
+    ]
+    problems += [
+        f"{source}: the key {key!r} with value {value!r} is unknown. Remove it if it has no effect."
+        for key, value in peft.items()
+        if key not in {*_HARMLESS, *_IGNORED, *_READ} and value not in (None, False, {}, [])
+    ]
+    if peft.get("peft_type") != "LORA":
+        problems.append(f"{source}: peft_type={peft.get('peft_type')!r}. Only LORA is supported.")
+    if peft.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        problems.append(
+            f"{source}: init_lora_weights={peft['init_lora_weights']!r} also changes the base "
+            "weights. Save it with PEFT's path_initial_model_for_weight_conversion first."
+        )
+    names = [name for of in modules_of(model).values() for name in of]
+    targets = _targets(peft.get("target_modules"), model, source)
+    if not targets:
+        problems.append(f"{source}: target_modules matches none of {', '.join(names)}.")
+    if peft.get("alpha_pattern"):
+        problems.append(f"{source}: alpha_pattern is not supported: use one lora_alpha.")
+    if problems:
+        raise ConfigError(problems)
+    ranks = {
+        name: next((r for key, r in peft.get("rank_pattern", {}).items() if _fits(key, name)), None)
+        for name in targets
+    }
+    lora = LoraConfig(
+        rank=peft.get("r", 8),
+        alpha=float(peft.get("lora_alpha", 8)),
+        targets=targets,
+        variant="rslora" if peft.get("use_rslora") else "lora",
+        ranks=[f"{name}={rank}" for name, rank in ranks.items() if rank],
+    )
+    if problems := problems_of(lora, "lora"):
+        raise ConfigError([f"{source}: {problem}" for problem in problems])
+    return lora
+
+
+def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
+    """Return our targets of PEFT's list of module names, regular expression, or "all-linear"."""
+    every = {s.name: name for name, s in _first_layer(model)}
+    if peft == "all-linear":
+        return list(every.values())
+    if isinstance(peft, str):
+        return [name for module, name in every.items() if re.fullmatch(peft, module)]
+    matched = lambda target: [
+        n for m, n in every.items() if m == target or m.endswith("." + target)
+    ]
+    unknown = [target for target in peft or () if not matched(target)]
+    if unknown:
+        raise ConfigError(
+            f"{source}: target_modules has {', '.join(unknown)}, which cannot have an adapter here."
+        )
+    return list(dict.fromkeys(name for target in peft or () for name in matched(target)))
+
+
+def _first_layer(model: DecoderConfig) -> Iterator[tuple[str, Source]]:
+    """Yield each module of the first layer and a source with its name in Hugging Face."""
+    complete = LoraConfig(rank=1)
+    for module in modules(model, complete):
+        if module.layer == 0:
+            yield module.target, dataclasses.replace(module.source, name=module.name)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.{name}") is not None

@@ -1,0 +1,87 @@
+"""`convert from-peft DIR OUT`: import adapters of PEFT as a run directory.
+
+The run can be evaluated, used for generation, merged into complete weights, and exported.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import shlex
+
+import numpy as np
+
+from jaxdist.checkpoint.streaming_io import CheckpointWriter
+from jaxdist.models.huggingface import peft, safetensors
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
+from jaxdist.runtime import hub
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError, setting
+from jaxdist.tools.convert.checkpoint_paths import making_run, new_run_directory
+from jaxdist.tools.convert.from_hf import settings_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Source and destination."""
+
+    src: str = setting("", "directory with adapter_config.json", required=True)
+    out: str = setting("", "new run directory", required=True)
+    base: str = setting(
+        "",
+        "base model: a Hugging Face directory or ORG/NAME on the hub; empty = as in "
+        "adapter_config.json",
+    )
+
+
+def run(config: Config) -> int:
+    """Convert the adapters; print a summary and the next command."""
+    out, source = new_run_directory(config.out), locate(config.src).absolute()
+    try:
+        settings = (source / peft.CONFIG).json()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source / peft.CONFIG} cannot be read: {error}.") from error
+    base = config.base or str(settings.get("base_model_name_or_path", ""))
+    if not is_model(base):
+        raise ConfigError(
+            f"the base model {base!r} is neither a model directory nor a name on the hub. Name it "
+            "with --base."
+        )
+    folder = folder_of(base, weights=True)
+    model = read_model(folder)
+    lora = peft.read_config(settings, model, str(source))
+    values = {n: t.read() for n, t in safetensors.open_file(source / peft.WEIGHTS).items()}
+    arrays: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    problems, ranks = [], lora.target_modules(model)
+    for module in peft.modules(model, lora):
+        names, shapes = peft.tensor_names(module), module.shapes(ranks[module.target])
+        pair = [values.pop(name, np.empty(0)) for name in names]
+        problems += [
+            f"{name} {f'is {list(x.shape)}' if x.size else 'is missing'}; {list(shape)} is needed."
+            for name, x, shape in zip(names, pair, shapes, strict=True)
+            if x.shape != shape
+        ]
+        if not problems:
+            for kind, x in zip("ab", module.from_peft(*pair), strict=True):
+                arrays[f"{module.array}/{kind}"].append(x.astype(np.float32))
+    problems += [f"{name} is not an adapter of a target module." for name in values]
+    if problems:
+        raise ConfigError([f"{source}: {problem}" for problem in problems])
+    with making_run(out):
+        stacked = {name: np.stack(parts) for name, parts in arrays.items()}
+        writer = CheckpointWriter(
+            out / "checkpoints" / "0", sum(x.nbytes for x in stacked.values())
+        )
+        for name, x in stacked.items():
+            entry = {"shape": list(x.shape), "dtype": "float32", "path": name.split("/")[1:]}
+            writer.write(name, entry, x.shape, [(tuple(slice(0, n) for n in x.shape), x)])
+        start = base if hub.is_hub_name(base) else str(locate(base).absolute())
+        text = settings_of(source.name, model, folder, out, lora=lora, init_from=start)
+        writer.finish({"mesh": "", "config": text, "source": str(source)})
+        (out / "config.toml").write(text)
+    print(
+        f"adapters of {base}, {in_bytes(writer.num_bytes)}: {out}\n"
+        f"next: python -m jaxdist.generate {shlex.quote(str(out))} --prompt Once"
+    )
+    return 0

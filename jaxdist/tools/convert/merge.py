@@ -1,0 +1,78 @@
+"""`convert merge RUN OUT`: add the adapters of a run to its frozen weights, as a new run.
+
+The new run has complete weights: to-hf exports it, and `--init-from` trains it further. It needs
+host memory for the frozen weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.checkpoint.blocks import block_shape, grid
+from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, CheckpointWriter
+from jaxdist.config import settings_of_run
+from jaxdist.models.adapters import LoraConfig, LoraWeight, base_of, merge
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.settings import ConfigError, setting, write_toml
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, new_run_directory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Source and destination."""
+
+    src: str = setting("", "run directory with adapters, or one checkpoint", required=True)
+    out: str = setting("", "new run directory", required=True)
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = moving average of the adapters, raw = as trained, auto = the average if the run has "
+        "one",
+    )
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of the merged weights; bfloat16 rounds the sums"
+    )
+
+
+def run(config: Config) -> int:
+    """Merge; print a summary and the next command."""
+    from jaxdist.run.trained_run import open_run
+
+    out, checkpoint = new_run_directory(config.out), checkpoint_of(config.src, config.step)
+    opened = open_run(str(checkpoint))
+    settings = opened.parts.config
+    if not settings.lora.rank:
+        raise ConfigError(f"{config.src} has no adapters. Its weights are complete already.")
+    loaded = opened.weights(kind=config.weights)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        loaded.params, is_leaf=lambda node: isinstance(node, LoraWeight)
+    )
+    dtype = jnp.dtype(config.dtype)
+    size = sum(x.size for x in jax.tree.leaves(base_of(loaded.params)))
+    text = write_toml(
+        dataclasses.replace(
+            settings_of_run(opened.path, loaded.step), lora=LoraConfig(), init_from=""
+        )
+    )
+    with making_run(out):
+        writer = CheckpointWriter(out / "checkpoints" / "0", size * dtype.itemsize)
+        for path, leaf in leaves:
+            merged = np.asarray(jax.jit(merge)(leaf).astype(dtype))
+            keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            entry = {"shape": list(merged.shape), "dtype": dtype.name, "path": keys}
+            chunk = block_shape(merged.shape, dtype.itemsize, BLOCK_BYTES)
+            parts = ((index, merged[index]) for index in grid(merged.shape, chunk))
+            writer.write("/".join(("params", *keys)), entry, chunk, parts)
+        writer.finish({"mesh": "", "config": text, "source": f"{opened.path}, step {loaded.step}"})
+        (out / "config.toml").write(text)
+    print(
+        f"{in_bytes(writer.num_bytes)} in {config.dtype}: {out}\n"
+        f"next: python -m jaxdist.convert to-hf {shlex.quote(str(out))} OUT"
+    )
+    return 0

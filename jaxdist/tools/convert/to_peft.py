@@ -1,0 +1,91 @@
+"""`convert to-peft RUN OUT`: write the adapters of a run as a PEFT directory.
+
+`adapter_config.json`, `adapter_model.safetensors` and the tokenizer's files; PEFT opens it with
+`AutoPeftModelForCausalLM.from_pretrained(OUT)`, and vLLM and SGLang serve it next to the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint.blocks import dtype_of
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import settings_of_run
+from jaxdist.models.huggingface import peft, safetensors
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
+from jaxdist.models.huggingface.families import decoder_of
+from jaxdist.runtime import hub
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.new_output import new_output
+from jaxdist.settings import ConfigError, setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
+from jaxdist.tools.convert.to_hf import write_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Adapters and form of the output."""
+
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    out: str = setting("", "new directory", required=True)
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = moving average of the adapters, raw = as trained, auto = the average if the run has "
+        "one",
+    )
+    base: str = setting(
+        "", "name of the base model in adapter_config.json; empty = init_from of the run"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the adapters")
+
+
+def run(config: Config) -> int:
+    """Convert; print a summary."""
+    out = Path(new_local_directory(config.out))
+    checkpoint = checkpoint_of(config.src, config.step)
+    stored = StoredArrays(checkpoint)
+    settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
+    model, lora = decoder_of(settings.model, config.src), settings.lora
+    start = settings.init_from
+    if not lora.rank:
+        raise ConfigError(f"{config.src} has no adapters. Use to-hf for complete weights.")
+    if not config.base and not (start and is_model(start)):
+        raise ConfigError(
+            f"{config.src} was not trained from a Hugging Face model (init_from={start!r}). Name "
+            "the base model with --base."
+        )
+    if start and is_model(start) and read_json(folder_of(start)).get("model_type") == "phi3":
+        raise ConfigError(
+            f"{start} fuses modules that have adapters of their own here. Use convert merge, then "
+            "to-hf."
+        )
+    item = pytree.weights_item(config.weights, stored.entries)
+    dtype = dtype_of(config.dtype)
+    tensors: dict[str, safetensors.Tensor] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for module in peft.modules(model, lora):
+        name = module.array.replace("params/", f"{item}/", 1)
+        for kind in "ab":
+            if f"{name}/{kind}" not in arrays:
+                arrays[f"{name}/{kind}"] = stored.read(f"{name}/{kind}")
+        pair = module.to_peft(*(arrays[f"{name}/{kind}"][module.layer] for kind in "ab"))
+        for tensor_name, values in zip(peft.tensor_names(module), pair, strict=True):
+            tensors[tensor_name] = safetensors.Tensor(values.shape, dtype, [values.astype(dtype)])
+    base = config.base or (start.partition("@")[0] if hub.is_hub_name(start) else start)
+    with new_output(out) as partial:
+        partial.mkdir()
+        write_tokenizer(settings.data, partial)
+        (partial / "generation_config.json").unlink(missing_ok=True)  # of complete models only
+        safetensors.write(partial / peft.WEIGHTS, tensors, {"format": "pt"})
+        text = json.dumps(peft.write_config(model, lora, base), indent=2, sort_keys=True)
+        (partial / peft.CONFIG).write_text(text + "\n")
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    print(f"adapters of {base}: {len(tensors)} tensors, {in_bytes(total)}: {out}")
+    return 0
