@@ -57,13 +57,14 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of all parameters, their EMA and the moments, over all devices."""
+    """Return the bytes of stored parameters, their EMA and the moments, over all devices."""
     memory = estimate_memory(job)
-    params = sum(weight.num_bytes * weight.size for weight in job.weights)
+    saved = job.trained if job.config.lora.rank else job.weights
+    params = sum(weight.num_bytes * weight.size for weight in saved)
     params += job.config.optim.ema_bytes * sum(weight.size for weight in job.trained)
     local = memory.state["optimizer moments"] + memory.host_bytes
-    sharded = job.total(job.weights, "moment")
-    return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)
+    sharded = job.total(job.trained, "moment")
+    return params + local * (sum(w.size for w in job.trained) / sharded if sharded else 0.0)
 
 
 def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh
@@ -230,6 +230,15 @@ class Job:
         """Return the parameters that training updates."""
         is_named = lambda weight: is_frozen(self.config.optim, weight.name.replace(".", "/"))
         return tuple(w for w in self.weights if w.dims.update != "none" and not is_named(w))
+
+    def only_trained(self, weights: Iterable[Weight]) -> tuple[Weight, ...]:
+        """Return the weights that training updates, which have a gradient."""
+        return tuple(weight for weight in weights if weight in self.trained)
+
+    def trained_share(self, weights: Sequence[Weight]) -> float:
+        """Return the share of the elements of matrices whose gradient is computed."""
+        size = lambda those: sum(w.size for w in those if w.is_matrix)
+        return size(self.only_trained(weights)) / max(1, size(weights))
 
     @property
     def trace(self) -> Trace:

@@ -150,9 +150,10 @@ def _phases(job: Job) -> dict[str, Parts]:
     head, relaid = _head(job), _transposed_weights(job)
     middle = job.num_fp8_layers / max(1, job.layers_per_stage) * job.total(job.layers, "param")
     # Gradients of fp8 layers are a separate array until they are merged.
-    layer_grads = {"layer gradients": WIDE * (job.total(job.layers, "param") + middle)}
+    layers = job.only_trained(job.layers)
+    layer_grads = {"layer gradients": WIDE * (job.total(layers, "param") + middle)}
     # Gradient buffers of gathered weights are zeroed before the loss, the others after it.
-    gathered = [weight for weight in job.layers if job.is_gathered(weight)]
+    gathered = [weight for weight in layers if job.is_gathered(weight)]
     cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
@@ -161,8 +162,11 @@ def _phases(job: Job) -> dict[str, Parts]:
     # With unrolled layers, compiled programs cast all weights in advance, also transposed for
     # backward, and hold the working memory of two layers at once.
     ahead, beside = {}, {}
+    tables = job.only_trained(costs_of(job).embedding_tables())
     if job.unrolls:
-        ahead = {"cast weights": 2 * job.compute_bytes * job.total(job.layers, "gathered")}
+        cast = [w for w in job.layers if w.num_bytes != job.compute_bytes]
+        turned = job.total(job.layers, "gathered") + job.total(cast, "gathered")
+        ahead = {"cast weights": job.compute_bytes * turned}
         beside = {"the next layer's activations": costs_of(job).working()}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head, **ahead},
@@ -172,8 +176,8 @@ def _phases(job: Job) -> dict[str, Parts]:
             **accumulated,
             **layer_grads,
             **relaid,
-            "head gradient": WIDE * job.total(job.outer, "param"),
-            "embedding gradient": WIDE * job.total(costs_of(job).embedding_tables(), "gathered"),
+            "head gradient": WIDE * job.total(job.only_trained(job.outer), "param"),
+            "embedding gradient": WIDE * job.total(tables, "gathered"),
         },
         **_updates(job),
     }
@@ -197,17 +201,17 @@ def _accumulated(job: Job) -> Parts:
     """Return accumulated gradients, and the current gradient of an untied embedding table."""
     if job.num_microbatches == 1:
         return {}
-    total = WIDE * job.total(job.weights, "gradient")
+    total = WIDE * job.total(job.trained, "gradient")
     costs = costs_of(job)
-    tables = () if costs.is_tied() else costs.embedding_tables()
+    tables = () if costs.is_tied() else job.only_trained(costs.embedding_tables())
     return {"accumulated gradients": total + WIDE * job.total(tables, "param")}
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return float32 copies of shards whose gathered dim is not the first dim."""
+    """Return copies of shards whose gathered dim is not the first dim."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
-    return {"transposed weights": WIDE * job.total(turned, "param")}
+    return {"transposed weights": sum(w.num_bytes * job.size(w, "param") for w in turned)}
 
 
 def _head(job: Job) -> Parts:
@@ -223,7 +227,7 @@ def _layer(job: Job) -> Parts:
     depth = job.layers_per_stage
     if not depth:
         return {}
-    gathered = [w for w in job.layers if job.is_gathered(w)]
+    gathered = [w for w in job.only_trained(job.layers) if job.is_gathered(w)]
     one_layer = job.total(job.layers, "gathered") / depth
     return {
         "gathered weights": job.compute_bytes * one_layer + _transposed_table(job),
@@ -241,8 +245,8 @@ def _transposed_table(job: Job) -> float:
 
 def _updates(job: Job) -> dict[str, Parts]:
     """Return arrays of the update: Muon's complete matrices; new parameters under ZeRO-1 and 2."""
-    sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
-    reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
+    sharded_finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, "param")]
+    reduced = {"reduced gradients": WIDE * job.total(job.trained, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
     phases: dict[str, Parts] = {"update": {**reduced, **new}}
     if size := matrix_bytes(job):
@@ -259,7 +263,7 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
     turn = {
         "logits": head.get("logits", 0.0),
         "head activations": head.get("head activations", 0.0),
-        "head gradient": WIDE * job.total(job.outer, "gathered"),
+        "head gradient": WIDE * job.total(job.only_trained(job.outer), "gathered"),
     }
     return {
         "loss": {**common, **kept, **turn},
@@ -279,8 +283,9 @@ def _scattering(job: Job) -> Parts:
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"
     role: Role = "gathered" if once else "gradient"
-    totals = job.total(job.layers, role) + job.total(job.outer, "gathered")
-    finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, role)]
+    layers, outer = job.only_trained(job.layers), job.only_trained(job.outer)
+    totals = job.total(layers, role) + job.total(outer, "gathered")
+    finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, role)]
     at_once = 0.5 if job.stages.num_loops <= 2 else 1.0
     held = job.compute_bytes * job.total(job.layers, "gathered") if once else 0.0
     return {
@@ -298,10 +303,11 @@ def _stage(job: Job) -> dict[str, float]:
     stream = job.compute_bytes * job.stream_tokens * job.stream_width
     # Each buffer has a spare slot; outputs of the last virtual stage have two slots in all.
     slots = report.activation_slots + 1 + report.cotangent_slots + 1 + 2
-    totals = WIDE * job.total(job.layers, "gathered" if once else "gradient")
+    layers, outer = job.only_trained(job.layers), job.only_trained(job.outer)
+    totals = WIDE * job.total(layers, "gathered" if once else "gradient")
     parts: dict[str, float] = {
         "gathered weights": job.compute_bytes * job.total(job.outer, "gathered"),
-        "accumulated gradients": totals + WIDE * job.total(job.outer, "gathered"),
+        "accumulated gradients": totals + WIDE * job.total(outer, "gathered"),
         "values between stages": slots * stream,
     }
     if once:

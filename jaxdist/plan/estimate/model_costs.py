@@ -116,7 +116,8 @@ class ModelCosts:
 
     def head_parts(self) -> Mapping[str, float]:
         """Return the bytes alive during the loss, by class."""
-        return {"head gradient": WIDE * self.job.total(self.job.outer, "param")}
+        outer = self.job.only_trained(self.job.outer)
+        return {"head gradient": WIDE * self.job.total(outer, "param")}
 
     def embedding_tables(self) -> tuple[Weight, ...]:
         """Return the token embedding tables."""
@@ -195,20 +196,25 @@ class DecoderCosts(ModelCosts):
         )
 
     def head(self) -> Work:
-        """Return the work of the loss: three products, and memory passes over float32 logits."""
+        """Return the work of the loss: three products, and memory passes over float32 logits.
+
+        A frozen kernel has no gradient, which is the third product.
+        """
         job = self.job
         logit_passes = 5 * WIDE + 2 * job.compute_bytes
         columns = self.shape.vocab / job.spec[TENSOR]
+        trains = job.trained_share(job.outer) > 0
         kernel_passes = 2 * WIDE * self.d_model * columns * job.tokens / max(1, job.loss_chunk)
         return Work(
-            products=6.0 * job.tokens * self.d_model * columns,
-            memory_bytes=logit_passes * job.tokens * columns + kernel_passes,
+            products=(4.0 + 2.0 * trains) * job.tokens * self.d_model * columns,
+            memory_bytes=logit_passes * job.tokens * columns + trains * kernel_passes,
         )
 
     def embedding(self) -> Work:
         """Return the work of the lookup, and of scattering its gradient into a zeroed table."""
         job = self.job
         table = WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
+        table *= job.trained_share(job.outer) > 0
         return Work(memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model)
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
@@ -251,6 +257,10 @@ class DecoderCosts(ModelCosts):
                 # nonlinearity. For GPT-2 it saves layer norms and GELU's tanh.
                 elements += names["mlp_hidden"] * (2 if self.up == self.hidden else 1)
                 elements += self.shape.num_layer_norms * stream
+                if job.config.lora.rank and any("mlp" in w.dims for w in job.trained):
+                    # Adapters of the MLP read its inputs in backward. Compiled programs then keep
+                    # these and the nonlinearity's inputs a second time.
+                    elements += 2 * stream + names["mlp_hidden"] + tokens * self.up
         elif job.remat == "none":
             return self._kept_without_recomputation()
         # A fused kernel saves its output and the log-sum-exp of its scores.
@@ -338,7 +348,7 @@ class DecoderCosts(ModelCosts):
         kernel = self.d_model * self.shape.vocab // job.spec[TENSOR]
         logits = job.loss_chunk * self.shape.vocab // job.spec[TENSOR]
         return {
-            "head gradient": WIDE * kernel,
+            "head gradient": WIDE * kernel * (job.trained_share(job.outer) > 0),
             "gathered weights": job.compute_bytes * kernel,
             "logits": (WIDE + job.compute_bytes) * logits,
             "head activations": 3 * job.compute_bytes * job.tokens * self.d_model,

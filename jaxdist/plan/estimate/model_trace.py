@@ -34,6 +34,7 @@ from jaxdist.core.types import (
     Sums,
     TokenHead,
 )
+from jaxdist.models.adapters import without_adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,8 +151,10 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     """Return the sizes of a decoder, recognized by its trace; None for any other structure.
 
     The block must call attention once. Its products must have the outputs and FLOPs of query, key,
-    value, output and an MLP, in any split into arrays. The head must be a `TokenHead`.
+    value, output and an MLP, in any split into arrays. The head must be a `TokenHead`. Adapters
+    are left out.
     """
+    model = without_adapters(model)
     block = _trace_block(model, seq_len)
     if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
         return None

@@ -212,7 +212,7 @@ def layer_backward(job: Job) -> Work:
     costs = costs_of(job)
     forward = costs.forward()
     backward = Work(
-        products=2.0 * forward.products,
+        products=(1.0 + job.trained_share(job.layers)) * forward.products,
         attention=_ATTENTION_BACKWARD * forward.attention,
         memory_bytes=job.engine.software.backward_passes * forward.memory_bytes,
     )
@@ -233,14 +233,15 @@ def _stacked(job: Job, costs: ModelCosts) -> Work:
 
 def microbatch_extra(job: Job) -> Work:
     """Return the work per microbatch for casting weights and accumulating gradients."""
-    casts = (WIDE + job.compute_bytes) * job.total(job.layers, "param") * 2
-    added = 3 * WIDE * job.total(job.weights, "gradient") * (job.num_microbatches > 1)
+    cast = [w for w in job.layers if w.num_bytes != job.compute_bytes]
+    casts = (WIDE + job.compute_bytes) * job.total(cast, "param") * 2
+    added = 3 * WIDE * job.total(job.trained, "gradient") * (job.num_microbatches > 1)
     return Work(memory_bytes=casts + added)
 
 
 def optimizer_work(job: Job) -> Work:
     """Return the work of the update: gradient norm, moments, parameters, average."""
-    elements = job.total(job.weights, "moment")
+    elements = job.total(job.trained, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
     average = 2 * job.config.optim.ema_bytes * job.total(job.trained, "param")

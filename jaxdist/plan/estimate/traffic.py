@@ -67,18 +67,20 @@ def _weights(job: Job) -> Iterator[Moved]:
     depth = max(1, job.layers_per_stage)
     passes = 1 if once else _passes(job) * job.num_microbatches
     scatters = depth * (1 if once else job.num_microbatches)
-    layers = [w for w in job.layers if job.is_gathered(w)]
-    outer = [w for w in job.outer if job.is_gathered(w)]
+    layers = tuple(w for w in job.layers if job.is_gathered(w))
+    outer = tuple(w for w in job.outer if job.is_gathered(w))
     in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
+    layers, outer = job.only_trained(layers), job.only_trained(outer)
+    layer_grads, outer_grads = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
     # Pipeline stages gather weights unrounded. Vectors are not gathered.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
     yield shard, Traffic("all-gather", "weights", c * in_layer, (depth - fp8) * passes)
     yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
     yield shard, Traffic("all-gather", "weights", c * outside, 1)
-    yield shard, Traffic("reduce-scatter", "gradients", r * in_layer, scatters)
+    yield shard, Traffic("reduce-scatter", "gradients", r * layer_grads, scatters)
     times = 1 if job.schedule else job.num_microbatches
-    yield shard, Traffic("reduce-scatter", "gradients", r * outside, times)
+    yield shard, Traffic("reduce-scatter", "gradients", r * outer_grads, times)
     yield from _replicas(job)
 
 
@@ -122,7 +124,7 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
     These axes split other weights: e.g. stages, for weights outside the layers.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
-    for weight in job.weights:
+    for weight in job.trained:
         if _is_sharded_kind(job, weight) == sharded:
             groups.setdefault((weight.is_stacked, job.axes(weight, "gathered")), []).append(weight)
     for (_, splits), weights in sorted(groups.items(), reverse=True):
