@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 53_520,
-    "package code lines": 37_665,
-    "test lines": 41_085,
+    "package lines": 54_540,
+    "package code lines": 38_450,
+    "test lines": 41_415,
     "two-way folder pairs": 0,
-    "settings of a run": 123,
+    "settings of a run": 129,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

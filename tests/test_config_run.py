@@ -104,6 +104,9 @@ PUBLISHED_NUM_PARAMS = {
     "llama3_70b": 70_553_706_496,
     "llama3_70b_128k": 70_553_706_496,
     "llama3_70b_pipeline": 70_553_706_496,
+    # Rank 16 in all products: 41,943,040 and 207,093,760 more, as PEFT prints.
+    "llama3_8b_lora": 8_030_261_248 + 41_943_040,
+    "llama3_70b_lora": 70_553_706_496 + 207_093_760,
     "llama3_405b": 405_853_388_800,
     "qwen3_0.6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
@@ -273,6 +276,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 NUM_SETTINGS = {
     "": 10,
     "model": 33,
+    "lora": 6,
     "mesh": 4,
     "pipeline": 2,
     "train": 9,
