@@ -321,7 +321,7 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 54_540,
+    "package lines": 54_545,
     "package code lines": 38_450,
     "test lines": 41_415,
     "two-way folder pairs": 0,

@@ -97,7 +97,8 @@ class LoraConfig:
             for name in unknown:
                 near = difflib.get_close_matches(name, allowed, 1)
                 fix = f"Did you mean {near[0]}?" if near else f"Use {', '.join(allowed)}."
-                why = "embeddings and head have no adapters" if "em" in name else "no such module"
+                is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
+                why = "embeddings and head have no adapters" if is_outer else "no such module"
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
         idle = [n for n in ranked if n in names and n not in self.target_modules(model)]
         problems += [

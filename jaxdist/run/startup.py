@@ -185,7 +185,7 @@ def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
         f"{flag_of(name)}={shlex.quote(before if isinstance(before, str) else json.dumps(before))}"
         for name, before, _, _ in causes
     )
-    same_weights = not any(name.startswith("model.") for name, *_ in causes)
+    same_weights = not any(name.startswith(("model.", "lora.")) for name, *_ in causes)
     weights = f" from its weights with --init-from={shlex.quote(run)}" if same_weights else ""
     return ConfigError(
         f"checkpoint {error.step} was saved with {named}, so its arrays do not fit. Use {flags}, "
