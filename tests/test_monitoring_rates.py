@@ -48,7 +48,7 @@ def test_mfu_equals_a_published_row():
 
 
 @pytest.mark.parametrize(
-    "kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40S", "NVIDIA A10", "Tesla T40"]
+    "kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40G", "NVIDIA A16", "Tesla T40"]
 )
 def test_unknown_hardware_has_no_mfu(kind):
     assert peak_flops(kind, "bfloat16") is None
