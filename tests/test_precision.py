@@ -97,6 +97,7 @@ def test_step_on_which_the_loss_scale_doubles(
         lambda params, batch, key, scale: (sums, {"w": scale}, jnp.float32(norm)),
         lambda state, grads, norm, rate: ({"w": jnp.float32(4)}, jnp.float32(6)),
         lambda step: jnp.float32(0.1),
+        None,
         ema_decay=0.75,
     )
     state, metrics = step(state, {}, jnp.float32(limit))
