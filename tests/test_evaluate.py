@@ -52,7 +52,6 @@ class Stored:
     choose = lambda self: 200
     steps = lambda self: [100, 200]
     weights_kind = lambda self, step, kind: "raw"
-    restore_params = lambda self, target, step, weights: f"weights of {step}"
 
 
 def test_checkpoint_path_selects_its_step(tmp_path, monkeypatch):
@@ -66,8 +65,8 @@ def test_checkpoint_path_selects_its_step(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="logs"):
         run_at(run / "logs")
     monkeypatch.setattr("jaxdist.run.trained_run.Checkpointer", Stored)
-    state = SimpleNamespace(params={})
-    parts = SimpleNamespace(config=SimpleNamespace(checkpoint=None), abstract_state=lambda: state)
+    load = lambda checkpointer, step, kind: f"weights of {step}"
+    parts = SimpleNamespace(config=SimpleNamespace(checkpoint=None), load_params=load)
     opened = TrainedRun(path=path, parts=parts, step=step)
     assert opened.weights() == ("weights of 100", 100, "raw")
     assert TrainedRun(path=path, parts=parts).weights().step == 200
