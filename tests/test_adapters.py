@@ -1,6 +1,7 @@
 """Adapters against PEFT in PyTorch, one device, and complete weights."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -112,16 +113,16 @@ def peft_tensors(config, params) -> dict[str, np.ndarray]:
     flat = {f"params/{named(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     tensors = {}
     for module in peft_format.modules(config.model, config.lora):
-        pair = (np.asarray(flat[f"{module.array}/{kind}"][module.layer]) for kind in "ab")
-        names = peft_format.tensor_names(module)
-        tensors |= zip(names, module.to_peft(*pair), strict=True)
+        own = (name for name in flat if name.startswith(f"{module.array}/"))
+        adapter = {name.rpartition("/")[2]: np.asarray(flat[name][module.layer]) for name in own}
+        tensors |= module.to_peft(adapter)
     return tensors
 
 
 CASES = {
     "llama2": dict(targets=["attention", "mlp"], ranks=["q_proj=8", "down_proj=2"]),
     "qwen2": dict(targets=["q_proj", "v_proj", "gate_proj"], variant="rslora"),
-    "gpt2": dict(targets=["attention", "mlp"]),
+    "gpt2": dict(targets=["attention", "mlp"], variant="dora"),
 }
 
 
@@ -190,19 +191,29 @@ MORE_MESHES = {
 
 @pytest.fixture(scope="module")
 def alone(base_of):
-    return train(config_of(base_of("mesh"), ranks=["v_proj=3"]))
+    """Return a function: variant -> losses on one device."""
+    return functools.cache(
+        lambda variant: train(config_of(base_of("mesh"), ranks=["v_proj=3"], variant=variant))[0]
+    )
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)],
+    "mesh, variant",
+    [
+        *zip(MESHES, itertools.cycle(["dora", "lora"]), strict=False),
+        *(
+            pytest.param(mesh, variant, marks=pytest.mark.slow)
+            for mesh, variant in itertools.product(MORE_MESHES, ["lora", "dora"])
+        ),
+        pytest.param("pp=2,tp=2", "dora", marks=pytest.mark.slow),
+    ],
 )
-def test_a_mesh_trains_the_same_adapters_as_one_device(base_of, alone, mesh):
+def test_a_mesh_trains_the_same_adapters_as_one_device(base_of, alone, mesh, variant):
     options = (MESHES | MORE_MESHES)[mesh]
-    config = config_of(base_of("mesh"), mesh, ranks=["v_proj=3"], **options)
+    config = config_of(base_of("mesh"), mesh, ranks=["v_proj=3"], variant=variant, **options)
     losses, parts, before, after = train(config)
-    np.testing.assert_allclose(losses[0], alone[0][0], rtol=1e-6)
-    np.testing.assert_allclose(losses, alone[0], rtol=2e-5)
+    np.testing.assert_allclose(losses[0], alone(variant)[0], rtol=1e-6)
+    np.testing.assert_allclose(losses, alone(variant), rtol=2e-5)
     start, end = (frozen(tree, parts.model.axes) for tree in (before, after))
     jax.tree.map(np.testing.assert_array_equal, start, end)  # every bit of the base stayed
     changed = jax.tree.map(lambda x, y: not np.array_equal(x, y), before, after)
@@ -220,7 +231,7 @@ def test_no_byte_of_the_base_is_reduced(base_of):
 
 
 FLAGS = [
-    "--lora.rank=4", "--lora.base_format=float32", "--data.tokenizer=bytes",
+    "--lora.rank=4", "--lora.variant=dora", "--lora.base_format=float32", "--data.tokenizer=bytes",
     "--train.seq_len=32", "--train.global_batch_size=8", "--eval.final_max_batches=1",
     "--monitoring.tracker=", "--model.vocab_size=320",
 ]  # fmt: skip
@@ -278,7 +289,7 @@ def test_from_training_to_peft_and_merged_weights(tmp_path):
 
 
 def test_merged_weights_compute_the_same_logits(base_of):
-    config = config_of(base_of("qwen3"), variant="rslora")
+    config = config_of(base_of("qwen3"), variant="dora")
     _, parts, before, _ = train(config, steps=0)
     flat = jax.tree_util.tree_leaves(before, is_leaf=lambda x: isinstance(x, LoraWeight))
     assert sum(isinstance(x, LoraWeight) for x in flat) == 4
@@ -308,9 +319,12 @@ def test_peft_settings_that_are_not_supported_are_reported(base_of):
     everything = {**good, "target_modules": "all-linear"}
     assert len(peft_format.read_config(everything, config.model, "dir").targets) == 7
     for key, value in (
-        ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("new_key", 3),
+        ("bias", "all"), ("modules_to_save", ["lm_head"]), ("new_key", 3),
         ("init_lora_weights", "pissa"), ("peft_type", "IA3"), ("target_modules", ["lm_head"]),
         ("layers_to_transform", [0]), ("alpha_pattern", {"q_proj": 3}),
     ):  # fmt: skip
         with refused(key if key != "target_modules" else "lm_head"):
             peft_format.read_config({**good, key: value}, config.model, "dir")
+    with refused("use_dora", "use_rslora"):
+        both = {**good, "use_dora": True, "use_rslora": True}
+        peft_format.read_config(both, config.model, "dir")

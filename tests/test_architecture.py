@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 54_545,
-    "package code lines": 38_450,
-    "test lines": 41_415,
+    "package lines": 54_640,
+    "package code lines": 38_520,
+    "test lines": 41_430,
     "two-way folder pairs": 0,
     "settings of a run": 129,
 }

@@ -98,7 +98,7 @@ class LowRank(CompositeWeight):
     a: object
     b: object
 
-    def multiply(self, dot, dims, x, *, out_dtype=None):
+    def multiply(self, dot, dims, x, *, out_dtype, sum_over):
         """Return x · base + (x · a) · b."""
         inputs, out = dims.split("->")
         left, right = (part.split() for part in inputs.split(","))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,9 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
 
 
+SumOver: TypeAlias = Callable[[Any, Literal["batch", "seq", "tensor"]], Any]
+"""The type of `Context.sum`."""
+
 ADAPTED = "adapted"
 """Name of the sum of several products, which remat saves instead of each product."""
 
@@ -113,22 +116,25 @@ class CompositeWeight(abc.ABC):
 
     @abc.abstractmethod
     def multiply(
-        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
+        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
-        """Return the product [*dims after the arrow]; `dot` multiplies the weight's arrays."""
+        """Return the product [*dims after the arrow]; `dot` multiplies the weight's arrays.
+
+        `sum_over` is `Context.sum`, for values computed from the weight's shards.
+        """
 
     def __getitem__(self, index: Any) -> CompositeWeight:
         """Return itself: Flax reads the value of a parameter as `param[...]`."""
         return self
 
 
-def with_weights(dot: Callable[..., Array]) -> Callable[..., Array]:
+def with_weights(dot: Callable[..., Array], sum_over: SumOver) -> Callable[..., Array]:
     """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`."""
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
         """Return the product [*dims after the arrow]; the arguments are those of `types.dot`."""
         if isinstance(w, CompositeWeight):
-            return w.multiply(multiply, dims, x, out_dtype=out_dtype)
+            return w.multiply(multiply, dims, x, out_dtype=out_dtype, sum_over=sum_over)
         return dot(dims, x, w, out_dtype=out_dtype)
 
     return multiply
@@ -150,9 +156,10 @@ class Int8Weight(CompositeWeight):
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
     def multiply(
-        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
+        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
         """Return the product [*dims after the arrow] of x and the values times their scale."""
+        del sum_over
         run = lambda x, weight: dot(dims, x, weight.astype(x.dtype), out_dtype=out_dtype)
         return jax.checkpoint(run)(x, self)  # backward saves only the int8 values
 

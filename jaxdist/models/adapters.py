@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA): small trained matrices next to frozen weights.
 
 A product with weight W becomes x·W + scale · (x·A)·B, with A [inputs, rank] and B [rank, outputs]
-(Hu et al. 2021, "LoRA", equation 3). Our query, key and value share one array, and so do gate and
+(Hu et al. 2021, "LoRA", equation 3). DoRA also scales each output, so that the norm of its weights
+is a trained value (Liu et al. 2024). Our query, key and value share one array, and so do gate and
 up; each has an adapter of its own, named as Hugging Face's module, so that PEFT reads it.
 """
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.types import Array, Dims, Model, Params
-from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter
+from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter, SumOver
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 from jaxdist.settings import setting
@@ -56,8 +57,10 @@ class LoraConfig:
         "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
         "q_proj, v_proj",
     )
-    variant: Literal["lora", "rslora"] = setting(
-        "lora", "rslora = multiply by alpha / sqrt(rank), which suits ranks above 64"
+    variant: Literal["lora", "rslora", "dora"] = setting(
+        "lora",
+        "rslora = multiply by alpha / sqrt(rank), which suits ranks above 64; dora = also train "
+        "the norm of each output's weights",
     )
     ranks: list[str] = setting([], "other ranks for some modules, e.g. q_proj=8,down_proj=32")
     base_format: Literal["bf16", "float32"] = setting("bf16", "dtype of the frozen weights")
@@ -138,6 +141,7 @@ class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
     Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer.
+    `is_row_parallel`: tensor parallelism splits the inputs.
     """
 
     module: str
@@ -146,6 +150,7 @@ class Adapter:
     dim: int
     start: int
     size: int
+    is_row_parallel: bool
 
 
 @jax.tree_util.register_dataclass
@@ -155,7 +160,8 @@ class LoraWeight(CompositeWeight):
 
     Attributes:
         base: the weight, or another `CompositeWeight`.
-        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32.
+        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
+            also "scale": [*its outputs].
         parts: constants of the adapters, ordered by start.
     """
 
@@ -164,9 +170,9 @@ class LoraWeight(CompositeWeight):
     parts: tuple[Adapter, ...] = dataclasses.field(metadata={"static": True})
 
     def multiply(
-        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any = None
+        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
-        """Return x·base + scale·(x·A)·B [*dims after the arrow]."""
+        """Return x·base + scale·(x·A)·B [*dims after the arrow], rescaled if it is DoRA."""
         inputs, _, out = dims.partition("->")
         left, right = (part.split() for part in inputs.split(","))
         shared = [name for name in right if name in left]
@@ -175,41 +181,78 @@ class LoraWeight(CompositeWeight):
         up = f"{' '.join(rows)} rank, rank {' '.join(columns)} -> {out}"
         y = dot(dims, x, self.base, out_dtype=out_dtype)
         dim = out.split().index(right[self.parts[0].dim])
-        deltas, end = [], 0
+        pieces, end = [], 0
         for part in self.parts:
-            low = dot(down, x, self.adapters[part.module]["a"])
+            own = self.adapters[part.module]
+            low = dot(down, x, own["a"])
             # Scale the smaller factor: it has rank columns.
             low = low * jnp.asarray(part.scale, low.dtype)
-            high = dot(up, low, self.adapters[part.module]["b"], out_dtype=out_dtype)
-            deltas += [_zeros(high, dim, part.start - end), high]
+            piece = jax.lax.slice_in_dim(y, part.start, part.start + part.size, axis=dim)
+            piece = piece + dot(up, low, own["b"], out_dtype=out_dtype)
+            if "scale" in own:
+                squares = self._squares(part, len(shared))
+                if part.is_row_parallel:
+                    squares = sum_over(squares, "tensor")
+                piece = piece * (own["scale"] * jax.lax.rsqrt(squares)).astype(piece.dtype)
+            pieces += [jax.lax.slice_in_dim(y, end, part.start, axis=dim), piece]
             end = part.start + part.size
-        deltas.append(_zeros(deltas[-1], dim, y.shape[dim] - end))
-        y = y + jnp.concatenate([x for x in deltas if x.shape[dim]], dim)
+        pieces.append(jax.lax.slice_in_dim(y, end, y.shape[dim], axis=dim))
+        y = jnp.concatenate([x for x in pieces if x.shape[dim]], dim)
         return checkpoint_name(y, ADAPTED)
 
+    def _squares(self, part: Adapter, num_inputs: int) -> Array:
+        """Return the squared norm of base + scale·A·B over its inputs, float32 [*outputs].
+
+        It is a constant for the gradient (Liu et al. 2024, "DoRA", section 4.3). The sum is not
+        formed: with G = AᵀA, it is ‖W‖² + 2·scale·⟨B, AᵀW⟩ + scale²·⟨B, G·B⟩ for each output.
+        """
+        own = jax.lax.stop_gradient(self.adapters[part.module])
+        w = jax.lax.slice_in_dim(
+            self.base.astype(jnp.float32), part.start, part.start + part.size, axis=part.dim
+        )
+        outputs = w.shape[num_inputs:]
+        w = w.reshape(-1, *outputs)
+        a, b = own["a"].astype(jnp.float32), own["b"].astype(jnp.float32)
+        a = a.reshape(-1, part.rank)
+        product = lambda dims, *x: jnp.einsum(dims, *x, precision="highest")
+        squares = jnp.sum(jnp.square(w), 0)
+        cross = jnp.sum(b * product("ir,i...->r...", a, w), 0)
+        inner = jnp.sum(b * product("rs,s...->r...", product("ir,is->rs", a, a), b), 0)
+        return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
+
     def merged(self) -> Array:
-        """Return the complete weight base + scale·A·B [layers, *inputs, *outputs], float32."""
+        """Return the complete weight [layers, *inputs, *outputs], float32."""
         total = self.base.astype(jnp.float32)
         for part in self.parts:
-            a, b = (self.adapters[part.module][name].astype(jnp.float32) for name in "ab")
+            own = self.adapters[part.module]
+            a, b = (own[name].astype(jnp.float32) for name in "ab")
             flat = jnp.einsum(
                 "lir,lro->lio",
                 a.reshape(a.shape[0], -1, part.rank),
                 b.reshape(*b.shape[:2], -1),
                 precision="highest",
             )
-            delta = part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
-            own = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
-            total = total.at[own].add(delta)
+            index = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
+            new = total[index] + part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
+            if "scale" in own:
+                ins = tuple(range(1, a.ndim - 1))
+                norm = jnp.sqrt(jnp.sum(jnp.square(new), ins, keepdims=True))
+                new = new * (jnp.expand_dims(own["scale"], ins) / norm)
+            total = total.at[index].set(new)
         return total
 
-
-def _zeros(like: Array, dim: int, size: int) -> Array:
-    """Return zeros like `like` [*dims], with `size` entries along `dim`."""
-    return jnp.broadcast_to(
-        jnp.zeros_like(jax.lax.slice_in_dim(like, 0, 1, axis=dim)),
-        (*like.shape[:dim], size, *like.shape[dim + 1 :]),
-    )
+    def with_norms(self) -> LoraWeight:
+        """Return the weight with the scales of new DoRA adapters: the norms of the base."""
+        base, adapters = self.base.astype(jnp.float32), {}
+        for part in self.parts:
+            own = self.adapters[part.module]
+            if "scale" in own:
+                index = (slice(None),) * (part.dim + 1)
+                index += (slice(part.start, part.start + part.size),)
+                ins = tuple(range(1, own["a"].ndim - 1))
+                own = {**own, "scale": jnp.sqrt(jnp.sum(jnp.square(base[index]), ins))}
+            adapters[part.module] = own
+        return dataclasses.replace(self, adapters=adapters)
 
 
 def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
@@ -236,6 +279,7 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
                 part.module: {
                     "a": Dims((*layers, *ins, None)),
                     "b": Dims((*layers, None, *outs)),
+                    **({"scale": Dims((*layers, *outs))} if config.variant == "dora" else {}),
                 }
                 for part in parts
             },
@@ -251,8 +295,9 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
             if name not in plans:
                 return frozen
             count = _INPUTS[name.removeprefix("layers/")]
-            made = {p.module: _init(key, w.shape, count, p) for p in plans[name]}
-            return LoraWeight(frozen, made, plans[name])
+            is_dora = config.variant == "dora"
+            made = {p.module: _init(key, w.shape, count, p, is_dora) for p in plans[name]}
+            return LoraWeight(frozen, made, plans[name]).with_norms()
 
         return jax.tree_util.tree_map_with_path(leaf, model.init(key))
 
@@ -289,22 +334,28 @@ def _parts_of(
     parts, start = [], 0
     for name, size in zip(names, sizes, strict=True):
         if rank := ranks.get(name, 0):
-            parts.append(Adapter(name, rank, config.scale(rank), dim, start, size))
+            is_row_parallel = array in ("attention/out", "mlp/down")
+            scale = config.scale(rank)
+            parts.append(Adapter(name, rank, scale, dim, start, size, is_row_parallel))
         start += size
     return tuple(parts)
 
 
-def _init(key: Array, shape: tuple[int, ...], count: int, part: Adapter) -> dict[str, Array]:
+def _init(
+    key: Array, shape: tuple[int, ...], count: int, part: Adapter, is_dora: bool
+) -> dict[str, Array]:
     """Return A [layers, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
 
-    B is [layers, rank, *outputs of the module]; `shape` is [layers, *inputs, *outputs].
+    B is [layers, rank, *outputs of the module]; `shape` is [layers, *inputs, *outputs]. DoRA's
+    scale [layers, *outputs] is 1 (`with_norms`).
     """
     ins, outs = shape[1 : 1 + count], list(shape[1 + count :])
     outs[part.dim - count] = part.size
     bound = 1 / math.sqrt(math.prod(ins))
     own = jax.random.fold_in(key, zlib.crc32(f"{part.module} {shape}".encode()) & 0x7FFFFFFF)
     a = jax.random.uniform(own, (shape[0], *ins, part.rank), jnp.float32, -bound, bound)
-    return {"a": a, "b": jnp.zeros((shape[0], part.rank, *outs), jnp.float32)}
+    made = {"a": a, "b": jnp.zeros((shape[0], part.rank, *outs), jnp.float32)}
+    return {**made, "scale": jnp.ones((shape[0], *outs), jnp.float32)} if is_dora else made
 
 
 def _name(path: Any) -> str:
@@ -337,6 +388,13 @@ def with_base(tree: Any, base: Any) -> Any:
         return dataclasses.replace(own, base=w) if _is_adapted(own) else w
 
     return jax.tree.map(leaf, tree, base, is_leaf=is_leaf)
+
+
+def with_norms(tree: Any) -> Any:
+    """Return parameters whose DoRA scales are the norms of their frozen weights."""
+    return jax.tree.map(
+        lambda w: w.with_norms() if _is_adapted(w) else w, tree, is_leaf=_is_adapted
+    )
 
 
 def merge(tree: Any) -> Any:

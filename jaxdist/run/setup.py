@@ -43,7 +43,7 @@ from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
 from jaxdist.core.weights import frozen, trained
 from jaxdist.data import Dataset, Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
-from jaxdist.models.adapters import base_of, with_base
+from jaxdist.models.adapters import base_of, with_base, with_norms
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -261,7 +261,9 @@ class Parts:
         target = self.without_base(self.abstract_state()).params
         shardings = jax.tree.map(lambda x: x.sharding, target)
         make = jax.jit(make, static_argnums=0, out_shardings=shardings)
-        return with_base(make(self.config.seed), params)
+        params = with_base(make(self.config.seed), params)
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        return jax.jit(with_norms, out_shardings=shardings, donate_argnums=0)(params)
 
     def _random_params(self, seed: int) -> Params:
         init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`

@@ -219,7 +219,7 @@ class Decoder:
             dtype=plan.compute_dtype,
             platform=plan.platform,
             attend=make_attend(alone),
-            dot=with_weights(dot),
+            dot=with_weights(dot, Context().sum),  # XLA shards the arrays
         )
 
         def decode(

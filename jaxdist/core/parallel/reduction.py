@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of, dim_of
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array, Params
+from jaxdist.core.weights import SumOver
 
 
 def scatter_gradients(
@@ -68,3 +71,18 @@ def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
         (collectives.all_reduce(part, over) if over else part for over, part in by_axes.items()),
         start=jnp.zeros((), jnp.float32),
     )
+
+
+def make_sum(layout: Layout) -> SumOver:
+    """Make `Context.sum`."""
+    axes = {
+        "batch": layout.batch_axes,
+        "seq": tuple(axis.name for axis in layout.used if axis.splits_positions),
+        "tensor": (TENSOR.name,) if TENSOR in layout.used else (),
+    }
+
+    def total(x: Any, over: str) -> Any:
+        """Return the sum of x [...] over the devices that split the dim `over`."""
+        return collectives.all_reduce(x, axes[over]) if axes[over] else x
+
+    return total

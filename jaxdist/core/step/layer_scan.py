@@ -17,7 +17,7 @@ from jaxdist.core.axis import spec_over
 from jaxdist.core.forward import ForwardPass, scan_layers
 from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
 from jaxdist.core.matrices import sides_of
-from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core.parallel import fsdp, reduction, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
@@ -165,7 +165,8 @@ def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., A
     """Make the product [*named dims] of x and w in `plan.matmul_dtype`; see `matmul.make_dot`."""
     # Devices on these axes may hold parts of one activation; devices of different stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
-    return with_weights(matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options))
+    dot = matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options)
+    return with_weights(dot, reduction.make_sum(layout))
 
 
 def _run(

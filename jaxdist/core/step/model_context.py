@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.core import attention, collectives, losses, token_logps, types
+from jaxdist.core import attention, losses, token_logps, types
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.matmul import cpu
-from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core.parallel import fsdp, reduction, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
@@ -43,11 +43,11 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
-        dot=with_weights(_DOTS[plan.dot]),
+        dot=with_weights(_DOTS[plan.dot], reduction.make_sum(layout)),
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
         token_logps=token_logps.make_token_logps(vocabulary_axis, plan.loss_chunk, **own),
         platform=plan.platform,
-        sum=_make_sum(layout),
+        sum=reduction.make_sum(layout),
         **(barrier if plan.gradient_barrier else {}),
         **hooks,
     )
@@ -137,20 +137,6 @@ def _suggest_balanced_exchange(
     if named:
         return f"; --mesh.context-attention {' or '.join(named)} would balance it better"
     return "; a cp that divides the query and key/value heads allows all_to_all, which is balanced"
-
-
-def _make_sum(layout: Layout) -> Callable[[Any, str], Any]:
-    axes = {
-        "batch": layout.batch_axes,
-        "seq": tuple(axis.name for axis in layout.used if axis.splits_positions),
-        "tensor": (TENSOR.name,) if TENSOR in layout.used else (),
-    }
-
-    def total(x: Any, over: str) -> Any:
-        """Return the sum of x [...] over the devices that split the dim `over`."""
-        return collectives.all_reduce(x, axes[over]) if axes[over] else x
-
-    return total
 
 
 def make_forward(model: Model, layout: Layout, plan: StepPlan) -> ForwardPass:

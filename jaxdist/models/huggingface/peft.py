@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from jaxdist.settings import ConfigError, problems_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+
+_KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "scale": "lora_magnitude_vector"}
+"""Our array of an adapter -> its name in PEFT."""
 
 _HARMLESS: dict[str, Any] = {
     "alora_invocation_tokens": None,
@@ -46,7 +49,6 @@ _HARMLESS: dict[str, Any] = {
     "target_parameters": None,
     "trainable_token_indices": None,
     "use_bdlora": None,
-    "use_dora": False,
     "use_qalora": False,
     "velora_config": None,
 }
@@ -71,6 +73,7 @@ _READ = {
     "r",
     "rank_pattern",
     "target_modules",
+    "use_dora",
     "use_rslora",
 }
 
@@ -93,28 +96,49 @@ class AdaptedModule(NamedTuple):
         """Name in `lora.targets`."""
         return self.array.rpartition("/")[2]
 
-    def to_peft(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return A [rank, inputs], B [outputs, rank] of our [*inputs, rank], [rank, *outputs]."""
-        ins, outs = self._orders
-        a = a.transpose([*ins, len(ins)]).reshape(-1, a.shape[-1]).T
-        b = b.transpose([*(1 + i for i in outs), 0]).reshape(-1, b.shape[0])
-        return a, b
+    def to_peft(self, adapter: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return PEFT's tensors of our "a" [*inputs, rank], "b" [rank, *outputs] and "scale".
 
-    def from_peft(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return our [*inputs, rank], [rank, *outputs] of A [rank, inputs], B [outputs, rank]."""
+        They are A [rank, inputs], B [outputs, rank] and, with DoRA, the magnitudes [outputs].
+        """
+        (ins, outs), a, b = self._orders, adapter["a"], adapter["b"]
+        values: dict[str, np.ndarray] = {
+            "a": a.transpose([*ins, len(ins)]).reshape(-1, a.shape[-1]).T,
+            "b": b.transpose([*(1 + i for i in outs), 0]).reshape(-1, b.shape[0]),
+        }
+        if "scale" in adapter:
+            values["scale"] = adapter["scale"].transpose(outs).reshape(-1)
+        return {self.tensor_name(kind): x for kind, x in values.items()}
+
+    def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return our arrays [*dims] of PEFT's tensors; the inverse of `to_peft`."""
         (ins, outs), view, order = self._orders, self.source.view, self.source.order
         sizes = [view[dim] for dim in order]
         stored_in = [sizes[i] for i in ins]
         stored_out = [sizes[self.num_inputs + i] for i in outs]
-        a = a.T.reshape(*stored_in, a.shape[0]).transpose([*np.argsort(ins), len(ins)])
-        b = b.reshape(*stored_out, b.shape[1])
-        return a, b.transpose([len(outs), *np.argsort(outs)])
+        back_in, back_out = np.argsort(ins), np.argsort(outs)
+        a, b = tensors[self.tensor_name("a")], tensors[self.tensor_name("b")]
+        adapter = {
+            "a": a.T.reshape(*stored_in, a.shape[0]).transpose([*back_in, len(ins)]),
+            "b": b.reshape(*stored_out, b.shape[1]).transpose([len(outs), *back_out]),
+        }
+        if (scale := tensors.get(self.tensor_name("scale"))) is not None:
+            adapter["scale"] = scale.reshape(stored_out).transpose(back_out)
+        return adapter
 
-    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of PEFT's A and B."""
+    def shapes(self, lora: LoraConfig, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of PEFT's tensors."""
         view, order = self.source.view, self.source.order
         num_inputs = math.prod(view[dim] for dim in order[: self.num_inputs])
-        return (rank, num_inputs), (math.prod(view) // num_inputs, rank)
+        num_outputs = math.prod(view) // num_inputs
+        shapes: dict[str, tuple[int, ...]] = {"a": (rank, num_inputs), "b": (num_outputs, rank)}
+        if lora.variant == "dora":
+            shapes["scale"] = (num_outputs,)
+        return {self.tensor_name(kind): shape for kind, shape in shapes.items()}
+
+    def tensor_name(self, kind: str) -> str:
+        """Return PEFT's name of our array `kind`."""
+        return f"{_PREFIX}{self.name}.{_KINDS[kind]}"
 
     @property
     def _orders(self) -> tuple[list[int], list[int]]:
@@ -141,12 +165,6 @@ def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
             )
 
 
-def tensor_names(module: AdaptedModule) -> tuple[str, str]:
-    """Return PEFT's names of A and B."""
-    name = _PREFIX + module.name
-    return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-
-
 def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` of adapters."""
     ranks = lora.target_modules(model)
@@ -161,6 +179,7 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
         "target_modules": list(ranks),
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {},
+        "use_dora": lora.variant == "dora",
         "use_rslora": lora.variant == "rslora",
         "fan_in_fan_out": family_of(model) == "gpt2",
         "init_lora_weights": True,
@@ -195,8 +214,11 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         problems.append(f"{source}: target_modules matches none of {', '.join(names)}.")
     if peft.get("alpha_pattern"):
         problems.append(f"{source}: alpha_pattern is not supported: use one lora_alpha.")
+    if peft.get("use_dora") and peft.get("use_rslora"):
+        problems.append(f"{source}: use_dora together with use_rslora is not supported.")
     if problems:
         raise ConfigError(problems)
+    variant: Literal["lora", "rslora", "dora"] = "rslora" if peft.get("use_rslora") else "lora"
     ranks = {
         name: next((r for key, r in peft.get("rank_pattern", {}).items() if _fits(key, name)), None)
         for name in targets
@@ -205,7 +227,7 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         rank=peft.get("r", 8),
         alpha=float(peft.get("lora_alpha", 8)),
         targets=targets,
-        variant="rslora" if peft.get("use_rslora") else "lora",
+        variant="dora" if peft.get("use_dora") else variant,
         ranks=[f"{name}={rank}" for name, rank in ranks.items() if rank],
     )
     if problems := problems_of(lora, "lora"):

@@ -55,15 +55,16 @@ def run(config: Config) -> int:
     arrays: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     problems, ranks = [], lora.target_modules(model)
     for module in peft.modules(model, lora):
-        names, shapes = peft.tensor_names(module), module.shapes(ranks[module.target])
-        pair = [values.pop(name, np.empty(0)) for name in names]
+        shapes = module.shapes(lora, ranks[module.target])
+        own = {name: values.pop(name, np.empty(0)) for name in shapes}
         problems += [
-            f"{name} {f'is {list(x.shape)}' if x.size else 'is missing'}; {list(shape)} is needed."
-            for name, x, shape in zip(names, pair, shapes, strict=True)
-            if x.shape != shape
+            f"{name} {f'is {list(own[name].shape)}' if own[name].size else 'is missing'}; "
+            f"{list(shape)} is needed."
+            for name, shape in shapes.items()
+            if own[name].shape != shape
         ]
         if not problems:
-            for kind, x in zip("ab", module.from_peft(*pair), strict=True):
+            for kind, x in module.from_peft(own).items():
                 arrays[f"{module.array}/{kind}"].append(x.astype(np.float32))
     problems += [f"{name} is not an adapter of a target module." for name in values]
     if problems:

@@ -69,14 +69,14 @@ def run(config: Config) -> int:
     item = pytree.weights_item(config.weights, stored.entries)
     dtype = dtype_of(config.dtype)
     tensors: dict[str, safetensors.Tensor] = {}
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, dict[str, np.ndarray]] = {}
     for module in peft.modules(model, lora):
         name = module.array.replace("params/", f"{item}/", 1)
-        for kind in "ab":
-            if f"{name}/{kind}" not in arrays:
-                arrays[f"{name}/{kind}"] = stored.read(f"{name}/{kind}")
-        pair = module.to_peft(*(arrays[f"{name}/{kind}"][module.layer] for kind in "ab"))
-        for tensor_name, values in zip(peft.tensor_names(module), pair, strict=True):
+        if name not in arrays:
+            names = [n for n in stored.entries if pytree.under(n, [name])]
+            arrays[name] = {n.rpartition("/")[2]: stored.read(n) for n in names}
+        adapter = {kind: x[module.layer] for kind, x in arrays[name].items()}
+        for tensor_name, values in module.to_peft(adapter).items():
             tensors[tensor_name] = safetensors.Tensor(values.shape, dtype, [values.astype(dtype)])
     base = config.base or (start.partition("@")[0] if hub.is_hub_name(start) else start)
     with new_output(out) as partial:
