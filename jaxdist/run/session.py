@@ -109,7 +109,8 @@ class Session:
                 self._compile_to_fit(budget)
             self.state, self.step, self.loader = self._restore()
             self._times.mark("restore")
-            if (local := self.checkpointer.survivable(self.state)) is not None:
+            saved = parts.without_base(self.state)
+            if (local := self.checkpointer.survivable(saved)) is not None:
                 log.info("%s", local.line())
             stack.callback(lambda: self.loader.close())  # a rollback replaces the loader
             self.monitor = stack.enter_context(

@@ -104,10 +104,13 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the initial weights of a new run before a watchdog or another process waits."""
+    """Fetch the initial weights of a new run before a watchdog or another process waits.
+
+    A resumed run needs them only next to adapters.
+    """
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
-    if hub.is_hub_name(config.init_from) and not resumes:
+    if hub.is_hub_name(config.init_from) and (config.lora.rank or not resumes):
         folder_of(config.init_from, weights=True)
 
 
