@@ -53,13 +53,8 @@ def run(
     from jaxdist.run.audit import check_mesh, check_model
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
-    from jaxdist.run.setup import (
-        assemble,
-        check_data_fits,
-        check_operations,
-        decide_step,
-        in_examples,
-    )
+    from jaxdist.run.setup import assemble, check_data_fits, decide_step, in_examples
+    from jaxdist.run.start_checks import check_operations
     from jaxdist.run.startup import (
         audited_meshes,
         check_objective,

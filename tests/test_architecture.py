@@ -321,8 +321,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 54_640,
-    "package code lines": 38_520,
+    "package lines": 54_660,
+    "package code lines": 38_530,
     "test lines": 41_430,
     "two-way folder pairs": 0,
     "settings of a run": 129,

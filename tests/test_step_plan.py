@@ -139,6 +139,7 @@ EXCEPTIONS = {
     "models.example": "a submodule named attention",
     "run.audit": "makes a small copy of the run, as deep as its stages need",
     "run.setup": "hands settings to the builder, and rejects formats that a device lacks",
+    "run.start_checks": "names the GPU on which an operation is wrong",
     "run.startup": "reports the estimates of remat policies",
     "run.session": "names the device in a key",
     "run.monitoring.monitor": "reports the device",

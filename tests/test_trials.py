@@ -13,7 +13,7 @@ import pytest
 from jaxdist.core import trials
 from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kernel
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes
-from jaxdist.run import setup
+from jaxdist.run import start_checks
 from jaxdist.settings import ConfigError
 from jaxdist.tools.doctor import devices
 
@@ -74,7 +74,7 @@ def test_planted_faults_of_operations_are_reported(cache, monkeypatch, name, wro
     assert [one.severity for one in reported] == 3 * ["error"]
     monkeypatch.setattr(jax, "local_devices", lambda: [GPU])
     with pytest.raises(ConfigError) as caught:
-        setup.check_operations()
+        start_checks.check_operations()
     assert len(caught.value.problems) == 3
     assert all("override=operations" in problem for problem in caught.value.problems)
 

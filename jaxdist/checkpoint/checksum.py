@@ -8,7 +8,9 @@ probability 2⁻³². Because positions are hashed too, misplaced shards are det
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +30,14 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
     It takes one pass over device memory. PRNG keys are converted to their key data.
     """
     return start_checksums(arrays)()
+
+
+def digest_of(tree: Any) -> str:
+    """Return a digest of names and values of a tree of arrays [...], equal on every mesh."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    sums = checksums([leaf for _, leaf in leaves])
+    return hashlib.sha256(json.dumps([names, sums]).encode()).hexdigest()
 
 
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:

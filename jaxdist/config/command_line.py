@@ -131,7 +131,7 @@ def _base_of(values: InputValues) -> RunConfig | None:
     if isinstance(start, str) and start and is_model(start):
         try:
             name = _with_commit(str(start), str(values.get("run_dir") or ""))
-            return _run_of_model(name, has_adapters="lora.rank" in values)
+            return _run_of_model(name, has_adapters=values.get("lora.rank") not in (None, 0, "0"))
         except ConfigError as error:
             raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
     if "debug" in values and values["debug"] in (None, True, "true"):

@@ -30,7 +30,8 @@ from jaxdist.run.resilience.anomalies import LossGuard, Rollback
 from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.run.setup import Parts, nonfinite_names
+from jaxdist.run.setup import Parts
+from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer, manifest
-from jaxdist.checkpoint.checksum import checksums
+from jaxdist.checkpoint.checksum import digest_of
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, parse_run
@@ -38,7 +35,6 @@ from jaxdist.core.state import TrainState, abstract_state, copy_params, init_sta
 from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
-from jaxdist.core.trials import wrong_operations
 from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
 from jaxdist.core.weights import frozen, trained
 from jaxdist.data import Dataset, Loader, Position, TrainData
@@ -49,8 +45,8 @@ from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 from jaxdist.objectives import regularized
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.start_checks import check_finite
 from jaxdist.runtime import coordination
-from jaxdist.runtime.formatting.tables import few
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -229,14 +225,8 @@ class Parts:
         return dataclasses.replace(state, params=trained(state.params, self.model.axes))
 
     def _base_digest(self, params: Params) -> str:
-        """Return a digest of the frozen weights next to adapters, equal on every mesh.
-
-        `params` are in the order of the model.
-        """
-        leaves = jax.tree_util.tree_leaves_with_path(base_of(frozen(params, self.model.axes)))
-        names = [keystr(path, simple=True, separator="/") for path, _ in leaves]
-        sums = checksums([leaf for _, leaf in leaves])
-        return hashlib.sha256(json.dumps([names, sums]).encode()).hexdigest()
+        """Return a digest of the frozen weights next to adapters, in the order of the model."""
+        return digest_of(base_of(frozen(params, self.model.axes)))
 
     def _with_base(self, params: Params, meta: Mapping[str, Any], step: int) -> Params:
         """Return adapters with their frozen weights, after comparing the weights' digest."""
@@ -244,8 +234,7 @@ class Parts:
             return params
         params = with_base(params, self._initial_params())
         self.base["digest"] = self._base_digest(params)
-        stored = meta.get("base", self.base)  # imported adapters do not identify their base
-        if self.base != stored:
+        if self.base != meta.get("base", self.base):  # imported adapters lack a digest
             start = self.config.init_from or f"seed {self.config.seed}"
             raise ConfigError(
                 f"checkpoint {step} has adapters of other weights than those of {start}. Name the "
@@ -258,8 +247,8 @@ class Parts:
         if not self.has_adapters:
             return params
         make = lambda seed: trained(self._random_params(seed), self.model.axes)
-        target = self.without_base(self.abstract_state()).params
-        shardings = jax.tree.map(lambda x: x.sharding, target)
+        adapters = self.without_base(self.abstract_state()).params
+        shardings = jax.tree.map(lambda x: x.sharding, adapters)
         make = jax.jit(make, static_argnums=0, out_shardings=shardings)
         params = with_base(make(self.config.seed), params)
         shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -347,29 +336,8 @@ class Parts:
                 )
             reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
             params = reader.restore_params(target, step, reinit=reinit)
-        _check_finite(params, path)
+        check_finite(params, path)
         return params
-
-
-@jax.jit
-def _finite(params: Params) -> Params:
-    """Return bool [] for each leaf [...]: all its values are finite."""
-    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), params)
-
-
-def nonfinite_names(params: Params) -> list[str]:
-    """Return the names of the parameters that contain NaN or infinity; collective."""
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(params)))
-    return [keystr(path, simple=True, separator="/") for path, is_finite in leaves if not is_finite]
-
-
-def _check_finite(params: Params, path: str) -> None:
-    """Reject weights with NaN or Inf: every loss would be NaN, and every step skipped."""
-    if names := nonfinite_names(params):
-        raise ConfigError(
-            f"weights of {path}: {few(names, 8)} contain NaN or Inf. Use earlier weights, or name "
-            "these in --reinit-params."
-        )
 
 
 def assemble(
@@ -461,21 +429,6 @@ def _fit_devices(
             f"devices. Start {count}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
-
-
-def check_operations() -> None:
-    """Reject GPUs on which elementary operations are wrong; collective."""
-    device = jax.local_devices()[0]
-    wrong = wrong_operations(device) if platform_of(device) == "gpu" else []
-    everyone = coordination.gather("operations", "\n".join(wrong))
-    problems = [
-        f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. Install another "
-        "version of jax or of the driver, or leave the GPU out; override=operations starts anyway."
-        for process, text in enumerate(everyone)
-        for line in text.splitlines()
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:

@@ -31,7 +31,8 @@ from jaxdist.run.metrics_log import decode, read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path, read_table
-from jaxdist.run.setup import Parts, assemble, nonfinite_names
+from jaxdist.run.setup import Parts, assemble
+from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.runtime import coordination, hub
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import few

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import FILE_NAME as LOCK_NAME
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
-from jaxdist.settings import ConfigError
+from jaxdist.settings import ConfigError, setting
 
 log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsToConvert:
+    """The weights to convert, and the output."""
+
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    out: str = setting("", "new directory", required=True)
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
+        "one",
+    )
+
 
 _MARKER = "unfinished.txt"
 _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had begun\n"

@@ -20,21 +20,18 @@ from jaxdist.config import settings_of_run
 from jaxdist.models.adapters import LoraConfig, LoraWeight, base_of, merge
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, new_run_directory
+from jaxdist.tools.convert.checkpoint_paths import (
+    WeightsToConvert,
+    checkpoint_of,
+    making_run,
+    new_run_directory,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WeightsToConvert):
     """Source and destination."""
 
-    src: str = setting("", "run directory with adapters, or one checkpoint", required=True)
-    out: str = setting("", "new run directory", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "ema = moving average of the adapters, raw = as trained, auto = the average if the run has "
-        "one",
-    )
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype of the merged weights; bfloat16 rounds the sums"
     )

@@ -31,23 +31,19 @@ from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
+from jaxdist.tools.convert.checkpoint_paths import (
+    WeightsToConvert,
+    checkpoint_of,
+    new_local_directory,
+)
 
 _SLAB_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WeightsToConvert):
     """Weights and form of the output."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    out: str = setting("", "new directory", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
-        "one",
-    )
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of the weights; stored = unchanged"
     )

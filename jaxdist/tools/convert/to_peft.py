@@ -24,22 +24,18 @@ from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_directory
+from jaxdist.tools.convert.checkpoint_paths import (
+    WeightsToConvert,
+    checkpoint_of,
+    new_local_directory,
+)
 from jaxdist.tools.convert.to_hf import write_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(WeightsToConvert):
     """Adapters and form of the output."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    out: str = setting("", "new directory", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "ema = moving average of the adapters, raw = as trained, auto = the average if the run has "
-        "one",
-    )
     base: str = setting(
         "", "name of the base model in adapter_config.json; empty = init_from of the run"
     )
