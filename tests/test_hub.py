@@ -1,18 +1,15 @@
 """Names on the Hugging Face hub, from a prepared cache and from a local hub server."""
 
-import contextlib
-import functools
 import hashlib
-import http.server
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
+from hub_server import local_hub
 from huggingface_hub import constants
 from refusals import refused
 
@@ -186,70 +183,10 @@ def test_unreachable_hub_is_named_with_the_cause(cache, monkeypatch):
         read_run(["--init-from=org/tiny"], command="jaxdist.train")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's API that fetching uses, for one commit of `org/tiny`."""
-
-    def __init__(self, folder: Path, sent: list[str], *args):
-        self.folder, self.sent = folder, sent
-        super().__init__(*args)
-
-    def log_message(self, *args) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        path = self.path.partition("?")[0].removeprefix("/api/models")
-        files = [file for file in self.folder.rglob("*") if file.is_file()]
-        names = {file.relative_to(self.folder).as_posix(): file for file in files}
-        if not path.startswith("/org/tiny"):
-            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if path == f"/org/tiny/tree/{NEW}":
-            about = lambda name, file: {
-                "type": "file", "path": name, "size": file.stat().st_size, "oid": tag_of(file),
-            }  # fmt: skip
-            listed = [about(name, file) for name, file in names.items()]
-            return self.reply(200, json.dumps(listed).encode(), {}, body)
-        if path in ("/org/tiny", "/org/tiny/revision/main"):
-            about = {"id": "org/tiny", "sha": NEW, "siblings": [], "tags": []}
-            return self.reply(200, json.dumps(about).encode(), {}, body)
-        name = path.removeprefix(f"/org/tiny/resolve/{NEW}/")
-        if name not in names:
-            return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if body:
-            self.sent.append(name)
-        headers = {"ETag": f'"{tag_of(names[name])}"', "X-Repo-Commit": NEW}
-        return self.reply(200, names[name].read_bytes(), headers, body)
-
-    def reply(self, code: int, content: bytes, headers: dict[str, str], body: bool = True) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-
-def tag_of(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
-
-
-@contextlib.contextmanager
-def served(folder: Path, sent: list[str]):
-    make = functools.partial(Hub, folder, sent)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_only_needed_files_are_fetched_and_weights_last(cache, model, monkeypatch):
-    sent: list[str] = []
-    with served(model, sent) as address:
+    with local_hub() as server:
+        server.store("models", "org/tiny", model, NEW)
+        sent, address = server.sent, server.address
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
         url_path = "{repo_id}/resolve/{revision}/{filename}"

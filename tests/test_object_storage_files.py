@@ -21,7 +21,8 @@ from test_data_images import make_batches
 
 from jaxdist.config import read_run
 from jaxdist.data import DataConfig, open_datasets
-from jaxdist.data.corpus import Corpus, cache_folder, cached_corpus
+from jaxdist.data.cache import cache_folder
+from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.files import find_files, source_digest
 from jaxdist.data.images import open_cifar

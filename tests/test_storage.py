@@ -195,6 +195,7 @@ OTHER_FILES = {
     "settings/sources.py": "looks for the user's TOML files",
     "config/run_config.py": "whether the paths that a user named exist",
     "data": "data sources, tokenizers and the cache of encoded corpora",
+    "runtime/hub.py": "lists the cache of the Hugging Face hub",
     "models/huggingface": "model directories of Hugging Face",
     "hardware": "descriptions of GPUs",
     "runtime/backend.py": "jax's compilation cache and /proc",

@@ -16,6 +16,7 @@ from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.config.run_config import RunConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
+from jaxdist.data.hub_sets import is_hub_set, pin_commit, without_commit
 from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
@@ -83,7 +84,12 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     run = dataclasses.replace(
         run,
         init_from=_with_commit(start, directory),
-        data=dataclasses.replace(run.data, tokenizer=file),
+        data=dataclasses.replace(
+            run.data,
+            tokenizer=file,
+            sources=[_with_set_commit(source, directory) for source in run.data.sources],
+            eval_sources=[_with_set_commit(source, directory) for source in run.data.eval_sources],
+        ),
     )
     return _with_text_format(run, _table_of(directory)) if directory else run
 
@@ -101,6 +107,17 @@ def _with_commit(name: str, directory: str) -> str:
         if str(earlier).startswith(f"{name}@"):
             return str(earlier)
     return hub.with_commit(name)
+
+
+def _with_set_commit(source: str, directory: str) -> str:
+    """Return a data set of the hub with its commit, as `_with_commit`; other sources unchanged."""
+    if not is_hub_set(source):
+        return source
+    data = _table_of(directory).get("data", {}) if directory else {}
+    for earlier in [*data.get("sources", []), *data.get("eval_sources", [])]:
+        if is_hub_set(earlier) and without_commit(earlier) == source:
+            return earlier
+    return pin_commit(source)
 
 
 def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model, rows_per_example
 from jaxdist.data.config import DataConfig, source_exists
 from jaxdist.data.custom import is_custom
+from jaxdist.data.hub_sets import is_hub_set
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
@@ -377,7 +378,7 @@ class RunConfig:
         )
         for source in data.sources:
             # Missing sources are reported elsewhere.
-            exists = not url_problem(source) and source_exists(source)
+            exists = is_hub_set(source) or (not url_problem(source) and source_exists(source))
             if reads == "text" and is_cifar(source):
                 problems.append(
                     f"data.sources has {source!r}, which contains images: a decoder reads text. "

@@ -15,19 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxdist.data.corpus import (
-    Corpus,
-    is_cut_upload,
-    total_bytes,
-    upload_corpus,
-    write_corpus,
-)
+from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import DataFile, find_files
-from jaxdist.data.tokenizer import load_tokenizer, train_bpe
+from jaxdist.data.tokenizer import TOKENIZER_FILES, load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, is_url, locate, read_url
 from jaxdist.settings import ConfigError, read_settings, setting
 
@@ -38,13 +33,15 @@ Tokenize text once into memory-mapped shards that training reads at random.
     python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
     python -m jaxdist.data stdlib --out tokens --train-bpe 8192
     python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
+    python -m jaxdist.data hf://HuggingFaceFW/fineweb-edu/sample-10BT --out tokens
     python -m jaxdist.data 's3://bucket/crawl/*.parquet' --out s3://bucket/tokens
 
 Then train on it:
 
     python -m jaxdist.train --data.sources tokens
 
-The folder appears complete or not at all. After an interruption start the same command again."""
+The folder appears complete or not at all. After an interruption start the same command again: it
+continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,8 @@ class PrepareConfig:
 
     sources: list[str] = setting(
         [],
-        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, as paths or URLs, or "stdlib"',
+        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, as paths or URLs, "stdlib", '
+        "or hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT] on the Hugging Face hub",
         required=True,
     )
     out: str = setting("", "path or URL of the new folder; it must not exist", required=True)
@@ -136,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: PrepareConfig, out: Location) -> None:
-    if out.exists() and not is_cut_upload(out):
+    if out.exists() and not _is_cut_upload(out):
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Choose another.")
     files = [path for source in config.sources for path in find_files(source)]
     size = total_bytes(files)
@@ -159,7 +157,7 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
             write_corpus(
                 files, made, encoder, shard_tokens=_UPLOADED_TOKENS, sources=config.sources
             )
-            upload_corpus(made, out)
+            _upload(made, out)
     corpus = Corpus(out)
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
@@ -167,6 +165,26 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
         f"{corpus.tokenizer.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
         f"next: python -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
+
+
+def _upload(made: Path, folder: Location) -> None:
+    """Copy a corpus to an object store, its metadata file last."""
+    if _is_cut_upload(folder):
+        folder.delete_tree()
+    names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
+    with Progress("uploading", total_bytes(made.iterdir()), "B") as progress:
+        for name in [*names, "corpus.json"]:
+            content = (made / name).read_bytes()
+            (folder / name).write(content)
+            progress.advance(len(content))
+
+
+def _is_cut_upload(folder: Location) -> bool:
+    """Return whether a folder holds only an incomplete upload."""
+    names = {} if folder.is_local else folder.sizes()
+    is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
+    rest = {name for name in names if not is_part(name)}
+    return len(rest) < len(names) and rest <= {*TOKENIZER_FILES}
 
 
 def _learn(files: list[DataFile], config: PrepareConfig, path: str) -> None:

@@ -1,6 +1,6 @@
 """Settings of data. Importing it is fast, so wrong values are rejected before a device starts.
 
-Checks download only tokenizers from the hub and read the metadata of corpora.
+Checks read only tokenizers and lists of files from the hub, and the metadata of corpora.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.data.custom import is_custom
+from jaxdist.data.hub_sets import hub_files, is_hub_set
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
@@ -29,6 +30,7 @@ class DataConfig:
         'training data: "stdlib" (source text of this machine\'s Python standard library), or '
         "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder "
         "made by `jaxdist data`, token files of other projects (docs/data.md), a CIFAR-10 folder, "
+        "a data set of the Hugging Face hub as hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], "
         "or module:function for your own rows (see jaxdist/data/custom.py)",
     )
     mixture_weights: list[float] = setting(
@@ -188,6 +190,12 @@ class DataConfig:
 
 
 def _missing(name: str, source: str) -> str:
+    if is_hub_set(source):
+        try:
+            hub_files(source)
+        except ConfigError as error:
+            return f"data.{name} has {source!r}: {error.problems[0]}"
+        return ""
     if is_url(source):
         problem = url_problem(source)
         if not problem and not source_exists(source):
@@ -209,22 +217,22 @@ def _is_file(path: str) -> bool:
 
 
 def source_exists(source: str) -> bool:
-    """Return whether a path or URL exists; True for globs, which are checked when opened."""
-    if glob.has_magic(source):
+    """Return whether a path or URL exists; True if that is checked elsewhere: globs and hub."""
+    if glob.has_magic(source) or is_hub_set(source):
         return True
     return locate(source).exists() if is_url(source) else Path(source).expanduser().exists()
 
 
 def is_token_folder(source: str) -> bool:
     """Return whether a source is a folder of tokens made by `jaxdist data`."""
-    if is_url(source) and glob.has_magic(source):
+    if is_hub_set(source) or (is_url(source) and glob.has_magic(source)):
         return False
     return (locate(source) / "corpus.json").exists()
 
 
 def about_tokens(source: str) -> dict[str, Any] | None:
     """Return the metadata of a token folder (see `corpus`); None for other sources."""
-    if is_url(source) and (glob.has_magic(source) or url_problem(source)):
+    if is_hub_set(source) or (is_url(source) and (glob.has_magic(source) or url_problem(source))):
         return None
     try:
         return _stored_about(source) if is_url(source) else _about(source)

@@ -20,8 +20,7 @@ import itertools
 import json
 import logging
 import os
-import re
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,12 +28,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxdist.data.cache import cache_folder, only_one
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, changed_objects, size_of, source_digest
+from jaxdist.data.hub_sets import downloading
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
-    TOKENIZER_FILES,
     FileTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -54,6 +54,9 @@ _READING = 2
 
 SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16."""
+
+PART_BYTES = 64 << 20
+"""Bytes of files that are tokenized again after an interruption, unless one file is larger."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
 
@@ -156,52 +159,47 @@ def write_corpus(
     shard_tokens: int = SHARD_TOKENS,
     sources: Sequence[str] = (),
 ) -> None:
-    """Tokenize files into a new folder, atomically.
+    """Tokenize files into a new folder, atomically; an interrupted call is continued by the next.
 
     If another process writes the same corpus first, its folder is kept. `sources` are the names
     of the files in the settings; objects of a store are listed again at the end, to detect
     changes. Raises `ConfigError` if a file is bad (see `Encoder.chunks`) or an object changed.
     """
+    parts = _in_parts(files)
+    work = folder.with_name(f".{folder.name}.parts")
     try:
-        with new_output(folder) as partial:
+        with new_output(folder) as partial, downloading(files):
             partial.mkdir()
-            _fill(partial, files, encoder, shard_tokens)
+            if len(parts) == 1:
+                with Progress("tokenizing", total_bytes(files), "B") as progress:
+                    _fill(partial, files, encoder, shard_tokens, progress)
+            else:
+                _join(partial, _fill_parts(work, parts, encoder, shard_tokens), encoder)
             if changed := changed_objects(files, sources):
                 raise ConfigError(
                     f"{few(changed, 3)} changed while being read, so the tokens may be a mixture. "
                     "Start the command again when the files no longer change."
                 )
+            if not _read_about(locate(partial))["num_tokens"]:
+                names = ", ".join(repr(str(path)) for path in files[:3])
+                what = "records" if encoder.weighted else "text"
+                raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
+        shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         if not (folder / "corpus.json").exists():  # else another process was first
             error.filename = error.filename or str(folder)  # `write` names no file
             raise
 
 
-def upload_corpus(made: Path, folder: Location) -> None:
-    """Copy a corpus to an object store, its metadata file last."""
-    if is_cut_upload(folder):
-        folder.delete_tree()
-    names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
-    with Progress("uploading", total_bytes(made.iterdir()), "B") as progress:
-        for name in [*names, "corpus.json"]:
-            content = (made / name).read_bytes()
-            (folder / name).write(content)
-            progress.advance(len(content))
-
-
-def is_cut_upload(folder: Location) -> bool:
-    """Return whether a folder holds only an incomplete upload."""
-    names = {} if folder.is_local else folder.sizes()
-    is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
-    rest = {name for name in names if not is_part(name)}
-    return len(rest) < len(names) and rest <= {*TOKENIZER_FILES}
+def corpus_key(files: Sequence[DataFile], encoder: Encoder) -> str:
+    """Return a digest of everything that the tokens of files depend on."""
+    about = [FORMAT, _READING, source_digest(files), *encoder.identity]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
 def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:
     """Return the corpus of files, tokenized on first use and cached by `source_digest`."""
-    key = hashlib.sha256(
-        json.dumps([FORMAT, _READING, source_digest(files), *encoder.identity]).encode()
-    ).hexdigest()[:24]
+    key = corpus_key(files, encoder)
     root = cache_folder()
     folder = root / key
     with only_one(root / f"{key}.lock"):  # one process per host tokenizes
@@ -214,43 +212,70 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
     return Corpus(folder)
 
 
-def cache_folder() -> Path:
-    """Return the cache folder: in $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary one."""
-    named = os.environ.get("JAXDIST_CACHE")
-    base = Path(named).expanduser() if named else _home() / ".cache" / "jaxdist"
-    folder = base / "corpora"
+def _in_parts(files: Sequence[DataFile]) -> list[list[DataFile]]:
+    """Divide files into groups of at least `PART_BYTES`, in order."""
+    parts: list[list[DataFile]] = [[]]
+    num_bytes = 0
+    for file in files:
+        if num_bytes >= PART_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(file)
+        num_bytes += size_of(file)
+    return parts
+
+
+def _fill_parts(
+    work: Path, parts: list[list[DataFile]], encoder: Encoder, shard_tokens: int
+) -> list[Path]:
+    """Tokenize each part into a corpus in `work`, except those complete from an earlier start."""
+    key = corpus_key([file for part in parts for file in part], encoder)
+    for other in work.glob("*"):
+        if other.name != key:  # of other files or settings
+            shutil.rmtree(other, ignore_errors=True)
+    folders = [work / key / f"{number:05d}" for number in range(len(parts))]
+    complete = sum((folder / "corpus.json").exists() for folder in folders)
+    if complete:
+        log.info("continuing: %d of %d parts are already tokenized", complete, len(parts))
+    total = sum(map(total_bytes, parts))
+    with Progress("tokenizing", total, "B") as progress:
+        for part, folder in zip(parts, folders, strict=True):
+            if (folder / "corpus.json").exists():
+                progress.skip(total_bytes(part))
+                continue
+            with new_output(folder) as partial:
+                partial.mkdir()
+                _fill(partial, part, encoder, shard_tokens, progress)
+    return folders
+
+
+def _join(folder: Path, parts: Sequence[Path], encoder: Encoder) -> None:
+    """Make one corpus of several; it shares their files of tokens if the file system allows."""
+    abouts = [_read_about(locate(part)) for part in parts]
+    digests = {stem: hashlib.sha256() for stem in ("tokens", "weights")}
+    shards: dict[str, list[dict[str, Any]]] = {"tokens": [], "weights": []}
+    starts = [0, *itertools.accumulate(about["num_tokens"] for about in abouts)]
+    for stem, key in (("tokens", "shards"), ("weights", "weights")):
+        for part, about in zip(parts, abouts, strict=True):
+            for shard in about.get(key, []):
+                name = f"{stem}-{len(shards[stem]):05d}.bin"
+                _link(part / shard["file"], folder / name)
+                digests[stem].update(np.memmap(folder / name, np.uint8, "r").data)
+                shards[stem].append({"file": name, "num_tokens": shard["num_tokens"]})
+    ends = [
+        np.fromfile(part / "documents.bin", "<u8") + np.uint64(start)
+        for part, start in zip(parts, starts, strict=False)
+    ]
+    _write_index(
+        folder, encoder, np.dtype(abouts[0]["dtype"]), shards, np.concatenate(ends), digests
+    )
+
+
+def _link(file: Path, name: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        if named:
-            raise ConfigError(
-                f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another folder."
-            ) from None
-        spare = Path(tempfile.gettempdir()) / f"jaxdist-cache-{os.getuid()}"
-        spare.mkdir(mode=0o700, exist_ok=True)
-        log.info("%s cannot be written (%s): caching in %s", folder, error.strerror, spare)
-        return spare
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError:  # a container without a user entry
-        return Path("/nonexistent")
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Hold a lock on this host, in the file `path`."""
-    import fcntl
-
-    with path.open("w") as file:
-        # Without locks every process tokenizes, and the first rename wins.
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        os.link(file, name)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, name)
 
 
 def _fill(
@@ -258,31 +283,47 @@ def _fill(
     files: Sequence[DataFile],
     encoder: Encoder,
     shard_tokens: int,
+    progress: Progress,
 ) -> None:
     tokenizer = encoder.tokenizer
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
-    shards = _ShardWriter(folder, "tokens", dtype, shard_tokens)
-    weights = _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens)
+    writers = {
+        "tokens": _ShardWriter(folder, "tokens", dtype, shard_tokens),
+        "weights": _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens),
+    }
+    tokens, weights = writers.values()
     ends: list[np.ndarray] = [np.zeros(0, np.uint64)]
-    progress = Progress("tokenizing", total_bytes(files), "B")
-    with contextlib.closing(shards), contextlib.closing(weights), progress:
+    position = 0
+    with contextlib.closing(tokens), contextlib.closing(weights):
         for chunk in encoder.chunks(files):
-            ends.append(chunk.ends + np.uint64(shards.num_tokens))
-            shards.write(chunk.tokens)
+            ends.append(chunk.ends + np.uint64(tokens.num_tokens))
+            tokens.write(chunk.tokens)
             if chunk.weights is not None:
                 weights.write(chunk.weights)
-            progress.reach(chunk.position)
-    all_ends = np.concatenate(ends).astype("<u8")
-    if not shards.num_tokens:
-        names = ", ".join(repr(str(path)) for path in files[:3])
-        what = "records" if encoder.weighted else "text"
-        raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
-    digest = corpus_digest(dtype, shards.digest, all_ends)
+            progress.advance(chunk.position - position)
+            position = chunk.position
+    shards = {stem: writer.about for stem, writer in writers.items()}
+    digests = {stem: writer.digest for stem, writer in writers.items()}
+    _write_index(folder, encoder, dtype, shards, np.concatenate(ends), digests)
+
+
+def _write_index(
+    folder: Path,
+    encoder: Encoder,
+    dtype: np.dtype[Any],
+    shards: dict[str, list[dict[str, Any]]],
+    ends: np.ndarray,
+    digests: dict[str, Any],
+) -> None:
+    """Write the index of shards and digests of tokens and weights; `ends`: [num_documents]."""
+    ends = ends.astype("<u8")
+    digest = corpus_digest(dtype, digests["tokens"], ends)
+    about = {}
     if encoder.weighted:
-        digest.update(weights.digest.digest())
-    about = {"weights": weights.about} if encoder.weighted else {}
+        digest.update(digests["weights"].digest())
+        about["weights"] = shards["weights"]
     write_index(
-        folder, encoder, dtype=dtype, shards=shards.about, ends=all_ends, digest=digest, **about
+        folder, encoder, dtype=dtype, shards=shards["tokens"], ends=ends, digest=digest, **about
     )
 
 

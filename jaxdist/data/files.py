@@ -1,4 +1,4 @@
-"""Find and read data files on a file system, or in ranges on an object store."""
+"""Find and read data files: on a file system, in ranges on an object store, or from the hub."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
+from jaxdist.data.hub_sets import HubFile, hub_files, is_hub_set
+from jaxdist.data.patterns import regex_of
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate, open_regular
 from jaxdist.settings import ConfigError
@@ -43,7 +45,7 @@ class StoredFile:
         return str(self.location)
 
 
-DataFile: TypeAlias = Path | StoredFile
+DataFile: TypeAlias = Path | StoredFile | HubFile
 
 
 def library_files() -> list[Path]:
@@ -72,6 +74,8 @@ def find_files(source: str) -> list[DataFile]:
     """Return the files of a source, in an order independent of the file system."""
     if source == "stdlib":
         return [*library_files()]
+    if is_hub_set(source):
+        return [*hub_files(source)]
     files = _stored_files(source) if is_url(source) else _local_files(source)
     if not files:
         kind = (
@@ -128,7 +132,7 @@ def _below(root: Path, *, hidden: bool = False) -> list[Path]:
 def _matches_below(pattern: Path) -> list[Path]:
     fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     root, inside = Path(*fixed), "/".join(pattern.parts[len(fixed) :])
-    fits = re.compile(_regex_of(inside)).fullmatch
+    fits = re.compile(regex_of(inside)).fullmatch
     paths = _below(root, hidden=bool(re.search(r"(^|/)\.", inside))) if root.is_dir() else []
     return [path for path in paths if fits(path.relative_to(root).as_posix())]
 
@@ -141,36 +145,28 @@ def _stored_files(url: str) -> list[DataFile]:
         tags = location.tags()
         names = sorted(name for name in tags if not re.search(r"(^|/)\.", name))
         if pattern:
-            fits = re.compile(_regex_of(pattern)).fullmatch
+            fits = re.compile(regex_of(pattern)).fullmatch
             names = [name for name in names if name and fits(name)]
     return [StoredFile(location / name if name else location, *tags[name]) for name in names]
 
 
-def _regex_of(pattern: str) -> str:
-    """Return a regular expression for a pattern with *, **, ? and [...], as in `glob`."""
-    words = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
-    return "".join(
-        words.get(part) or (part.replace("[!", "[^") if part[:1] == "[" else re.escape(part))
-        for part in parts
-    )
-
-
 def size_of(path: DataFile) -> int:
     """Return the stored bytes of a file."""
-    return path.num_bytes if isinstance(path, StoredFile) else path.stat().st_size
+    return path.stat().st_size if isinstance(path, Path) else path.num_bytes
 
 
 def open_file(path: DataFile, block_bytes: int = BLOCK_BYTES) -> BinaryIO:
     """Open a file for reading; an object is read `block_bytes` at a time."""
     if isinstance(path, StoredFile):
         return io.BufferedReader(_Ranges(path), block_bytes)
-    return open_regular(path)
+    return open_regular(path.download() if isinstance(path, HubFile) else path)
 
 
 def open_ranges(path: DataFile) -> Any:
     """Return a path, or a file object for a stored object, as input for pyarrow."""
-    return _Ranges(path) if isinstance(path, StoredFile) else path
+    if isinstance(path, StoredFile):
+        return _Ranges(path)
+    return path.download() if isinstance(path, HubFile) else path
 
 
 class _Ranges(io.RawIOBase):
@@ -225,9 +221,11 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
 def source_digest(files: Sequence[DataFile]) -> str:
     """Return a digest that changes with the content of the files.
 
-    It covers URL, size and ETag of objects. Local files, and objects without an ETag, are read.
+    It covers URL, size and ETag of objects, and path, size and digest of files on the hub. Local
+    files, and objects without an ETag, are read.
     """
-    tags = [(str(f), f.num_bytes, f.tag) for f in files if isinstance(f, StoredFile) and f.tag]
+    stored = [f for f in files if not isinstance(f, Path) and f.tag]
+    tags = [(f.path if isinstance(f, HubFile) else str(f), f.num_bytes, f.tag) for f in stored]
     if len(tags) < len(files):
         return content_digest(files)
     return hashlib.sha256(json.dumps(tags).encode()).hexdigest()

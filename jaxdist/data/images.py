@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxdist.data.files import read_errors
+from jaxdist.data.hub_sets import is_hub_set
 from jaxdist.runtime.storage import Location, is_url, locate, url_problem
 from jaxdist.settings import ConfigError
 
@@ -96,7 +97,7 @@ def is_cifar(source: str) -> bool:
     """Return whether a source is a folder with at least part of CIFAR-10."""
     if not is_url(source):
         return _holds(source, (*TRAIN_FILES, TEST_FILE))
-    if glob.has_magic(source) or url_problem(source):
+    if is_hub_set(source) or glob.has_magic(source) or url_problem(source):
         return False
     return _is_stored_cifar(source)
 

@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.data.corpus import Corpus, cache_folder, corpus_digest, only_one, write_index
+from jaxdist.data.cache import cache_folder, only_one
+from jaxdist.data.corpus import Corpus, corpus_digest, write_index
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, read_errors
 from jaxdist.data.tokenizer import Tokenizer

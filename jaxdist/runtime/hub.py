@@ -1,4 +1,4 @@
-"""Download files from the Hugging Face hub by model name: `ORG/NAME` or `ORG/NAME@REVISION`.
+"""Download files from the Hugging Face hub by repository: `ORG/NAME` or `ORG/NAME@REVISION`.
 
 They are stored in the cache of `huggingface_hub`, whose variables apply: HF_HUB_CACHE or HF_HOME
 (location), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT. Processes share it by file locks.
@@ -6,10 +6,13 @@ They are stored in the cache of `huggingface_hub`, whose variables apply: HF_HUB
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 from jaxdist.runtime.progress import waiting
 from jaxdist.settings.declare import ConfigError
@@ -17,7 +20,11 @@ from jaxdist.settings.declare import ConfigError
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}(@[A-Za-z0-9][A-Za-z0-9._/-]{{0,200}})?")
 _COMMIT = re.compile("[0-9a-f]{40}")
+_CARD = "README.md"
 _FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".toml", ".txt")  # not hub names
+
+Kind = Literal["model", "dataset"]
+"""Kind of a repository."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -34,12 +41,20 @@ def short_name(name: str) -> str:
     return name.partition("@")[0].rpartition("/")[2]
 
 
-def with_commit(name: str) -> str:
+def is_offline() -> bool:
+    """Return whether the user has switched the network off."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def with_commit(name: str, kind: Kind = "model") -> str:
     """Return the hub name with the current commit of its revision (default: main)."""
     repo, _, revision = name.partition("@")
     if _COMMIT.fullmatch(revision):
         return name
-    return f"{repo}@{_download(name, ('config.json',)).name}"
+    small = _CARD if kind == "dataset" else "config.json"
+    return f"{repo}@{_download(name, (small,), kind).name}"
 
 
 def fetch(name: str, files: tuple[str, ...]) -> Path:
@@ -48,39 +63,111 @@ def fetch(name: str, files: tuple[str, ...]) -> Path:
 
 
 @functools.cache  # pins the commit in this process, even if the branch changes
-def _download(name: str, files: tuple[str, ...]) -> Path:
+def _download(name: str, files: tuple[str, ...], kind: Kind = "model") -> Path:
     from huggingface_hub import snapshot_download
 
     repo, _, revision = name.partition("@")
-    try:
-        with waiting(f"downloading {name} from the Hugging Face hub"):
-            folder = snapshot_download(
-                repo,
-                revision=revision or None,
-                allow_patterns=list(files),
-                ignore_patterns=["*/*"],  # copies for other frameworks
-            )
-    except Exception as error:  # from the library, its HTTP client, or the disk
-        raise ConfigError(_problem(name, error)) from None
+    with _errors(name, kind), waiting(f"downloading {name} from the Hugging Face hub"):
+        folder = snapshot_download(
+            repo,
+            repo_type=kind,
+            revision=revision or None,
+            allow_patterns=list(files),
+            ignore_patterns=["*/*"],  # copies for other frameworks
+        )
     return Path(folder)
 
 
-def _problem(name: str, error: Exception) -> str:
+def read_card(name: str) -> dict[str, Any]:
+    """Return the metadata of the README of a data set with a commit; {} if it has none."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = _download(name, (_CARD,), "dataset") / _CARD
+    try:
+        return (metadata_load(card) if card.exists() else None) or {}
+    except ValueError:  # not YAML
+        return {}
+
+
+def list_files(name: str) -> dict[str, tuple[int, str]]:
+    """Return path -> (bytes, digest) of all files of a data set with a commit.
+
+    Offline these are the files in the cache.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    repo, _, commit = name.partition("@")
+    if is_offline():
+        root = _download(name, (_CARD,), "dataset")
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        blob = lambda path: (path.stat().st_size, path.resolve().name)
+        return {path.relative_to(root).as_posix(): blob(path) for path in paths}
+    with _errors(name, "dataset"), waiting(f"listing {name} on the Hugging Face hub"):
+        tree = HfApi().list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]
+    return {f.path: (f.size, f.lfs.sha256 if f.lfs else f.blob_id) for f in files}
+
+
+@functools.cache
+def check_access(name: str, path: str) -> None:
+    """Raise `ConfigError` if the hub refuses a file of a data set; other errors come later."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import try_to_load_from_cache as cached
+
+    repo, _, commit = name.partition("@")
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": commit}
+    if is_offline() or isinstance(cached(repo, path, **options), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(repo, path, **options))
+    except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
+        raise ConfigError(_problem(name, error, "dataset")) from None
+    except Exception:  # the download reports a missing network
+        return
+
+
+def fetch_file(name: str, path: str, bar: type[Any] | None = None) -> Path:
+    """Download a file of a data set with a commit; continue an interrupted download.
+
+    `bar` is the class of its progress bar, as in `hf_hub_download`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    repo, _, commit = name.partition("@")
+    with _errors(name, "dataset"):
+        return Path(
+            hf_hub_download(repo, path, repo_type="dataset", revision=commit, tqdm_class=bar)
+        )
+
+
+@contextlib.contextmanager
+def _errors(name: str, kind: Kind) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # from the library, its HTTP client, or the disk
+        raise ConfigError(_problem(name, error, kind)) from None
+
+
+def _problem(name: str, error: Exception, kind: Kind) -> str:
     from huggingface_hub import constants, errors
 
     repo, _, revision = name.partition("@")
     hub = f"the Hugging Face hub ({constants.ENDPOINT})"
+    is_model = kind == "model"
     first = error.__cause__ or error
     cause = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0][:200]}"
     if isinstance(error, errors.GatedRepoError):
         return (
             f"{hub} requires access to {repo!r} to be requested. Request it at "
-            f"{constants.ENDPOINT}/{repo}, then set HF_TOKEN or sign in with `hf auth login`."
+            f"{constants.ENDPOINT}/{'' if is_model else 'datasets/'}{repo}, then set HF_TOKEN or "
+            "sign in with `hf auth login`."
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{hub} has no model {repo!r}, and no such path exists here. Check the spelling; a "
-            "private model needs HF_TOKEN or `hf auth login`."
+            f"{hub} has no {'model' if is_model else 'data set'} {repo!r}"
+            f"{', and no such path exists here' if is_model else ''}. Check the spelling; a "
+            f"private one needs HF_TOKEN or `hf auth login`."
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
@@ -89,11 +176,12 @@ def _problem(name: str, error: Exception) -> str:
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         tried = f"{hub} did not answer ({cause})"
-        if constants.HF_HUB_OFFLINE:
+        if is_offline():
             tried = f"HF_HUB_OFFLINE is set, so {hub} is not used"
         return (
-            f"no such path exists here, the cache {constants.HF_HUB_CACHE} does not have (all of) "
-            f"{name!r}, and {tried}. Run `hf download {repo}` on a machine with a network and "
-            "set HF_HUB_CACHE to that cache, or name a directory."
+            f"{'no such path exists here, ' if is_model else ''}the cache "
+            f"{constants.HF_HUB_CACHE} does not have (all of) {name!r}, and {tried}. Run "
+            f"`hf download {repo}{'' if is_model else ' --repo-type dataset'}` on a machine with a "
+            "network and set HF_HUB_CACHE to that cache, or name a directory."
         )
     return f"{name!r} cannot be downloaded from {hub} ({cause}). Try again, or name a directory."

@@ -55,7 +55,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str):
         self._what, self._total, self._unit = what, total, unit
-        self._done = 0
+        self._done = self._earlier = 0
         self._begun = self._logged = time.monotonic()
         self._bar = make_bar(
             total=total or None, desc=what, unit=unit, unit_scale=True, delay=SHORT_S, leave=False
@@ -68,7 +68,7 @@ class Progress:
         now = time.monotonic()
         if self._bar.disable and now - self._logged >= EVERY_S:
             self._logged = now
-            rate = done / (now - self._begun)
+            rate = (done - self._earlier) / (now - self._begun)
             share = f"{percent(done / self._total, 0)} of {in_si(self._total)} {self._unit}, "
             left = f", {duration((self._total - done) / rate)} left" if self._total and rate else ""
             _log_line(
@@ -77,6 +77,11 @@ class Progress:
 
     def advance(self, amount: int = 1) -> None:
         """Add to the amount of finished work."""
+        self.reach(self._done + amount)
+
+    def skip(self, amount: int) -> None:
+        """Add work that was finished earlier, which does not count in the rate."""
+        self._earlier += amount
         self.reach(self._done + amount)
 
     def close(self) -> None:

@@ -1,0 +1,53 @@
+"""The folder of this host for tokenized corpora, and a lock that serializes work on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxdist.settings import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: in $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary one."""
+    named = os.environ.get("JAXDIST_CACHE")
+    base = Path(named).expanduser() if named else _home() / ".cache" / "jaxdist"
+    folder = base / "corpora"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        if named:
+            raise ConfigError(
+                f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another folder."
+            ) from None
+        spare = Path(tempfile.gettempdir()) / f"jaxdist-cache-{os.getuid()}"
+        spare.mkdir(mode=0o700, exist_ok=True)
+        log.info("%s cannot be written (%s): caching in %s", folder, error.strerror, spare)
+        return spare
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a container without a user entry
+        return Path("/nonexistent")
+
+
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Hold a lock on this host, in the file `path`."""
+    import fcntl
+
+    with path.open("w") as file:
+        # Without locks every process tokenizes, and the first rename wins.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

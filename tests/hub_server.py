@@ -1,0 +1,144 @@
+"""A local server with the part of the hub's API that downloads use, for files in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+?))?")
+_FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclasses.dataclass
+class Hub:
+    """Repositories on a local hub, which tests change while it runs.
+
+    Attributes:
+        address: URL of the server.
+        folders: ("models" or "datasets", ORG/NAME, commit) -> folder of its files.
+        branches: (kind, ORG/NAME, branch) -> commit.
+        gated: names of repositories whose files are refused.
+        stalled: names of files that are sent half, and never completed.
+        sent: name of each file whose content was requested, with the first byte if it is not 0.
+    """
+
+    address: str = ""
+    folders: dict[tuple[str, str, str], Path] = dataclasses.field(default_factory=dict)
+    branches: dict[tuple[str, str, str], str] = dataclasses.field(default_factory=dict)
+    gated: set[str] = dataclasses.field(default_factory=set)
+    stalled: set[str] = dataclasses.field(default_factory=set)
+    sent: list[str] = dataclasses.field(default_factory=list)
+    stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def store(self, kind: str, repo: str, folder: Path, commit: str, branch: str = "main") -> None:
+        """Add a commit, and make it the head of a branch."""
+        self.folders[kind, repo, commit] = folder
+        self.branches[kind, repo, branch] = commit
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a process that uses the hub."""
+        names = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+        return {"HF_ENDPOINT": self.address, **names}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def __init__(self, hub: Hub, *args):
+        self.hub = hub
+        super().__init__(*args)
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(has_body=True)
+
+    def answer(self, has_body: bool) -> None:
+        path = self.path.partition("?")[0].replace("%2F", "/")
+        if match := _API.fullmatch(path):
+            kind, repo, what, revision = match.groups()
+        elif match := _FILE.fullmatch(path):
+            kind, repo, revision, name = match.groups()
+            kind, what = kind or "models", "file"
+        else:
+            return self.reply(404, {}, has_body=has_body)
+        if not any(key[:2] == (kind, repo) for key in self.hub.folders):
+            return self.reply(404, {"X-Error-Code": "RepoNotFound"}, has_body=has_body)
+        commit = self.hub.branches.get((kind, repo, revision or "main"), revision)
+        folder = self.hub.folders.get((kind, repo, commit))
+        if folder is None:
+            return self.reply(404, {"X-Error-Code": "RevisionNotFound"}, has_body=has_body)
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        names = {file.relative_to(folder).as_posix(): file for file in files}
+        if what == "tree":
+            tree = [
+                {"type": "file", "path": n, "size": f.stat().st_size, "oid": tag_of(f)}
+                for n, f in names.items()
+            ]
+            return self.reply(200, {}, json.dumps(tree).encode(), has_body)
+        if what != "file":
+            about = {"id": repo, "sha": commit, "siblings": [], "tags": []}
+            return self.reply(200, {}, json.dumps(about).encode(), has_body)
+        if name not in names:
+            headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            return self.reply(404, headers, has_body=has_body)
+        if repo in self.hub.gated and name != "README.md":
+            return self.reply(403, {"X-Error-Code": "GatedRepo"}, has_body=has_body)
+        headers = {"ETag": f'"{tag_of(names[name])}"', "X-Repo-Commit": commit}
+        self.send_file(name, names[name].read_bytes(), headers, has_body)
+
+    def send_file(self, name: str, content: bytes, headers: dict[str, str], has_body: bool) -> None:
+        first = int(re.sub(r"\D", "", self.headers.get("Range", "0").partition("-")[0]))
+        if has_body:
+            self.hub.sent.append(f"{name}+{first}" if first else name)
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        self.send_response(206 if first else 200)
+        for key, value in {**headers, "Content-Length": str(len(content) - first)}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if has_body and name in self.hub.stalled:
+            self.wfile.write(content[first : len(content) // 2])
+            self.wfile.flush()
+            self.hub.stopped.wait()
+        elif has_body:
+            self.wfile.write(content[first:])
+
+    def reply(
+        self, code: int, headers: dict[str, str], content: bytes = b"", has_body: bool = True
+    ) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(content)
+
+
+def tag_of(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def local_hub() -> Iterator[Hub]:
+    """Serve an empty hub."""
+    hub = Hub()
+    handler = functools.partial(_Handler, hub)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub.address = f"http://127.0.0.1:{server.server_port}"
+        yield hub
+        hub.stopped.set()
+        server.shutdown()
