@@ -10,7 +10,7 @@ import http.server
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+?))?")
@@ -27,6 +27,7 @@ class Hub:
         branches: (kind, ORG/NAME, branch) -> commit.
         gated: names of repositories whose files are refused.
         stalled: names of files that are sent half, and never completed.
+        forget: clears what this process remembers of the hub.
         sent: name of each file whose content was requested, with the first byte if it is not 0.
     """
 
@@ -36,6 +37,7 @@ class Hub:
     gated: set[str] = dataclasses.field(default_factory=set)
     stalled: set[str] = dataclasses.field(default_factory=set)
     sent: list[str] = dataclasses.field(default_factory=list)
+    forget: Callable[[], None] = lambda: None
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def store(self, kind: str, repo: str, folder: Path, commit: str, branch: str = "main") -> None:
@@ -124,6 +126,37 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if has_body:
             self.wfile.write(content)
+
+
+@contextlib.contextmanager
+def hub_in_use(folder: Path, monkeypatch) -> Iterator[Hub]:
+    """Serve an empty hub to this process; `folder` gets its caches."""
+    from huggingface_hub import constants
+
+    from jaxdist.data import hub_sets
+    from jaxdist.runtime import hub as names
+
+    def forget() -> None:
+        for function in (names._download, names.check_access, hub_sets.hub_files):
+            function.cache_clear()
+
+    with local_hub() as server:
+        server.forget = forget
+        url = f"{server.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        for name, value in {
+            "HF_HUB_CACHE": str(folder / "hub"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "ENDPOINT": server.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": url,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("JAXDIST_CACHE", str(folder / "cache"))
+        monkeypatch.chdir(folder)
+        forget()
+        yield server
+        forget()
 
 
 def tag_of(file: Path) -> str:

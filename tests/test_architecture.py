@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 55_190,
-    "package code lines": 38_920,
-    "test lines": 41_820,
+    "package lines": 55_400,
+    "package code lines": 39_080,
+    "test lines": 42_000,
     "two-way folder pairs": 0,
     "settings of a run": 129,
 }

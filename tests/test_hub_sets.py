@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from hub_server import Hub, local_hub
+from hub_server import Hub, hub_in_use
 from huggingface_hub import constants
 from refusals import refused
 
 from jaxdist.config import read_run
-from jaxdist.data import hub_sets, load_tokenizer, open_datasets
+from jaxdist.data import load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main as data_command
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus
@@ -26,36 +26,16 @@ from jaxdist.data.dataset import _open_corpus
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import find_files
 from jaxdist.data.hub_sets import HubSet, parse_hub_set
-from jaxdist.runtime import hub as hub_names
 from jaxdist.settings import write_toml
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 
 
-def forget() -> None:
-    """Forget what a process remembers of the hub."""
-    for function in (hub_names._download, hub_names.check_access, hub_sets.hub_files):
-        function.cache_clear()
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Hub:
     """Serve an empty hub; nothing is cached."""
-    with local_hub() as server:
-        url_path = "{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{url_path}"
-        )
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
-        monkeypatch.chdir(tmp_path)
-        forget()
+    with hub_in_use(tmp_path, monkeypatch) as server:
         yield server
-        forget()
 
 
 def texts(number: int, size: int = 40) -> list[str]:
@@ -201,7 +181,7 @@ def test_run_keeps_the_commit_of_its_first_start(hub, tmp_path):
     write_parquet(tmp_path / "new" / "train.parquet", ["changed"])
     write_parquet(tmp_path / "new" / "test.parquet", ["changed"])
     hub.store("datasets", "org/set", tmp_path / "new", NEW)
-    forget()
+    hub.forget()
     assert read_run(flags, command="jaxdist.train") == first
     assert opened_tokens(first.data.sources[0]) == tokens_of(*texts(0))
     flags[2] = "--run-dir=other"
@@ -235,11 +215,11 @@ def test_offline_after_a_download(hub, tmp_path, monkeypatch):
     hub.store("datasets", "org/set", tmp_path / "set", OLD)
     assert opened_tokens("hf://org/set") == tokens_of(*expected)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    forget()
+    hub.forget()
     for file in (tmp_path / "hub").rglob("*.parquet"):
         file.unlink()
     assert opened_tokens("hf://org/set") == tokens_of(*expected)
-    forget()
+    hub.forget()
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "another"))
     with refused("hf://org/set", "HF_HUB_OFFLINE"):
         opened_tokens("hf://org/set")  # neither tokens nor files

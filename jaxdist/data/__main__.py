@@ -19,6 +19,7 @@ from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import DataFile, find_files
+from jaxdist.data.prepare import prepare
 from jaxdist.data.tokenizer import TOKENIZER_FILES, load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
@@ -35,6 +36,10 @@ Tokenize text once into memory-mapped shards that training reads at random.
     python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
     python -m jaxdist.data hf://HuggingFaceFW/fineweb-edu/sample-10BT --out tokens
     python -m jaxdist.data 's3://bucket/crawl/*.parquet' --out s3://bucket/tokens
+
+The data of a shipped config, downloaded and tokenized:
+
+    python -m jaxdist.data prepare gpt2_124m
 
 Then train on it:
 
@@ -111,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "`data prove` was removed. `python -m jaxdist.train --replay RUN:STEP` lists the rows "
             "of a step."
         )
+    if argv[:1] == ["prepare"]:
+        prepare(argv[1:], main)
+        return 0
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # like Ctrl-C: removes partial output
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = read_settings(

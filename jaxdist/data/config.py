@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
+from jaxdist.data.shipped_sets import prepare_command
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
@@ -203,6 +204,8 @@ def _missing(name: str, source: str) -> str:
         return problem and f"data.{name}: {problem}"
     if source == "stdlib" or is_custom(source) or source_exists(source):
         return ""
+    if command := prepare_command(source):
+        return f"data.{name} has {source!r}, which does not exist. Make it with `{command}`."
     return (
         f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
         "glob or module:function. Check the path (relative paths start at the current directory)."
