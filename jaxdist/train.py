@@ -51,9 +51,10 @@ def run(
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
+    from jaxdist.run.data_checks import check_data_fits, in_examples
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
-    from jaxdist.run.setup import assemble, check_data_fits, decide_step, in_examples
+    from jaxdist.run.setup import assemble, decide_step
     from jaxdist.run.start_checks import check_operations
     from jaxdist.run.startup import (
         audited_meshes,

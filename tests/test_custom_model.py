@@ -25,7 +25,8 @@ from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import _RENAMED, AttentionCall, Context, Dims, Model
 from jaxdist.models import CustomConfig, build, layers
-from jaxdist.run.setup import assemble, check_data_fits
+from jaxdist.run.data_checks import check_data_fits
+from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from jaxdist.data import DataConfig, Loader, custom, eval_batches, open_datasets
 from jaxdist.data.custom import CustomRows
 from jaxdist.data.stream import shard_of
 from jaxdist.models import example
-from jaxdist.run.setup import check_data_fits
+from jaxdist.run.data_checks import check_data_fits
 from jaxdist.settings import ConfigError
 
 MODULE = """

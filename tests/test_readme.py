@@ -71,6 +71,8 @@ def home(tmp_path_factory):
     write_tokenizer(home / "models" / "NAME", ["a text"], 320, CHATML)
     says = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello " * 9}]
     (home / "chats.jsonl").write_text((json.dumps({"messages": says}) + "\n") * 300)
+    pair = {"prompt": "Say hi.", "chosen": " Hi!", "rejected": " No."}
+    (home / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 300)
     adapt = "python -m jaxdist.train --init-from models/NAME --data.records chat --lora.rank 4"
     words = shlex.split(f"{adapt} --data.sources chats.jsonl --run-dir runs/ADAPTED")
     flags = [flag for flag in SMALLER if not flag.startswith("--model.")]

@@ -29,6 +29,7 @@ OTHER_PACKAGES = {"pandas", "xprof"}
 FOREIGN_FLAGS = {
     "--het-group",
     "--secret",
+    "--repo-type",  # of hf download
     *("--bind", "--shm-size", "--ipc", "--nv"),  # of docker and apptainer
     *("--container-image", "--container-mounts", "--container-workdir"),  # pyxis
     *("--cd", "--nvidia", "--set-env", "--write"),  # Charliecloud

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.types import Model, rows_per_example
+from jaxdist.core.types import Model
 from jaxdist.settings import ConfigError
 
 RunConfig: TypeAlias = Any
@@ -58,7 +58,7 @@ def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
 
 def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None) -> bool:
     rows = (config.train.global_batch_size, _eval_rows(config))
-    if any(count % (spec.num_replicas * _example_rows(model)) for count in rows):
+    if any(count % (spec.num_replicas * config.rows_per_example(model)) for count in rows):
         return False
     return not _with_batches(config, full, spec, model).mesh_problems(spec, model)
 
@@ -67,7 +67,7 @@ def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
     """Split batches at example boundaries, so that no device processes more rows at once."""
-    batch, size = config.train.global_batch_size, _example_rows(model)
+    batch, size = config.train.global_batch_size, config.rows_per_example(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)
     train = dataclasses.replace(config.train, num_microbatches=count)
@@ -81,10 +81,6 @@ def _with_batches(
         final_max_batches=config.eval.final_max_batches * times,
     )
     return dataclasses.replace(config, train=train, eval=evaluation)
-
-
-def _example_rows(model: Model | None) -> int:
-    return rows_per_example(None if model is None else model.objective)
 
 
 def _num_microbatches(config: RunConfig, spec: MeshSpec, size: int) -> int:
@@ -110,7 +106,8 @@ def shrink_reason(
     config: RunConfig, adapted: RunConfig, num_devices: int, model: Model | None = None
 ) -> str:
     """Describe the smaller mesh that `fit_devices` chose for `num_devices` devices."""
-    full, spec, size = config.mesh.spec, adapted.mesh.spec, _example_rows(model)
+    full, spec = config.mesh.spec, adapted.mesh.spec
+    size = config.rows_per_example(model)
     batch, zero = config.train.global_batch_size, config.mesh.zero
     before, now = _num_microbatches(config, full, size), _num_microbatches(adapted, spec, size)
     text = (

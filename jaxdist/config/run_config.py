@@ -35,6 +35,7 @@ from jaxdist.models.adapters import LoraConfig, with_adapters
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json, read_model
 from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.weights import weights_of
+from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
@@ -101,6 +102,7 @@ class RunConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -151,6 +153,11 @@ class RunConfig:
         if any(problems_of(sections[name], name) for name in sections):
             return problems
         problems += self._lora_problems() + self._data_problems()
+        problems += self.objective.run_problems(
+            records=self.data.records,
+            reads=self.model.reads,
+            has_adapters=bool(self.lora.rank),
+        )
         return problems + self._early_mesh_problems()
 
     @property
@@ -183,6 +190,10 @@ class RunConfig:
             )
         return lines
 
+    def rows_per_example(self, model: Model | None = None) -> int:
+        """Return the number of adjacent rows of an example of the model's objective."""
+        return rows_per_example(self.objective.objective if model is None else model.objective)
+
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """Return the rules of a mesh that model, batch and sequence violate.
 
@@ -198,7 +209,7 @@ class RunConfig:
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.accumulation,
-            rows_per_example=rows_per_example(None if model is None else model.objective),
+            rows_per_example=self.rows_per_example(model),
             num_virtual_stages=self.pipeline.num_virtual_stages,
             context_attention=self.mesh.context_attention,
             context_len=self.train.seq_len if source.context_parallel else None,
@@ -259,6 +270,8 @@ class RunConfig:
     def build_model(self) -> Model:
         """Build the model; this imports Flax, starts no device and creates no weights."""
         model = build(self.model, seq_len=self.train.seq_len)
+        if objective := self.objective.objective:
+            model = dataclasses.replace(model, objective=objective)
         return with_adapters(self.lora, self.model, model)
 
     def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:

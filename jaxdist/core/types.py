@@ -315,7 +315,11 @@ class Decoding:
 Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 """(output of the head, this device's rows of one microbatch, context) -> Sums.
 
-Its attribute `rows_per_example` is the number of adjacent rows per example, e.g. 2 for pairs."""
+Optional attributes: `rows_per_example` is the number of adjacent rows per example, e.g. 2 for
+pairs. `prepare` is called with the global batch before the differentiated pass: (batch, logps) ->
+batch with more fields [rows, ...]. Its `logps` maps (batch, adapters=True) to the summed
+log-probability of each row's targets, float32 [rows], without gradients. `unit` names what `weight`
+counts."""
 
 
 def rows_per_example(objective: Objective | None) -> int:

@@ -127,6 +127,17 @@ class CompositeWeight(abc.ABC):
         """Return itself: Flax reads the value of a parameter as `param[...]`."""
         return self
 
+    def without_adapters(self) -> Any:
+        """Return the weight that its adapters change; itself if it has none."""
+        return self
+
+
+def base_of(tree: Any) -> Any:
+    """Return a tree without adapters: the names and structure of the model without them."""
+    is_composite = lambda node: isinstance(node, CompositeWeight)
+    base = lambda w: w.without_adapters() if is_composite(w) else w
+    return jax.tree.map(base, tree, is_leaf=is_composite)
+
 
 def with_weights(dot: Callable[..., Array], sum_over: SumOver) -> Callable[..., Array]:
     """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`."""

@@ -81,11 +81,21 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         have = ", ".join(record)
         raise BadRecord(f"has no list 'messages' (keys: {have}). Use data.records=text for text.")
     more = ("tools", "system", "functions", "documents")  # `generate` accepts other fields
-    _check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
+    check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
+    check_messages(messages)
+    if not answered and messages[-1]["role"] != "user":
+        raise BadRecord("does not end with a user message: there is nothing to answer.")
+    if answered and not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord("has no assistant message: there is nothing to learn.")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise `BadRecord` if a message is not {"role", "content"} with text."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
-        _check_fields(message, ("role", "content"), f"message {number} ")
+        check_fields(message, ("role", "content"), f"message {number} ")
         if message["role"] not in ROLES:
             raise BadRecord(
                 f"message {number} has role {message['role']!r}: roles are {', '.join(ROLES)}."
@@ -95,11 +105,6 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
             raise BadRecord(f"message {number} has content of type {kind}: it must be text.")
         if message["role"] == "assistant" and not message["content"].strip():
             raise BadRecord(f"message {number} is an empty answer. Repair or remove the line.")
-    if not answered and messages[-1]["role"] != "user":
-        raise BadRecord("does not end with a user message: there is nothing to answer.")
-    if answered and not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("has no assistant message: there is nothing to learn.")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def is_metadata(name: str) -> bool:
@@ -107,7 +112,8 @@ def is_metadata(name: str) -> bool:
     return name.lower().strip("_") in _METADATA
 
 
-def _check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
+def check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
+    """Raise `BadRecord` if fields with content are neither used nor metadata."""
     lost = [
         key
         for key, value in record.items()
@@ -135,7 +141,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
         if not isinstance(record.get(field), str):
             have = ", ".join(record)
             raise BadRecord(f"has no text {field!r} (it has: {have}).")
-    _check_fields(record, ("prompt", "completion"))
+    check_fields(record, ("prompt", "completion"))
     if not record["completion"].strip():
         raise BadRecord("has an empty completion. Repair or remove the line.")
     prompt, completion = encode_pieces(tokenizer, [record["prompt"], record["completion"]])

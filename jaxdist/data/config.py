@@ -62,13 +62,21 @@ class DataConfig:
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
     )
-    records: Literal["text", "chat", "completion"] = setting(
+    records: Literal["text", "chat", "completion", "preference", "labeled"] = setting(
         "text",
         "content of a JSON line or Parquet row. text: a text in text_field; chat: a conversation, "
         '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
-        '"completion": "..."}. With chat and completion only answers (and the token that ends '
-        "them) count in the loss; other fields are rejected, except metadata such as id or source "
+        '"completion": "..."}; preference: {"prompt", "chosen", "rejected"} and labeled: '
+        '{"prompt", "completion", "label": true}, as texts or lists of messages, for '
+        "objective.kind. Except with text, only answers (and the token that ends them) count in "
+        "the loss; other fields are rejected, except metadata such as id or source "
         "(docs/fine-tuning.md lists them)",
+    )
+    long_records: Literal["cut", "drop", "reject"] = setting(
+        "cut",
+        "records longer than a row. cut: chat and completion continue in another row, preference "
+        "and labeled lose the end of the completion, and are dropped if the prompt fills the row; "
+        "drop: leave them out; reject: stop with an error. The log counts them",
     )
     chat_template: str = setting(
         "auto",
@@ -114,9 +122,16 @@ class DataConfig:
             return self.tokenizer
         return "code" if "stdlib" in self.sources else "bytes"
 
+    @property
+    def has_single_rows(self) -> bool:
+        """Return whether rows are single completions with their prompt, padded and not packed."""
+        return self.records in ("preference", "labeled")
+
     @functools.cached_property
     def packs_documents(self) -> bool:
         """Return whether rows separate documents; reads only settings and corpus metadata."""
+        if self.has_single_rows:
+            return False
         if self.packing != "auto":
             return self.packing != "stream"
         weighted = ("weights" in (about_tokens(source) or {}) for source in self.sources)
@@ -158,10 +173,20 @@ class DataConfig:
                 f'data.records={self.records} with source "stdlib", which is text: records come '
                 "from .jsonl or .parquet files. Set data.sources to them."
             )
-        if self.packing == "stream":
+        if self.has_single_rows and self.packing != "auto":
+            errors.append(
+                f"data.packing={self.packing} with data.records={self.records}: a row has one "
+                "completion. Leave data.packing out."
+            )
+        elif self.packing == "stream":
             errors.append(
                 f"data.packing=stream with data.records={self.records}: records would attend to "
                 "each other. Use best_fit or documents."
+            )
+        if self.packing == "documents" and self.long_records == "drop":
+            errors.append(
+                "data.long_records=drop with data.packing=documents, whose rows cut every record. "
+                "Use best_fit."
             )
         template = self.chat_template
         if problem := url_problem(template):

@@ -7,9 +7,9 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from jaxdist.data.files import find_files, size_of
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
+from jaxdist.data.record_rows import split_records
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.token_files import open_token_files, saved_arrow_files, select_token_files
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
@@ -165,18 +166,18 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     sources = [*config.sources, *config.eval_sources]
     _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
     _warn_of_old_rules(config, encoder, sources, [*opened, *others])
-    packing = _packing(config, [*opened, *others], seq_len)
+    split = _splitter(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
-        rows, held_rows = split_text(corpus, packing, seq_len, held)
+        rows, held_rows = split.rows(corpus, held)
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
             rest.append(_with_rows(held_rows, "held-out part of", source, corpus, seq_len, held))
     for source, corpus in zip(config.eval_sources, others, strict=True):
-        rows, _ = split_text(corpus, packing, seq_len, 0.0)
+        rows, _ = split.rows(corpus, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
     used = opened[0].tokenizer
-    about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
+    about = {"seq_len": seq_len, "packing": split.packing, "tokenizer": used.fingerprint}
     dataset = functools.partial(
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
     )
@@ -204,6 +205,31 @@ def _dataset(
     )
 
 
+class _Split(NamedTuple):
+    """A packing and its function: (corpus, held-out fraction) -> training and held-out rows."""
+
+    packing: str
+    rows: Callable[[Corpus, float], tuple[Part, Part | None]]
+
+
+def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int) -> _Split:
+    long_records = config.long_records
+    if config.has_single_rows:
+        labeled = config.records == "labeled"
+        return _Split(
+            config.records,
+            lambda corpus, held: split_records(
+                corpus, seq_len=seq_len, held=held, labeled=labeled, long_records=long_records
+            ),
+        )
+    packing = _packing(config, corpora, seq_len)
+    drop = long_records == "drop"
+    rows = lambda corpus, held: split_text(
+        corpus, packing, seq_len, held, drop_long=drop and corpus.weighted
+    )
+    return _Split(packing, rows)
+
+
 def _packing(
     config: DataConfig, corpora: list[Corpus], seq_len: int
 ) -> Literal["stream", "documents", "best_fit"]:
@@ -215,11 +241,18 @@ def _packing(
         )
     ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
     long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
+    if long and config.long_records == "reject":
+        raise ConfigError(
+            f"{long} of {sum(map(len, ends))} records are longer than train.seq_len={seq_len} "
+            f"(the longest has {max(int(lengths.max()) for lengths in ends)} tokens). Raise it, or "
+            "set data.long_records to cut or drop."
+        )
     if long:
+        fate = "cut: tokens after the cut are learned without the context before it"
         log.info(
-            "%d of %d records are longer than train.seq_len=%d and are cut: tokens after the cut "
-            "are learned without the context before it",
+            "%d of %d records are longer than train.seq_len=%d and are %s",
             long, sum(map(len, ends)), seq_len,
+            "dropped" if config.long_records == "drop" else fate,
         )  # fmt: skip
     if config.packing != "auto":
         return config.packing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
+from jaxdist.data.preferences import encode_labeled, encode_preference
 from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 
@@ -29,7 +30,7 @@ _BATCH_TOKENS = 1 << 20
 
 T = TypeVar("T")
 
-RecordKind = Literal["text", "chat", "completion"]
+RecordKind = Literal["text", "chat", "completion", "preference", "labeled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +100,23 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each chat, or prompt and completion, as a document; only answers are learned."""
+    """Encode each record as a document, or a preference as two; only answers are learned."""
 
     weighted = True
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
-        """Without a template, records are prompt and completion."""
-        self.tokenizer, self.template = tokenizer, template
-        self.records: RecordKind = "completion" if template is None else "chat"
-        kind = template.fingerprint if template is not None else "completion-1"
+    def __init__(self, tokenizer: Tokenizer, records: RecordKind, template: ChatTemplate | None):
+        """Encode records of a kind; only completions need no template."""
+        self.tokenizer, self.template, self.records = tokenizer, template, records
+        fingerprint = "" if template is None else template.fingerprint
+        kind = {"completion": "completion-1", "chat": fingerprint}.get(
+            records, f"{records}-1-{fingerprint}"
+        )
         self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
         """Yield the tokens of files."""
-        for held, position in _batches(files, self._documents, _BATCH_TOKENS):
+        for records, position in _batches(files, self._documents, _BATCH_TOKENS):
+            held = [document for documents in records for document in documents]
             yield Chunk(
                 np.concatenate([document.tokens for document in held]),
                 np.concatenate([document.weights for document in held]),
@@ -120,17 +124,31 @@ class RecordEncoder:
                 position,
             )
 
-    def _documents(self, path: DataFile) -> Iterator[tuple[Weighted, int, int]]:
-        columns = ["prompt", "completion"] if self.template is None else ["messages"]
-        for record in read_records(path, columns, is_metadata):
+    def _documents(self, path: DataFile) -> Iterator[tuple[list[Weighted], int, int]]:
+        for record in read_records(path, _COLUMNS[self.records], is_metadata):
             try:
-                if self.template is None:
-                    document = encode_completion(record.value, self.tokenizer)
-                else:
-                    document = self.template.encode(checked_messages(record.value))
+                documents = self._encode(record.value)
             except BadRecord as error:
                 raise ConfigError(f"{record.source} {error}") from None
-            yield document, len(document.tokens), record.position
+            size = sum(len(document.tokens) for document in documents)
+            yield documents, size, record.position
+
+    def _encode(self, record: dict[str, Any]) -> list[Weighted]:
+        if self.template is None:
+            return [encode_completion(record, self.tokenizer)]
+        if self.records == "chat":
+            return [self.template.encode(checked_messages(record))]
+        encode = encode_preference if self.records == "preference" else encode_labeled
+        return encode(record, self.tokenizer, self.template)
+
+
+_COLUMNS: dict[RecordKind, list[str]] = {
+    "chat": ["messages"],
+    "completion": ["prompt", "completion"],
+    "preference": ["chosen", "rejected"],
+    "labeled": ["prompt", "completion", "label"],
+}
+"""Columns that Parquet files of a kind of records have."""
 
 
 Encoder: TypeAlias = TextEncoder | RecordEncoder
@@ -146,8 +164,8 @@ def make_encoder(
     """Return the encoder for `data.records`."""
     if records == "text":
         return TextEncoder(tokenizer, text_field)
-    template = load_template(chat_template, tokenizer) if records == "chat" else None
-    return RecordEncoder(tokenizer, template)
+    template = None if records == "completion" else load_template(chat_template, tokenizer)
+    return RecordEncoder(tokenizer, records, template)
 
 
 def _rules(tokenizer: Tokenizer) -> list[str]:

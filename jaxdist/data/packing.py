@@ -209,11 +209,14 @@ def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
     return {name: np.zeros((num_rows, length), dtype) for name, (_, dtype) in fields.items()}
 
 
-def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:
+def fit_documents(
+    corpus: Corpus, start: int, stop: int, seq_len: int, drop_long: bool = False
+) -> Fitted:
     """Place the documents of tokens [start, stop) into rows, longest first, by best fit.
 
-    A document of n tokens has n-1 inputs. Documents longer than a row are cut into full rows and a
-    rest. Pieces without a token in the loss are dropped. Takes about 2 µs per document.
+    A document of n tokens has n-1 inputs. Documents longer than a row are left out with
+    `drop_long`, else cut into full rows and a rest. Pieces without a token in the loss are dropped.
+    Takes about 2 µs per document.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -223,6 +226,9 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
     inside = np.asarray(corpus.document_ends[first:last], np.int64)
     ends = np.unique(np.append(inside, stop))
     starts = np.concatenate([[start], ends[:-1]])
+    if drop_long:
+        fits = ends - starts - 1 <= seq_len
+        starts, ends = starts[fits], ends[fits]
     inputs = ends - starts - 1
     cuts = np.maximum(-(-inputs // seq_len), 0)  # pieces of each document
     document = np.repeat(np.arange(len(inputs)), cuts)
@@ -238,7 +244,7 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
     return Fitted(
         corpus=corpus,
         seq_len=seq_len,
-        label=f"{start}-{stop}",
+        label=f"{start}-{stop}{'-drop' * drop_long}",
         row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         piece_starts=piece_starts[by_row],
         piece_lengths=lengths[by_row],
@@ -277,7 +283,12 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
 
 
 def split_text(
-    corpus: Corpus, packing: Literal["stream", "documents", "best_fit"], seq_len: int, held: float
+    corpus: Corpus,
+    packing: Literal["stream", "documents", "best_fit"],
+    seq_len: int,
+    held: float,
+    *,
+    drop_long: bool = False,
 ) -> tuple[Part, Part | None]:
     """Split a corpus into training rows and held-out rows, its last fraction `held`.
 
@@ -293,7 +304,7 @@ def split_text(
 
     def part(start: int, stop: int) -> Part:
         if packing == "best_fit":
-            return fit_documents(corpus, start, stop, seq_len)
+            return fit_documents(corpus, start, stop, seq_len, drop_long)
         return Windows(
             corpus=corpus, start=start, stop=stop, seq_len=seq_len, documents=packing == "documents"
         )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.types import Array, Dims, Model, Params
-from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter, SumOver
+from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter, SumOver, base_of
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 from jaxdist.settings import setting
@@ -220,6 +220,10 @@ class LoraWeight(CompositeWeight):
         inner = jnp.sum(b * product("rs,s...->r...", product("ir,is->rs", a, a), b), 0)
         return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
 
+    def without_adapters(self) -> Any:
+        """Return the frozen weight [*inputs, *outputs]."""
+        return self.base
+
     def merged(self) -> Array:
         """Return the complete weight [layers, *inputs, *outputs], float32."""
         total = self.base.astype(jnp.float32)
@@ -364,11 +368,6 @@ def _name(path: Any) -> str:
 
 def _is_adapted(node: Any) -> bool:
     return isinstance(node, LoraWeight)
-
-
-def base_of(tree: Any) -> Any:
-    """Return a tree without adapters: the names and structure of the model without them."""
-    return jax.tree.map(lambda w: w.base if _is_adapted(w) else w, tree, is_leaf=_is_adapted)
 
 
 def without_adapters(model: Model) -> Model:

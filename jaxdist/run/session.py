@@ -120,8 +120,11 @@ class Session:
                     run,
                     total_steps=self.config.train.steps,
                     start_step=self.step,
-                    flops_per_token=parts.model.flops_per_token,
-                    unit=parts.model.unit,
+                    flops_per_token={
+                        name: count * parts.tokens_per_unit
+                        for name, count in parts.model.flops_per_token.items()
+                    },
+                    unit=parts.unit,
                     compute_dtype=str(parts.plan.compute_dtype),
                     devices=jax.devices(),
                     config_text=config_text,
@@ -248,7 +251,7 @@ class Session:
                     self.eval_data,
                     global_batch_size=config.eval.global_batch_size
                     or config.train.global_batch_size,
-                    unit=self.parts.model.unit,
+                    unit=self.parts.unit,
                     max_batches=max_batches,
                     on_batch=self.watchdog.alive,
                 )

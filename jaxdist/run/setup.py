@@ -36,10 +36,11 @@ from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
-from jaxdist.core.weights import frozen, trained
-from jaxdist.data import Dataset, Loader, Position, TrainData
+from jaxdist.core.weights import base_of, frozen, trained
+from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
-from jaxdist.models.adapters import base_of, with_base, with_norms
+from jaxdist.data.record_rows import record_fields
+from jaxdist.models.adapters import with_base, with_norms
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -141,6 +142,18 @@ class Parts:
             num_microbatches=self.config.train.num_microbatches,
             rows_per_example=rows_per_example(self.model.objective),
         )
+
+    @property
+    def unit(self) -> str:
+        """Unit of the step's `weight`: tokens, images, or examples of the objective."""
+        return getattr(self.model.objective, "unit", self.model.unit)
+
+    @property
+    def tokens_per_unit(self) -> int:
+        """Positions per unit; examples of an objective count those of padding too."""
+        if self.unit == self.model.unit:
+            return 1
+        return self.config.train.seq_len * rows_per_example(self.model.objective)
 
     @property
     def num_virtual_stages(self) -> int:
@@ -262,8 +275,10 @@ class Parts:
     def fields(self) -> Fields:
         """Fields of the rows that the model reads; by default text, packed as in the settings."""
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
-        packed = self.config.data.packs_documents
-        return fields or text_fields(self.config.train.seq_len, packed=packed)
+        data, seq_len = self.config.data, self.config.train.seq_len
+        if data.has_single_rows:
+            return record_fields(seq_len, data.records == "labeled")
+        return fields or text_fields(seq_len, packed=data.packs_documents)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes [global_batch_size, ...], dtypes and shardings of a batch of `fields`."""
@@ -356,7 +371,7 @@ def assemble(
     `objective` the objective of the model.
     """
     model = config.build_model() if model is None else model
-    if objective is not None:
+    if objective := objective or config.objective.objective:
         model = dataclasses.replace(model, objective=objective)
     original, num_devices = config, len(devices)
     config, devices = _fit_devices(original, devices, model)
@@ -454,41 +469,6 @@ def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Pa
         return parts, None
     budget = budget.replanned(parts.packed, parts.check)
     return parts.within(budget), budget
-
-
-def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset with an order that keeps the rows of an example together."""
-    size = rows_per_example(parts.model.objective)
-    return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
-
-
-def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Reject data of a kind that the model does not take, or with too many tokens or classes."""
-    kind = "text" if parts.model.unit == "tokens" else "images"
-    if dataset.kind != kind:
-        raise ConfigError(
-            f"data.sources={parts.config.data.sources} is {dataset.kind}, but the model "
-            f"({parts.model.name}) takes {kind}. Change data.sources or model.kind."
-        )
-    name, size = "vocab_size", parts.model.vocab_size
-    if kind == "images":
-        name, size = "num_classes", parts.model.num_classes
-    classes = "targets" if kind == "text" else "labels"
-    if not parts.config.model.is_user_model and dataset.fields[classes][1].name != "int32":
-        raise ConfigError(
-            f"data.sources={parts.config.data.sources} has {classes} of dtype "
-            f"{dataset.fields[classes][1]}, but {parts.model.name} takes integers. Convert them to "
-            "integers in the function, or use a custom model."
-        )
-    if size and dataset.vocab_size > size:
-        setting = parts.config.model.size_settings.get(name)
-        fix = f"{setting}={dataset.vocab_size}"
-        if setting is None:
-            fix = f"the {name} of {parts.model.name} to {dataset.vocab_size} in its function"
-        raise ConfigError(
-            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} has only "
-            f"{name}={size}. Set {fix}."
-        )
 
 
 def _device_memory(devices: Sequence[Any]) -> int | None:

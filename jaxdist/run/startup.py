@@ -316,7 +316,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         "per_device_batch": rows // microbatches,
         "num_replicas": parts.layout.num_replicas,
         "accumulation": microbatches,
-        "tokens_per_row": config.train.seq_len if model.unit == "tokens" else 1,
+        "tokens_per_row": config.train.seq_len if parts.unit == "tokens" else 1,
         "precision": _precision(parts),
         "notes": notes,
         "seed": config.seed,

@@ -180,7 +180,7 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
     is_chat = config.data.records == "chat"
     if parts.model.decoding is None or not isinstance(rows, Dataset) or rows.tokenizer is None:
         return "", ""
-    if is_chat:
+    if is_chat or config.data.has_single_rows:
         prompt = first_question(rows)
     else:
         text = first_prompt(config.data, rows)

@@ -19,13 +19,12 @@ from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.packing import Fields
+from jaxdist.run.data_checks import check_data_fits, in_examples
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import (
     Parts,
     assemble,
-    check_data_fits,
     decide_step,
-    in_examples,
 )
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
@@ -123,7 +122,7 @@ class TrainedRun:
             parts.in_execution_order(params),
             dataset,
             global_batch_size=self.parts.config.train.global_batch_size,
-            unit=self.parts.model.unit,
+            unit=self.parts.unit,
             max_batches=max_batches,
         )
 

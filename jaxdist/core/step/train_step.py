@@ -21,6 +21,7 @@ from jaxdist.core.step import layer_statistics, statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
 from jaxdist.core.step.model_context import make_context
+from jaxdist.core.step.row_logps import make_prepare
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
     Array,
@@ -100,8 +101,11 @@ def make_step(
         layer_statistics_steps,
     )
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
+    prepare = make_prepare(model, layout, plan, context)
+    value_and_grad = make_value_and_grad(model, layout, plan, context)
+    evaluate = make_evaluate(model, layout, plan, context)
     train = _make_train(
-        make_value_and_grad(model, layout, plan, context),
+        lambda params, batch, *rest: value_and_grad(params, prepare(params, batch), *rest),
         make_update(model, rule, layout, optimizer.max_grad_norm),
         optimizer.schedule,
         measure if layer_statistics_steps else None,
@@ -124,7 +128,7 @@ def make_step(
             compiler_options={option.name: option.value for option in options} or None,
         ),
         evaluate=jax.jit(
-            make_evaluate(model, layout, plan, context),
+            lambda params, batch: evaluate(params, prepare(params, batch)),
             in_shardings=(shardings.params, None),
             out_shardings=replicated,
         ),

@@ -265,16 +265,19 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     ends = costs.head() + costs.embedding()
     extra, launch = microbatch_extra(job), rates.software.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches
+    # Passes that an objective computes first; a third of the work of the ends is forward.
+    passes = getattr(job.model.objective, "extra_forwards", 0)
+    first = (forward * layers + ends * (1 / 3)) * (passes * count)
     if job.stages is None:
-        total = ((forward + backward) * layers + ends + extra) * count
+        total = ((forward + backward) * layers + ends + extra) * count + first
         return total, 0.0, 3 * launch * layers * count
-    total = (forward + backward) * (layers * count) + ends * count + extra
+    total = (forward + backward) * (layers * count) + ends * count + extra + first
     spent = rates.seconds(total)
     launches = 3 * launch * layers * count
     actions = {"forward": rates.seconds(forward), "backward": rates.seconds(backward)}
     duration = sum(actions[kind] * n for kind, n in job.stages.ticks.items())
     duration *= job.layers_per_virtual_stage
-    duration += rates.seconds(ends) * count + rates.seconds(extra)
+    duration += rates.seconds(ends) * count + rates.seconds(extra) + rates.seconds(first)
     return total, max(0.0, duration - spent), launches
 
 

@@ -77,7 +77,7 @@ def step_line(
     add(6, "grad", "grad_norm", lambda x: f"{x:<4.3g}", "")
     for name in metrics:
         if name not in _COMMON + _BOOKKEEPING:
-            add(2, name, name, lambda x: f"{x:.4g}", "")
+            add(4 if name == "accuracy" else 2, name, name, lambda x: f"{x:.4g}", "")
     add(8, "", f"{unit}_per_s", lambda x: f"{in_si(x):>5}", f" {short}/s")
     if wide:
         add(7, "", f"{unit}_per_s_per_device", lambda x: f"{in_si(x):>5}", "/s/device")

@@ -17,7 +17,8 @@ import numpy as np
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, CheckpointWriter
 from jaxdist.config import settings_of_run
-from jaxdist.models.adapters import LoraConfig, LoraWeight, base_of, merge
+from jaxdist.core.weights import base_of
+from jaxdist.models.adapters import LoraConfig, LoraWeight, merge
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import (

@@ -1,0 +1,72 @@
+"""Log-probabilities of complete rows, computed without gradients before the differentiated pass.
+
+Objectives that compare the model with a reference, or need a value of the global batch, add such
+fields to the batch (`Objective.prepare`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxdist.core import collectives
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step.gradients import make_evaluate
+from jaxdist.core.step_plan import StepPlan
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, TokenHead
+from jaxdist.core.weights import base_of
+
+
+def row_logps(output: TokenHead, batch: Batch, context: Context) -> Array:
+    """Return the summed log-probability of each row's learned targets, float32 [batch].
+
+    The result is equal on devices that share rows.
+    """
+    logps = context.token_logps(output, batch["targets"]).logps
+    return context.sum(jnp.sum(jnp.where(batch["weights"] > 0, logps, 0.0), axis=1), "seq")
+
+
+def make_row_logps(
+    model: Model, layout: Layout, plan: StepPlan, context: Context
+) -> Callable[..., Array]:
+    """Make (params, batch, adapters=True) -> log-probabilities of its rows, float32 [rows].
+
+    Rows are those of the global batch. With `adapters=False`, the frozen weights compute them.
+    There is no dropout.
+    """
+
+    def logps(params: Params, batch: Batch, *, adapters: bool = True) -> Array:
+        """Return the log-probabilities of a global batch, float32 [rows]."""
+        num_rows = batch["tokens"].shape[0]
+
+        def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
+            """Return each row's value in an element of its own, float32 [num_rows]."""
+            own = row_logps(output, rows, context)
+            zeros = collectives.vary(jnp.zeros(num_rows), tuple(collectives.varying_axes(own)))
+            return {"row_logps": zeros.at[rows["rows"]].set(own)}
+
+        used = dataclasses.replace(model, objective=objective)
+        if not adapters:
+            params, used = base_of(params), dataclasses.replace(used, axes=base_of(model.axes))
+        evaluate = make_evaluate(used, layout, plan, context, plan.accumulation)
+        return evaluate(params, batch)["row_logps"]
+
+    return logps
+
+
+def make_prepare(
+    model: Model, layout: Layout, plan: StepPlan, context: Context
+) -> Callable[[Params, Batch], Batch]:
+    """Make (params, batch) -> the batch with the fields that the objective's `prepare` adds."""
+    prepare = getattr(model.objective, "prepare", None)
+    if prepare is None:
+        return lambda params, batch: batch
+    logps = make_row_logps(model, layout, plan, context)
+
+    def with_fields(params: Params, batch: Batch) -> Batch:
+        run = lambda rows, *, adapters=True: logps(params, rows, adapters=adapters)
+        return prepare(batch, run)
+
+    return with_fields

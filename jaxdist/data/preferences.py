@@ -1,0 +1,124 @@
+"""Encode preferences: prompts with a chosen and a rejected completion, or a labeled one.
+
+Records have the formats of TRL:
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}      texts
+    {"prompt": [...], "chosen": [...], "rejected": [...]}      messages, e.g. [{"role", "content"}]
+    {"chosen": ..., "rejected": ...}                           the prompt is their common start
+    {"prompt": ..., "completion": ..., "label": true}          labeled: desirable or not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdist.data.chat import (
+    BadRecord,
+    ChatTemplate,
+    Message,
+    Weighted,
+    check_fields,
+    check_messages,
+    encode_completion,
+)
+from jaxdist.data.tokenizer import Tokenizer
+
+UNDESIRABLE = 2
+"""Weight of the learned tokens of an undesirable completion; others have 1."""
+
+_SCORES = ("messages", "score_chosen", "score_rejected", "margin")
+"""Fields of public preference sets that repeat or rate the completions."""
+
+
+def encode_preference(
+    record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate
+) -> list[Weighted]:
+    """Return the chosen and the rejected completion after their prompt, [length] each.
+
+    Only tokens of completions have weight 1. Raises `BadRecord`.
+    """
+    check_fields(record, ("prompt", "chosen", "rejected", *_SCORES))
+    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        first = _messages(chosen, "chosen"), _messages(rejected, "rejected")
+        start = _messages(prompt, "prompt") if isinstance(prompt, list) else []
+        if not start:
+            start = _common_messages(*first)
+            if isinstance(prompt, str) and prompt not in [m["content"] for m in start]:
+                raise BadRecord("has a text 'prompt' that is not the first message of both lists.")
+            first = first[0][len(start) :], first[1][len(start) :]
+        sides = [_encode_messages(start, answers, template) for answers in first]
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is None:
+            prompt = _common_text(chosen, rejected)
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        sides = [
+            encode_completion({"prompt": prompt, "completion": answer}, tokenizer)
+            for answer in (chosen, rejected)
+        ]
+    else:
+        raise BadRecord(
+            "needs 'chosen' and 'rejected', both texts or both lists of messages "
+            f"(it has: {', '.join(record)})."
+        )
+    if np.array_equal(sides[0].tokens, sides[1].tokens):
+        raise BadRecord("has equal 'chosen' and 'rejected' completions. Remove the line.")
+    return sides
+
+
+def encode_labeled(
+    record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate
+) -> list[Weighted]:
+    """Return one completion after its prompt, [length]; raises `BadRecord`.
+
+    Tokens of the completion have weight 1 if it is desirable, else `UNDESIRABLE`.
+    """
+    check_fields(record, ("prompt", "completion", "label"))
+    prompt, completion, label = (record.get(name) for name in ("prompt", "completion", "label"))
+    if not isinstance(label, bool):
+        raise BadRecord(f"has label {label!r}: it must be true or false.")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        start, answers = _messages(prompt, "prompt"), _messages(completion, "completion")
+        one = _encode_messages(start, answers, template)
+    else:
+        one = encode_completion({"prompt": prompt, "completion": completion}, tokenizer)
+    return [one if label else Weighted(one.tokens, one.weights * np.uint8(UNDESIRABLE))]
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"has no list of messages {name!r}.")
+    check_messages(value)
+    return [{"role": m["role"], "content": m["content"]} for m in value]
+
+
+def _encode_messages(
+    prompt: Sequence[Message], answers: Sequence[Message], template: ChatTemplate
+) -> Weighted:
+    """Return a conversation of which only the answers after the prompt have weights, [length]."""
+    if not prompt or prompt[-1]["role"] != "user":
+        raise BadRecord("has a prompt that does not end with a user message.")
+    if not any(message["role"] == "assistant" for message in answers):
+        raise BadRecord("has a completion without an assistant message.")
+    tokens, weights = template.encode([*prompt, *answers])
+    start = template.prompt(prompt)
+    common = min(len(start), len(tokens))
+    differs = np.flatnonzero(start[:common] != tokens[:common])
+    common = int(differs[0]) if len(differs) else common
+    return Weighted(tokens, np.where(np.arange(len(tokens)) < common, np.uint8(0), weights))
+
+
+def _common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
+    pairs = list(zip(chosen, rejected, strict=False))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return list(chosen[:same])
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """Return the common start of two texts, without a space that begins the completions."""
+    pairs = list(zip(chosen, rejected, strict=False))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return chosen[: same - (chosen[same - 1 : same] == " ")]

@@ -1,0 +1,147 @@
+"""Rows of one record each: a prompt and its completion, padded to the length of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Literal
+
+import numpy as np
+
+from jaxdist.data.corpus import Corpus
+from jaxdist.data.packing import Fields, Rows, Spans, cut, text_fields
+from jaxdist.data.preferences import UNDESIRABLE
+from jaxdist.settings import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+MISMATCHED = "kl_"
+"""Start of the names of the fields with another record's completion, for the baseline of KTO."""
+
+
+def record_fields(seq_len: int, labeled: bool) -> Fields:
+    """Return the fields of `RecordRows`; labeled rows add `labels` [] and mismatched rows."""
+    fields = text_fields(seq_len, packed=False)
+    if not labeled:
+        return fields
+    others = {f"{MISMATCHED}{name}": field for name, field in fields.items()}
+    return {**fields, **others, "labels": ((), np.dtype(np.int32))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordRows:
+    """Row i is document `documents[i]`, cut to the length of a row.
+
+    Attributes:
+        documents: int64 [num_rows], indices of documents in the corpus.
+        labeled: documents are labeled completions; else chosen and rejected ones alternate.
+        label: text that identifies the selection of documents in the fingerprint.
+    """
+
+    corpus: Corpus
+    seq_len: int
+    documents: np.ndarray
+    labeled: bool
+    label: str
+
+    @property
+    def num_rows(self) -> int:
+        """Number of documents."""
+        return len(self.documents)
+
+    @property
+    def fields(self) -> Fields:
+        """See `record_fields`."""
+        return record_fields(self.seq_len, self.labeled)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of corpus, selected documents and row length."""
+        return f"records-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
+
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
+        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field."""
+        batch = {
+            name: np.zeros((len(indices), *shape), dtype)
+            for name, (shape, dtype) in self.fields.items()
+        }
+        for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
+            tokens, weights = _document(self.corpus, self.documents[index])
+            self._fill(batch, row, tokens, weights > 0)
+            if not self.labeled:
+                continue
+            batch["labels"][row] = weights.max() != UNDESIRABLE
+            start = int(np.argmax(weights > 0))
+            other, learned = _document(self.corpus, self.documents[index - 1])
+            begin = int(np.argmax(learned > 0))
+            tokens = np.concatenate([tokens[:start], other[begin:]])
+            weights = np.concatenate([np.zeros(start, bool), learned[begin:] > 0])
+            self._fill(batch, row, tokens, weights, MISMATCHED)
+        return cut(batch, spans)
+
+    def _fill(
+        self, batch: Rows, row: int, tokens: np.ndarray, learned: np.ndarray, prefix: str = ""
+    ) -> None:
+        """Write a document, tokens and bool `learned` [length], into one row of a batch."""
+        length = min(self.seq_len, len(tokens) - 1)
+        batch[f"{prefix}tokens"][row, :length] = tokens[:length]
+        batch[f"{prefix}targets"][row, :length] = tokens[1 : length + 1]
+        batch[f"{prefix}weights"][row, :length] = learned[1 : length + 1]
+
+
+def _document(corpus: Corpus, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and weights [length] of a document."""
+    ends = corpus.document_ends
+    bounds = int(ends[number - 1]) if number else 0, int(ends[number])
+    return corpus.tokens(*bounds), corpus.weights(*bounds)
+
+
+def split_records(
+    corpus: Corpus,
+    *,
+    seq_len: int,
+    held: float,
+    labeled: bool,
+    long_records: Literal["cut", "drop", "reject"],
+) -> tuple[RecordRows, RecordRows | None]:
+    """Split a corpus into training rows and held-out rows, its last fraction `held`.
+
+    Records longer than a row are cut, dropped or rejected; cut records without a learned token are
+    dropped. Chosen and rejected completions stay together.
+    """
+    size = 1 if labeled else 2
+    lengths = np.diff(corpus.document_ends.astype(np.int64), prepend=0)
+    is_long = lengths > seq_len + 1
+    dropped = is_long.copy()
+    if long_records == "cut":
+        for number in np.flatnonzero(is_long).tolist():
+            dropped[number] = not _document(corpus, number)[1][1 : seq_len + 1].any()
+    examples: np.ndarray = np.any(dropped.reshape(-1, size), axis=1)
+    count = int(is_long.reshape(-1, size).any(1).sum())
+    if count and long_records == "reject":
+        raise ConfigError(
+            f"{count} of {len(examples)} records of {str(corpus.folder)!r} are longer than "
+            f"train.seq_len={seq_len} (the longest has {lengths.max()} tokens). Raise it, or set "
+            "data.long_records to cut or drop."
+        )
+    if count:
+        log.info(
+            "%d of %d records are longer than train.seq_len=%d: %d are cut, %d are dropped",
+            count, len(examples), seq_len, count - examples.sum(), examples.sum(),
+        )  # fmt: skip
+    kept = np.flatnonzero(~examples)
+    first = round(len(kept) * (1 - held))
+    if held and len(kept) > 1:
+        first = min(first, len(kept) - 1)
+
+    def part(name: str, numbers: np.ndarray) -> RecordRows:
+        """Return the rows of examples, int64 [n]."""
+        return RecordRows(
+            corpus=corpus,
+            seq_len=seq_len,
+            documents=(numbers[:, None] * size + np.arange(size)).reshape(-1),
+            labeled=labeled,
+            label=f"{name}-{held}-{long_records}",
+        )
+
+    return part("train", kept[:first]), part("held", kept[first:]) if held else None

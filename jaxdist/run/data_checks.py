@@ -1,0 +1,45 @@
+"""Check that data fit the model and the objective of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxdist.core.types import rows_per_example
+from jaxdist.data import Dataset, TrainData
+from jaxdist.run.setup import Parts
+from jaxdist.settings import ConfigError
+
+
+def in_examples(parts: Parts, dataset: TrainData) -> Any:
+    """Return the dataset with an order that keeps the rows of an example together."""
+    size = rows_per_example(parts.model.objective)
+    return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
+
+
+def check_data_fits(parts: Parts, dataset: TrainData) -> None:
+    """Reject data of a kind that the model does not take, or with too many tokens or classes."""
+    kind = "text" if parts.model.unit == "tokens" else "images"
+    if dataset.kind != kind:
+        raise ConfigError(
+            f"data.sources={parts.config.data.sources} is {dataset.kind}, but the model "
+            f"({parts.model.name}) takes {kind}. Change data.sources or model.kind."
+        )
+    name, size = "vocab_size", parts.model.vocab_size
+    if kind == "images":
+        name, size = "num_classes", parts.model.num_classes
+    classes = "targets" if kind == "text" else "labels"
+    if not parts.config.model.is_user_model and dataset.fields[classes][1].name != "int32":
+        raise ConfigError(
+            f"data.sources={parts.config.data.sources} has {classes} of dtype "
+            f"{dataset.fields[classes][1]}, but {parts.model.name} takes integers. Convert them to "
+            "integers in the function, or use a custom model."
+        )
+    if size and dataset.vocab_size > size:
+        setting = parts.config.model.size_settings.get(name)
+        fix = f"{setting}={dataset.vocab_size}"
+        if setting is None:
+            fix = f"the {name} of {parts.model.name} to {dataset.vocab_size} in its function"
+        raise ConfigError(
+            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} has only "
+            f"{name}={size}. Set {fix}."
+        )

@@ -1,0 +1,448 @@
+"""Preference tuning against TRL in PyTorch, one device, and values of TRL's own code."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import run_here
+from decoders import FAMILIES
+from hf_models import write_model
+from peft_trees import peft_tensors
+from refusals import refused
+
+from jaxdist.config import RunConfig
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.types import Context, TokenHead, TokenLogps
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.models.adapters import LoraConfig
+from jaxdist.models.huggingface import peft as peft_format
+from jaxdist.models.huggingface.directory import read_model
+from jaxdist.objectives.config import ObjectiveConfig
+from jaxdist.objectives.preference import BASELINE, REFERENCE, Preference
+from jaxdist.optim import OptimConfig
+from jaxdist.run.setup import assemble
+from jaxdist.settings import problems_of
+
+ROWS, SEQ, STEPS, RATE, VOCAB = 16, 24, 20, 3e-3, 96
+
+# --- the formulas, with given log-probabilities of tokens ---
+
+CHOSEN = [[-0.5, -1.0, -0.25], [-2.0, -0.5, -1.5], [-0.7, -0.9]]
+REJECTED = [[-1.5, -0.5], [-0.3, -0.2, -0.4, -0.6], [-2.2]]
+REFERENCE_CHOSEN = [[-0.6, -1.2, -0.3], [-1.8, -0.4, -1.6], [-0.9, -0.9]]
+REFERENCE_REJECTED = [[-1.2, -0.4], [-0.5, -0.3, -0.4, -0.7], [-2.0]]
+
+
+def rows_of(tokens):
+    """Return values [rows, 4] and their weights, padded with a value that must not count."""
+    values = np.full((len(tokens), 4), -50.0, np.float32)
+    weights = np.zeros_like(values)
+    for row, own in enumerate(tokens):
+        values[row, : len(own)], weights[row, : len(own)] = own, 1
+    return values, weights
+
+
+def alternating(first, second):
+    return [tokens for pair in zip(first, second, strict=True) for tokens in pair]
+
+
+def loss_of(kind, policy, reference, beta=0.1, **fields):
+    logps, weights = rows_of(policy)
+    batch = {
+        "targets": jnp.zeros(logps.shape, jnp.int32),
+        "weights": jnp.asarray(weights),
+        REFERENCE: jnp.asarray([sum(x) for x in reference], jnp.float32),
+        **fields,
+    }
+    context = Context(token_logps=lambda *_: TokenLogps(jnp.asarray(logps), jnp.zeros_like(logps)))
+    sums = Preference(kind, beta)(TokenHead(jnp.zeros(()), jnp.zeros(()), 1), batch, context)
+    return {name: float(value / sums["weight"]) for name, value in sums.items()}
+
+
+# Computed with TRL 1.16's own code from these values. TRL has no term of ORPO without the prompt:
+# the likelihood term is added by hand, (1.75 / 3 + 4 / 3 + 1.6 / 2) / 3.
+@pytest.mark.parametrize(
+    "kind, beta, expected",
+    [
+        ("dpo", 0.1, 0.6844314932823181),
+        ("ipo", 0.1, 23.572683334350586),
+        ("simpo", 2.0, 1.0459927320480347),
+        ("orpo", 0.1, 0.0828969832 + (1.75 / 3 + 4 / 3 + 1.6 / 2) / 3),
+    ],
+)
+def test_losses_of_pairs_equal_trl(kind, beta, expected):
+    policy = alternating(CHOSEN, REJECTED)
+    means = loss_of(kind, policy, alternating(REFERENCE_CHOSEN, REFERENCE_REJECTED), beta)
+    np.testing.assert_allclose(means["loss"], expected, rtol=1e-6)
+    if kind == "dpo":
+        np.testing.assert_allclose(means["reward_margin"], 0.018333333, rtol=1e-5)
+        np.testing.assert_allclose(means["correct"], 2 / 3, rtol=1e-6)
+        np.testing.assert_allclose(means["logps_chosen"], -2.45, rtol=1e-6)
+
+
+@pytest.mark.parametrize("baseline, expected", [(0.35, 0.49770984), (0.0, 0.49770847)])
+def test_losses_of_labeled_rows_equal_trl(baseline, expected):
+    fields = {
+        "labels": jnp.asarray([1, 1, 1, 0, 0, 0]),
+        BASELINE: jnp.full(6, baseline, jnp.float32),
+    }
+    means = loss_of("kto", CHOSEN + REJECTED, REFERENCE_CHOSEN + REFERENCE_REJECTED, **fields)
+    np.testing.assert_allclose(means["loss"], expected, rtol=1e-6)
+    assert means["kl"] == np.float32(baseline)
+
+
+# --- training ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base") / "qwen3"
+    config = dataclasses.replace(FAMILIES["qwen3"], num_layers=4, vocab_size=VOCAB, max_seq_len=SEQ)
+    write_model(path, config, scale=0.1)
+    return path
+
+
+def config_of(path, kind="dpo", mesh="dp=1", microbatches=0, virtual=1) -> RunConfig:
+    config = RunConfig(
+        init_from=str(path),
+        model=read_model(path),
+        lora=LoraConfig(rank=4, alpha=8.0, base_format="float32"),
+        objective=ObjectiveConfig(kind=kind, beta=0.5),
+        mesh=MeshConfig(shape=mesh),
+        train=TrainConfig(
+            steps=STEPS, global_batch_size=ROWS, seq_len=SEQ, num_microbatches=microbatches
+        ),
+        optim=OptimConfig(
+            peak_lr=RATE, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e-4,
+            max_grad_norm=0.0,
+        ),
+        precision=PrecisionConfig(compute_dtype="float32"),
+        data=DataConfig(
+            tokenizer="bytes", records="labeled" if kind == "kto" else "preference"
+        ),
+    )  # fmt: skip
+    pipeline = dataclasses.replace(config.pipeline, num_virtual_stages=virtual)
+    return dataclasses.replace(config, pipeline=pipeline)
+
+
+def row_of(prompt, answer):
+    """Return a padded row of prompt and answer."""
+    row, learned = np.zeros(SEQ + 1, np.int32), np.zeros(SEQ + 1, np.float32)
+    row[: len(prompt) + len(answer)] = [*prompt, *answer]
+    learned[len(prompt) : len(prompt) + len(answer)] = 1
+    return {"tokens": row[:-1], "targets": row[1:], "weights": learned[1:]}
+
+
+def stacked(rows, prefix=""):
+    return {f"{prefix}{name}": np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def batches(kind):
+    """Yield batches: prompts of 3 to 8 tokens, shared by pairs, and completions of 2 to 12."""
+    random = np.random.default_rng(5)
+    draw = lambda low, high: random.integers(2, VOCAB, random.integers(low, high)).tolist()
+    while True:
+        prompts = [draw(3, 9) for _ in range(ROWS if kind == "kto" else ROWS // 2)]
+        prompts = prompts if kind == "kto" else [p for p in prompts for _ in range(2)]
+        answers = [draw(2, 13) for _ in range(ROWS)]
+        rows = stacked([row_of(*pair) for pair in zip(prompts, answers, strict=True)])
+        if kind == "kto":
+            others = zip(prompts, [answers[-1], *answers[:-1]], strict=True)
+            rows |= stacked([row_of(*pair) for pair in others], "kl_")
+            rows["labels"] = random.integers(0, 2, ROWS).astype(np.int32)
+        yield rows
+
+
+def train(config, steps=STEPS):
+    """Return the losses and metrics of each step, and the state's parts."""
+    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
+    parts = assemble(config, jax.devices()[:number])
+    state, history = parts.init_state(), []
+    before = jax.device_get(parts.in_model_order(state.params))
+    before = jax.tree.map(np.array, before)  # the step donates them
+    for batch in itertools.islice(batches(config.objective.kind), steps):
+        placed = place_batch(batch, parts.step.batch_sharding)
+        state, metrics = parts.step.train(state, placed, np.inf)
+        history.append({name: float(x) for name, x in metrics.items()})
+    return history, before
+
+
+def losses_of(history):
+    return [metrics["loss"] for metrics in history]
+
+
+MESHES = {
+    "fsdp=2,tp=2": {},
+    "dp=2,cp=2": {"microbatches": 2},
+    "fsdp=2,pp=2": {"microbatches": 2},
+}
+MORE_MESHES = {
+    "dp=4": {"microbatches": 2},
+    "fsdp=4": {},
+    "tp=2": {},
+    "dp=2,fsdp=2,tp=2": {},
+    "cp=2,tp=2": {},
+    "fsdp=2,cp=2": {},
+    "pp=2": {"microbatches": 4},
+    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
+    "pp=2,cp=2": {"microbatches": 2},
+    "dp=2,fsdp=2,pp=2": {"microbatches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(base):
+    """Return a function: kind -> metrics of each step on one device."""
+    return functools.cache(lambda kind: train(config_of(base, kind))[0])
+
+
+@pytest.mark.parametrize(
+    "mesh, kind",
+    [
+        *zip(MESHES, ["kto", "dpo", "kto"], strict=True),
+        *(
+            pytest.param(mesh, kind, marks=pytest.mark.slow)
+            for mesh, kind in itertools.product(MORE_MESHES, ["dpo", "kto"])
+        ),
+    ],
+)
+def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
+    history, _ = train(config_of(base, kind, mesh, **(MESHES | MORE_MESHES)[mesh]))
+    expected = alone(kind)
+    assert losses_of(expected)[0] - losses_of(expected)[-1] != 0
+    for name in ("loss", "kl" if kind == "kto" else "reward_margin", "grad_norm"):
+        ours, theirs = ([metrics[name] for metrics in part] for part in (history, expected))
+        # Margins are differences of sums of log-probabilities near -60.
+        atol = 2e-5 if name != "loss" else 0
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=atol, err_msg=name)
+
+
+# TRL 1.16 and accelerate warn of what torch and transformers deprecate.
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "kto"])
+def test_twenty_steps_equal_trl_in_pytorch(base, tmp_path, kind):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
+    trl = pytest.importorskip("trl", reason="needs the reference extra (trl)")
+    datasets = pytest.importorskip("datasets", reason="needs the reference extra (trl)")
+    config = config_of(base, kind)
+    history, before = train(config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", dtype=torch.float32
+    )
+    settings = peft_format.write_config(config.model, config.lora, str(base))
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    wrapped = peft.get_peft_model(
+        model,
+        peft.LoraConfig(**{k: v for k, v in settings.items() if k in names - {"inference_mode"}}),
+    )
+    start = {name: torch.from_numpy(x.copy()) for name, x in peft_tensors(config, before).items()}
+    peft.set_peft_model_state_dict(wrapped, start)
+    trainer = trl_trainer(trl, transformers, datasets, wrapped, tmp_path, kind)
+    moving = [p for p in wrapped.parameters() if p.requires_grad]
+    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
+                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
+    expected = []
+    for batch in itertools.islice(batches(kind), STEPS):
+        loss = trainer.compute_loss(wrapped, trainer.data_collator(examples_of(batch, kind)))
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
+    assert expected[0] != expected[-1]
+
+
+def trl_trainer(trl, transformers, datasets, model, folder, kind):
+    """Return a trainer of TRL for its losses; its own data and loop are not used."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"[PAD]": 0, "[EOS]": 1, **{str(i): i for i in range(2, VOCAB)}}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[PAD]")),
+        pad_token="[PAD]",
+        eos_token="[EOS]",
+    )
+    common = dict(
+        output_dir=str(folder), beta=0.5, max_length=None, use_cpu=True, bf16=False, report_to=[],
+        per_device_train_batch_size=ROWS, gradient_checkpointing=False,
+    )  # fmt: skip
+    record = {"prompt": "2 3", "completion": "4", "label": True}
+    if kind == "kto":
+        config, kind = trl.KTOConfig(**common), trl.KTOTrainer
+    else:
+        record = {"prompt": "2 3", "chosen": "4", "rejected": "5"}
+        losses = {"dpo": "sigmoid", "ipo": "ipo"}
+        config, kind = trl.DPOConfig(loss_type=[losses[kind]], **common), trl.DPOTrainer
+    data = datasets.Dataset.from_list([record] * ROWS)
+    trainer = kind(model, args=config, train_dataset=data, processing_class=tokenizer)
+    trainer.model.eval()  # there is no dropout; eval mode only changes what TRL logs
+    return trainer
+
+
+def examples_of(batch, kind):
+    """Return the examples of a batch as TRL's collator takes them: prompt and completion ids."""
+
+    def split(row, prefix=""):
+        tokens, targets = batch[f"{prefix}tokens"][row], batch[f"{prefix}targets"][row]
+        learned = np.flatnonzero(batch[f"{prefix}weights"][row])
+        first, last = learned[0], learned[-1] + 1
+        return [int(tokens[0]), *targets[:first].tolist()], targets[first:last].tolist()
+
+    rows = [split(row) for row in range(ROWS)]
+    if kind != "kto":
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        return [{"prompt_ids": a[0], "chosen_ids": a[1], "rejected_ids": b[1]} for a, b in pairs]
+    return [
+        {"prompt_ids": prompt, "completion_ids": answer, "label": bool(batch["labels"][row])}
+        | {"KL_completion_ids": split(row, "kl_")[1]}
+        for row, (prompt, answer) in enumerate(rows)
+    ]
+
+
+# --- records ---
+
+PLAIN = "<|user|>\nhi\n<|assistant|>\n"
+
+
+def opened(tmp_path, records, seq_len=40, **settings):
+    kind = "labeled" if "label" in records[0] else "preference"
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = DataConfig(
+        sources=[str(path)], tokenizer="bytes", records=kind, eval_fraction=0.0, **settings
+    )
+    return open_datasets(config, seq_len=seq_len)[0]
+
+
+def learned(row, prefix=""):
+    """Return the text of a row, and the part in the loss; byte 0 ends a text."""
+    used = row[f"{prefix}weights"] > 0
+    text = bytes(np.append(row[f"{prefix}tokens"][:1], row[f"{prefix}targets"]).astype(np.uint8))
+    return text.rstrip(b"\0").decode(), bytes(row[f"{prefix}targets"][used].astype(np.uint8))
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    "record, prompt, chosen, rejected",
+    [
+        ({"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}, "The sky is", " blue.",
+         " red."),
+        ({"chosen": "The sky is blue.", "rejected": "The sky is red."}, "The sky is", " blue.",
+         " red."),
+        ({"prompt": [MESSAGE], "chosen": [{"role": "assistant", "content": "yes"}],
+          "rejected": [{"role": "assistant", "content": "no"}]}, PLAIN, "yes", "no"),
+        ({"chosen": [MESSAGE, {"role": "assistant", "content": "yes"}], "prompt": "hi",
+          "rejected": [MESSAGE, {"role": "assistant", "content": "no"}], "score_chosen": 8.5},
+         PLAIN, "yes", "no"),
+    ],
+)  # fmt: skip
+def test_only_completions_are_learned(tmp_path, record, prompt, chosen, rejected):
+    data = opened(tmp_path, [record, record])
+    assert data.num_rows == 4
+    for row, answer in ((data[0], chosen), (data[1], rejected)):
+        text, loss = learned(row)
+        assert (text, loss) == (prompt + answer, answer.encode() + b"\0")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "chosen": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": ["c"]},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        {"prompt": "a", "chosen": "b", "rejected": "c", "image": "x.png"},
+        {"prompt": "b", "chosen": [MESSAGE], "rejected": [MESSAGE]},
+        {"prompt": "a", "completion": "b", "label": 1},
+        {"completion": "b", "label": True},
+    ],
+)
+def test_a_bad_record_is_named_with_its_line(tmp_path, record):
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    good = {"prompt": "a", "completion": "b", "label": True} if "label" in record else good
+    with refused("records.jsonl:2"):
+        opened(tmp_path, [good, record])
+
+
+def test_labels_and_mismatched_completions(tmp_path):
+    records = [{"prompt": f"p{i}", "completion": f" c{i}", "label": i != 1} for i in range(3)]
+    data = opened(tmp_path, records)
+    assert [int(data[i]["labels"]) for i in range(3)] == [1, 0, 1]
+    assert [learned(data[i])[0] for i in range(3)] == ["p0 c0", "p1 c1", "p2 c2"]
+    assert [learned(data[i], "kl_") for i in range(3)] == [
+        (f"p{i} c{j}", f" c{j}\0".encode()) for i, j in ((0, 2), (1, 0), (2, 1))
+    ]
+
+
+def test_records_longer_than_a_row(tmp_path):
+    records = [
+        {"prompt": "p", "chosen": " yes", "rejected": " no"},
+        {"prompt": "p", "chosen": " a long text", "rejected": " no"},  # its end is cut
+        {"prompt": "a long prompt", "chosen": " yes", "rejected": " no"},  # has no room
+    ]
+    cut = opened(tmp_path, records, seq_len=8)
+    assert [learned(cut[i])[1] for i in range(4)] == [b" yes\0", b" no\0", b" a long ", b" no\0"]
+    assert cut.num_rows == 4
+    assert opened(tmp_path, records, seq_len=8, long_records="drop").num_rows == 2
+    with refused("2 of 3 records", "data.long_records"):
+        opened(tmp_path, records, seq_len=8, long_records="reject")
+
+
+def test_settings_that_do_not_fit_preferences(base):
+    config = config_of(base)
+    bad = dataclasses.replace(
+        config, lora=LoraConfig(), data=dataclasses.replace(config.data, records="chat")
+    )
+    problems = problems_of(bad)
+    assert sum("objective.kind=dpo" in problem for problem in problems) == 2
+    plain = dataclasses.replace(config, objective=ObjectiveConfig())
+    assert any("data.records=preference" in problem for problem in problems_of(plain))
+    packed = dataclasses.replace(config.data, packing="best_fit")
+    assert any("data.packing" in p for p in problems_of(packed, "data"))
+
+
+def test_pairs_that_a_mesh_would_split_are_rejected(base):
+    config = config_of(base, mesh="dp=16")
+    problems = config.mesh_problems(config.mesh.spec)
+    assert any("rows_per_example=2" in problem for problem in problems)
+
+
+def test_dpo_increases_the_margin_of_held_out_pairs(tmp_path):
+    random = np.random.default_rng(0)
+    words = ["red", "blue", "green", "cat", "dog", "sun"]
+    path = tmp_path / "pairs.jsonl"
+    with path.open("w") as file:
+        for _ in range(200):
+            prompt = "Say " + " ".join(random.choice(words, 3))
+            pair = {"chosen": f" {random.choice(words)} yes", "rejected": f" {words[0]} no"}
+            file.write(json.dumps({"prompt": prompt, **pair}) + "\n")
+    settings = (
+        "--model.d-model 32 --model.num-layers 2 --model.num-heads 4 --train.seq-len 48 "
+        "--train.steps 20 --train.global-batch-size 16 --lora.rank 4 --optim.peak-lr 1e-2 "
+        "--eval.interval-steps 10 --objective.kind dpo --data.records preference "
+        f"--data.tokenizer bytes --data.sources {path} --data.eval-fraction 0.1 "
+        f"--run-dir {tmp_path / 'run'}"
+    )
+    assert run_here("train", *settings.split()).returncode == 0
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    evals = [record for record in records if record["kind"] == "eval"]
+    assert [record["examples"] for record in evals] == [20, 20]  # 10 % of 200 pairs
+    assert 0.05 < evals[0]["reward_margin"] < evals[1]["reward_margin"]
+    assert evals[1]["loss"] < np.log(2) and "perplexity" not in evals[1]
+    trained = [record for record in records if record["kind"] == "train"]
+    assert trained[0]["reward_margin"] == 0 and trained[0]["weight"] == 8
+    evaluated = run_here("evaluate", str(tmp_path / "run"), "--json")
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(evals[1]["loss"], rel=1e-6)
