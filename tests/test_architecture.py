@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_100,
-    "package code lines": 39_570,
-    "test lines": 42_460,
+    "package lines": 56_280,
+    "package code lines": 39_710,
+    "test lines": 42_520,
     "two-way folder pairs": 0,
     "settings of a run": 134,
 }

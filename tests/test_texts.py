@@ -66,7 +66,7 @@ def modules() -> list:
 @functools.cache
 def flags() -> set[str]:
     """Return every flag of every command as a user can type it, with dashes."""
-    result = {"--help", "--config", *(f"--{alias}" for alias in ALIASES)}
+    result = {"--help", "--config", "--try", *(f"--{alias}" for alias in ALIASES)}
     result |= {field.flag for field in fields_of(RunConfig)}
     for module in modules():
         for thing in vars(module).values():

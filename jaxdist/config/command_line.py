@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.config.run_config import RunConfig
+from jaxdist.config.try_run import describe, scaled_down
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
 from jaxdist.data.hub_sets import is_hub_set, pin_commit, without_commit
@@ -23,7 +25,7 @@ from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import is_url, locate, read_url
-from jaxdist.settings import ConfigError, read_settings
+from jaxdist.settings import ConfigError, read_settings, split_flags, value_of, without_flags
 from jaxdist.settings.reader import InputValues
 from jaxdist.settings.schema import BadValueError, read_value
 
@@ -56,7 +58,10 @@ def read_run(
     run. `--init-from` uses the sizes and the tokenizer of a Hugging Face model. `--debug` uses a
     tiny run. A token folder in the sources sets its tokenizer and vocabulary size. A Python program
     passes `values`, and `base` to replace these defaults. Hub names are resolved to a commit.
+    `--try` scales the run of `--config` down; other flags override the small run.
     """
+    if value_of(argv, "try") is not None:
+        base, argv = _small_run(argv, command)
     return read_settings(
         RunConfig,
         argv,
@@ -69,6 +74,16 @@ def read_run(
         values=values,
         read_url=read_url,
     )
+
+
+def _small_run(argv: Sequence[str], command: str) -> tuple[RunConfig, list[str]]:
+    """Return the run of `--config` scaled down, and the other arguments without `--try`."""
+    files = [flag.value or "" for flag in split_flags(argv) if flag.name == "config"]
+    config = [word for file in files for word in ("--config", file)]
+    run = read_settings(RunConfig, config, command=command, check_rules=False, read_url=read_url)
+    small = scaled_down(run)
+    print(describe(run, small), file=sys.stderr)
+    return small, without_flags(argv, "config", "try")
 
 
 def _with_lasting_names(run: RunConfig) -> RunConfig:

@@ -1,0 +1,46 @@
+"""Scale a model down to train within a minute on two CPU cores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxdist.models.configs import CnnConfig, DecoderConfig, ModelConfig, ResnetConfig
+from jaxdist.settings import ConfigError
+
+_WIDTH, _LAYERS, _HEADS = 128, 4, 8
+
+
+def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConfig:
+    """Return a small model of the same architecture.
+
+    Ratios of query to key/value heads and of widths stay. Raises `ConfigError` for a custom model.
+    """
+    if isinstance(model, CnnConfig):
+        return dataclasses.replace(model, mlp_dim=min(model.mlp_dim, 64))
+    if isinstance(model, ResnetConfig):
+        return dataclasses.replace(model, depth=8)
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError("--try scales the built-in models only. Leave it out.")
+    if model.d_model <= _WIDTH:
+        return dataclasses.replace(model, vocab_size=vocab_size)
+    queries_per_kv = max(1, model.num_heads // model.kv_heads)
+    num_kv_heads = max(1, _HEADS // queries_per_kv)
+    num_heads = num_kv_heads * queries_per_kv
+    attention_width = _WIDTH * model.num_heads * model.head_width / model.d_model
+    return dataclasses.replace(
+        model,
+        vocab_size=vocab_size,
+        d_model=_WIDTH,
+        num_layers=min(model.num_layers, _LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_multiple_of_8(attention_width / num_heads),
+        mlp_dim=_multiple_of_8(_WIDTH * model.mlp_dim / model.d_model),
+        max_seq_len=seq_len if model.positions == "learned" else model.max_seq_len,
+        sliding_window=min(model.sliding_window, seq_len // 2),
+        query_pre_attn_scalar=0,
+    )
+
+
+def _multiple_of_8(size: float) -> int:
+    return max(8, 8 * round(size / 8))
