@@ -91,7 +91,8 @@ def train(
         stack.callback(flush_appended)
         stack.callback(runtime.close_logs)
         if has_bar:
-            callbacks.append(stack.enter_context(_bar(run_config.train.steps)))
+            length = None if run_config.train.epochs else run_config.train.steps
+            callbacks.append(stack.enter_context(_bar(length)))
 
         def on_record(record: Record) -> None:
             if True in [callback(record) for callback in callbacks]:
@@ -259,7 +260,7 @@ def _importable(thing: Any) -> str:
 
 
 @contextlib.contextmanager
-def _bar(total_steps: int) -> Iterator[Callback]:
+def _bar(total_steps: int | None) -> Iterator[Callback]:
     bar = make_bar(total=total_steps, desc="training", unit="step", disable=False)
     losses: dict[str, str] = {}
 

@@ -53,6 +53,7 @@ def run(
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
     from jaxdist.run.data_checks import check_data_fits, in_examples
+    from jaxdist.run.epochs import with_steps
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import assemble, decide_step
@@ -70,6 +71,7 @@ def run(
     # 2. Check everything before anything is written or compiled.
     if "operations" not in config.override:
         check_operations()
+    config = with_steps(config, program.rows)
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_280,
-    "package code lines": 39_710,
-    "test lines": 42_520,
+    "package lines": 56_320,
+    "package code lines": 39_730,
+    "test lines": 42_590,
     "two-way folder pairs": 0,
-    "settings of a run": 134,
+    "settings of a run": 135,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

@@ -279,7 +279,7 @@ NUM_SETTINGS = {
     "lora": 6,
     "mesh": 4,
     "pipeline": 2,
-    "train": 9,
+    "train": 10,  # epochs: the length in passes over the data
     "objective": 4,
     "optim": 17,
     "precision": 3,

@@ -13,6 +13,12 @@ class TrainConfig:
     """Length of the run and shape of one step."""
 
     steps: int = setting(320, "optimizer steps of the complete run", ge=1)
+    epochs: float = setting(
+        0.0,
+        "length of the run in passes over the training rows, e.g. 3 or 0.5; the start replaces it "
+        "by the steps that this takes, rounded up; 0 = train.steps",
+        ge=0,
+    )
     global_batch_size: int = setting(
         16, "rows of one optimizer step over all devices", ge=1, le=2**31
     )

@@ -101,6 +101,10 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
         arguments = [*plain, *(f"--{pair}" for pair in pairs), f"--run-dir={path}"]
         try:
             settings = read_run(arguments, command="jaxdist.train")
+            if settings.train.epochs:
+                from jaxdist.run.epochs import with_steps  # imports jax
+
+                settings = with_steps(settings)
         except ConfigError as error:
             for problem in error.problems:
                 by_problem.setdefault(problem, []).append(name)
