@@ -54,6 +54,7 @@ def run(
     from jaxdist.run.audit import check_mesh, check_model
     from jaxdist.run.data_checks import check_data_fits, in_examples
     from jaxdist.run.epochs import with_steps
+    from jaxdist.run.reference import with_reference
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import assemble, decide_step
@@ -89,6 +90,7 @@ def run(
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:
         budget.check()
+    data = with_reference(parts, *data)
     if config.replay:
         return replay(parts, data[0])
     audit = None if "audit" in config.override else check_mesh(parts, data[0].fields)

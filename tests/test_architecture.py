@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_320,
-    "package code lines": 39_730,
-    "test lines": 42_590,
+    "package lines": 56_490,
+    "package code lines": 39_840,
+    "test lines": 42_650,
     "two-way folder pairs": 0,
     "settings of a run": 135,
 }

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import run_here
+from commands import records, run_here
 from decoders import FAMILIES
 from hf_models import write_model
 from peft_trees import peft_tensors
@@ -101,12 +101,13 @@ def test_losses_of_labeled_rows_equal_trl(baseline, expected):
 
 # --- training ---
 
+BASE = dataclasses.replace(FAMILIES["qwen3"], num_layers=4, vocab_size=VOCAB, max_seq_len=SEQ)
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "qwen3"
-    config = dataclasses.replace(FAMILIES["qwen3"], num_layers=4, vocab_size=VOCAB, max_seq_len=SEQ)
-    write_model(path, config, scale=0.1)
+    write_model(path, BASE, scale=0.1)
     return path
 
 
@@ -315,10 +316,10 @@ def examples_of(batch, kind):
 PLAIN = "<|user|>\nhi\n<|assistant|>\n"
 
 
-def opened(tmp_path, records, seq_len=40, **settings):
-    kind = "labeled" if "label" in records[0] else "preference"
+def opened(tmp_path, lines, seq_len=40, **settings):
+    kind = "labeled" if "label" in lines[0] else "preference"
     path = tmp_path / "records.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines))
     config = DataConfig(
         sources=[str(path)], tokenizer="bytes", records=kind, eval_fraction=0.0, **settings
     )
@@ -404,10 +405,13 @@ def test_records_longer_than_a_row(tmp_path):
 def test_settings_that_do_not_fit_preferences(base):
     config = config_of(base)
     bad = dataclasses.replace(
-        config, lora=LoraConfig(), data=dataclasses.replace(config.data, records="chat")
+        config,
+        lora=LoraConfig(),
+        data=dataclasses.replace(config.data, records="chat"),
+        objective=ObjectiveConfig(kind="dpo", reference="adapter_off"),
     )
     problems = problems_of(bad)
-    assert sum("objective.kind=dpo" in problem for problem in problems) == 2
+    assert sum(p.startswith(("objective.kind=dpo", "objective.reference=")) for p in problems) == 2
     plain = dataclasses.replace(config, objective=ObjectiveConfig())
     assert any("data.records=preference" in problem for problem in problems_of(plain))
     packed = dataclasses.replace(config.data, packing="best_fit")
@@ -420,29 +424,81 @@ def test_pairs_that_a_mesh_would_split_are_rejected(base):
     assert any("rows_per_example=2" in problem for problem in problems)
 
 
-def test_dpo_increases_the_margin_of_held_out_pairs(tmp_path):
+def write_records(path, labeled=False):
+    """Write 200 records; each completion ends with yes if it is good, and with no if it is bad."""
     random = np.random.default_rng(0)
     words = ["red", "blue", "green", "cat", "dog", "sun"]
-    path = tmp_path / "pairs.jsonl"
     with path.open("w") as file:
-        for _ in range(200):
+        for number in range(200):
             prompt = "Say " + " ".join(random.choice(words, 3))
-            pair = {"chosen": f" {random.choice(words)} yes", "rejected": f" {words[0]} no"}
-            file.write(json.dumps({"prompt": prompt, **pair}) + "\n")
+            good, bad = f" {random.choice(words)} yes", f" {words[0]} no"
+            record = {"chosen": good, "rejected": bad}
+            if labeled:
+                record = {"completion": [good, bad][number % 2], "label": number % 2 == 0}
+            file.write(json.dumps({"prompt": prompt, **record}) + "\n")
+    return path
+
+
+def run_of(tmp_path, name, kind, *flags, leave=()):
+    """Train, evaluating every 10 steps; return the records of training and of evaluation."""
+    labeled = kind == "kto"
+    path = write_records(tmp_path / f"{kind}.jsonl", labeled)
     settings = (
         "--model.d-model 32 --model.num-layers 2 --model.num-heads 4 --train.seq-len 48 "
-        "--train.steps 20 --train.global-batch-size 16 --lora.rank 4 --optim.peak-lr 1e-2 "
-        "--eval.interval-steps 10 --objective.kind dpo --data.records preference "
-        f"--data.tokenizer bytes --data.sources {path} --data.eval-fraction 0.1 "
-        f"--run-dir {tmp_path / 'run'}"
+        "--train.steps 20 --train.global-batch-size 16 --optim.peak-lr 1e-2 "
+        f"--eval.interval-steps 10 --objective.kind {kind} --data.eval-fraction 0.1 "
+        f"--data.records {'labeled' if labeled else 'preference'} --data.sources {path} "
+        f"--data.tokenizer bytes --run-dir {tmp_path / name}"
     )
-    assert run_here("train", *settings.split()).returncode == 0
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    evals = [record for record in records if record["kind"] == "eval"]
+    chosen = {flag.partition(" ")[0] for flag in flags} | {*leave}
+    kept = [f"--{x}" for x in settings.split("--")[1:] if f"--{x.split()[0]}" not in chosen]
+    assert run_here("train", *" ".join([*kept, *flags]).split()) == 0
+    return [records(tmp_path / name, part) for part in ("train", "eval")]
+
+
+def evaluated(capsys, run):
+    """Return what `evaluate` prints."""
+    capsys.readouterr()
+    assert run_here("evaluate", run, "--json") == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_dpo_increases_the_margin_of_held_out_pairs(tmp_path, capsys):
+    trained, evals = run_of(tmp_path, "run", "dpo", "--lora.rank 4")
     assert [record["examples"] for record in evals] == [20, 20]  # 10 % of 200 pairs
     assert 0.05 < evals[0]["reward_margin"] < evals[1]["reward_margin"]
     assert evals[1]["loss"] < np.log(2) and "perplexity" not in evals[1]
-    trained = [record for record in records if record["kind"] == "train"]
     assert trained[0]["reward_margin"] == 0 and trained[0]["weight"] == 8
-    evaluated = run_here("evaluate", str(tmp_path / "run"), "--json")
-    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(evals[1]["loss"], rel=1e-6)
+    assert evaluated(capsys, tmp_path / "run")["loss"] == pytest.approx(evals[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ipo", "kto"])
+def test_precomputed_values_are_those_of_each_step(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    flags = "--lora.rank 4", "--mesh fsdp=4,tp=2"
+    expected = run_of(tmp_path, "each", kind, *flags)
+    precomputed = run_of(tmp_path, "once", kind, *flags, "--objective.reference precomputed")
+    for ours, theirs in zip(precomputed, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert expected[0][0]["loss"] != expected[0][-1]["loss"]
+
+
+def test_all_weights_learn_from_values_of_their_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    other = tmp_path / "other"
+    write_model(other, dataclasses.replace(BASE, vocab_size=256, max_seq_len=64), scale=0.2)
+    start = tmp_path / "start"
+    write_model(start, dataclasses.replace(BASE, vocab_size=256, max_seq_len=64), scale=0.1)
+    sizes = [f"--{name}" for name in ("model.d-model", "model.num-layers", "model.num-heads")]
+    flags = f"--init-from {start}", "--optim.peak-lr 1e-3", "--train.seq-len 40"
+    trained, evals = run_of(tmp_path, "run", "dpo", *flags, leave=sizes)
+    assert trained[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)  # the model is the reference
+    assert trained[-1]["reward_margin"] > 0.1
+    margin = evaluated(capsys, tmp_path / "run")["reward_margin"]
+    assert margin == pytest.approx(evals[-1]["reward_margin"], rel=1e-4)
+    with refused("started from other weights"):
+        run_of(
+            tmp_path, "run", "dpo", *flags[1:], f"--init-from {other}", "--train.steps 30",
+            leave=sizes,
+        )  # fmt: skip

@@ -24,7 +24,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.core.types import Model, rows_per_example
+from jaxdist.core.types import Model, Objective, rows_per_example
 from jaxdist.data.config import DataConfig, source_exists
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import is_hub_set
@@ -192,7 +192,16 @@ class RunConfig:
 
     def rows_per_example(self, model: Model | None = None) -> int:
         """Return the number of adjacent rows of an example of the model's objective."""
-        return rows_per_example(self.objective.objective if model is None else model.objective)
+        return rows_per_example(self.make_objective() if model is None else model.objective)
+
+    def make_objective(self) -> Objective | None:
+        """Return the objective that replaces the model's own, or None."""
+        return self.objective.make(has_adapters=bool(self.lora.rank))
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Return whether rows contain values of the weights that the run starts from."""
+        return self.objective.precomputes(has_adapters=bool(self.lora.rank))
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """Return the rules of a mesh that model, batch and sequence violate.
@@ -270,7 +279,7 @@ class RunConfig:
     def build_model(self) -> Model:
         """Build the model; this imports Flax, starts no device and creates no weights."""
         model = build(self.model, seq_len=self.train.seq_len)
-        if objective := self.objective.objective:
+        if objective := self.make_objective():
             model = dataclasses.replace(model, objective=objective)
         return with_adapters(self.lora, self.model, model)
 

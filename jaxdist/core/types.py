@@ -34,6 +34,10 @@ Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weig
 The step adds `rows` int32 [batch]: the row's index in the global batch, from which random bits are
 computed."""
 
+REFERENCE, MISMATCHED = "reference_logps", "kl_"
+"""Fields of preference tuning: the reference's log-probability of each row, float32 [batch], and
+the start of the names of fields with another record's completion, for the baseline of KTO."""
+
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
 

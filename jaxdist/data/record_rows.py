@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxdist.core.types import MISMATCHED, REFERENCE
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.packing import Fields, Rows, Spans, cut, text_fields
 from jaxdist.data.preferences import UNDESIRABLE
@@ -15,13 +16,15 @@ from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
-MISMATCHED = "kl_"
-"""Start of the names of the fields with another record's completion, for the baseline of KTO."""
 
+def record_fields(seq_len: int, *, labeled: bool, has_reference: bool = False) -> Fields:
+    """Return the fields of `RecordRows`; labeled rows add `labels` [] and mismatched rows.
 
-def record_fields(seq_len: int, labeled: bool) -> Fields:
-    """Return the fields of `RecordRows`; labeled rows add `labels` [] and mismatched rows."""
+    `has_reference` adds the log-probabilities of a reference, [].
+    """
     fields = text_fields(seq_len, packed=False)
+    if has_reference:
+        fields[REFERENCE] = ((), np.dtype(np.float32))
     if not labeled:
         return fields
     others = {f"{MISMATCHED}{name}": field for name, field in fields.items()}
@@ -52,7 +55,7 @@ class RecordRows:
     @property
     def fields(self) -> Fields:
         """See `record_fields`."""
-        return record_fields(self.seq_len, self.labeled)
+        return record_fields(self.seq_len, labeled=self.labeled)
 
     @property
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxdist.core.types import Objective
-from jaxdist.objectives.preference import Preference
+from jaxdist.objectives.preference import COMPARED, Preference
 from jaxdist.settings import setting
 
 
@@ -27,18 +27,27 @@ class ObjectiveConfig:
         gt=0,
     )
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)
-    reference: Literal["adapter_off"] = setting(
-        "adapter_off",
-        "model that dpo, ipo and kto compare with: adapter_off = the frozen weights without their "
-        "adapters (lora.rank)",
+    reference: Literal["auto", "adapter_off", "precomputed"] = setting(
+        "auto",
+        "values of the model that dpo, ipo and kto compare with: adapter_off = each step computes "
+        "them with the frozen weights (lora.rank); precomputed = each start computes them for all "
+        "rows with the weights it begins with, or reads them from the cache; auto = adapter_off if "
+        "there are adapters",
     )
 
-    @property
-    def objective(self) -> Objective | None:
-        """The objective that replaces the model's own; None = cross-entropy."""
+    def precomputes(self, *, has_adapters: bool) -> bool:
+        """Return whether rows contain the reference's values."""
+        if self.kind not in COMPARED:
+            return False
+        return self.reference == "precomputed" or (self.reference == "auto" and not has_adapters)
+
+    def make(self, *, has_adapters: bool) -> Objective | None:
+        """Return the objective that replaces the model's own; None = cross-entropy."""
         if self.kind == "cross_entropy":
             return None
-        return Preference(self.kind, self.beta, self.margin)
+        return Preference(
+            self.kind, self.beta, self.margin, self.precomputes(has_adapters=has_adapters)
+        )
 
     def run_problems(self, *, records: str, reads: str, has_adapters: bool) -> list[str]:
         """Return violated rules; `reads` is what the model reads: "text" or "images"."""
@@ -62,9 +71,9 @@ class ObjectiveConfig:
                 f"objective.kind={self.kind} with data.records={records}. "
                 f"Set data.records={needed}."
             )
-        if self.kind not in ("orpo", "simpo") and not has_adapters:
+        if self.reference == "adapter_off" and not has_adapters:
             problems.append(
-                f"objective.kind={self.kind} without adapters: its reference is the model without "
-                "them. Set lora.rank, or use orpo or simpo, which need no reference."
+                "objective.reference=adapter_off without adapters. Set lora.rank, or use "
+                "precomputed."
             )
         return problems

@@ -24,22 +24,35 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.core.step.row_logps import row_logps
-from jaxdist.core.types import Array, Batch, Context, Sums, TokenHead
+from jaxdist.core.types import MISMATCHED, REFERENCE, Array, Batch, Context, Sums, TokenHead
+
+COMPARED = ("dpo", "ipo", "kto")
+"""Kinds that compare the model with a reference."""
 
 PAIRED = ("dpo", "ipo", "orpo", "simpo")
 """Kinds whose examples are two adjacent rows: the chosen completion, then the rejected one."""
 
-REFERENCE, BASELINE = "reference_logps", "baseline"
-"""Fields that `Preference.prepare` adds to a batch, float32 [batch]."""
+BASELINE = "baseline"
+"""Field that KTO adds to a batch, float32 [batch]."""
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Return the batch [rows, ...] with another record's completion in each row."""
+    names = ("tokens", "targets", "weights")
+    return {**batch, **{name: batch[f"{MISMATCHED}{name}"] for name in names}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """Objective of preference tuning; see the module docstring."""
+    """Objective of preference tuning; see the module docstring.
+
+    With `is_precomputed`, rows contain the values of the reference.
+    """
 
     kind: str
     beta: float
     margin: float = 0.5
+    is_precomputed: bool = False
 
     unit: ClassVar[str] = "examples"
 
@@ -51,21 +64,24 @@ class Preference:
     @property
     def extra_forwards(self) -> int:
         """Return the number of forward passes of a step besides the differentiated one."""
-        return {"dpo": 1, "ipo": 1, "kto": 3}.get(self.kind, 0)
+        baseline = int(self.kind == "kto")
+        references = (self.kind in COMPARED) * (1 + baseline)
+        return baseline + (0 if self.is_precomputed else references)
 
     def prepare(self, batch: Batch, logps: Callable[..., Array]) -> Batch:
         """Return the global batch [rows, ...] with the reference's values, as constants.
 
         `logps` maps a batch to the log-probabilities of its rows, float32 [rows].
         """
-        if self.kind in ("orpo", "simpo"):
+        if self.kind not in COMPARED:
             return batch
-        batch = {**batch, REFERENCE: logps(batch, adapters=False)}
+        if not self.is_precomputed:
+            batch = {**batch, REFERENCE: logps(batch, adapters=False)}
         if self.kind != "kto":
             return batch
-        own = ("tokens", "targets", "weights")
-        others = {**batch, **{name: batch[f"kl_{name}"] for name in own}}
-        ratios = logps(others) - logps(others, adapters=False)
+        others, precomputed = mismatched(batch), batch.get(f"{MISMATCHED}{REFERENCE}")
+        reference = logps(others, adapters=False) if precomputed is None else precomputed
+        ratios = logps(others) - reference
         is_real = jnp.any(batch["weights"] > 0, axis=1)
         mean = jnp.sum(jnp.where(is_real, ratios, 0.0)) / jnp.maximum(1, jnp.sum(is_real))
         baseline = jnp.maximum(mean, 0.0)

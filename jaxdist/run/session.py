@@ -303,7 +303,7 @@ class Session:
                 "mesh": str(self.parts.spec),
                 "versions": versions(),
             }
-            if self.parts.has_adapters:
+            if self.parts.base:
                 meta["base"] = self.parts.base
             state = self.parts.in_model_order(self.parts.without_base(self.state))
             self.checkpointer.save(self.step, state, meta, due=due, force=force, metrics=metrics)

@@ -67,7 +67,8 @@ class Parts:
         packed: True if rows have several documents; guessed from the settings until data is open.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
         remat: the policy chosen by cost; None = as in the settings.
-        base: "digest" of the frozen weights next to adapters, once they are loaded.
+        base: "digest" of the weights that the run starts from, once they are loaded, if adapters
+            or preferences refer to them.
     """
 
     config: RunConfig
@@ -173,7 +174,7 @@ class Parts:
 
         Its layers are in execution order.
         """
-        params = self._initial_params() if self.config.init_from else None
+        params = self.initial_params() if self.config.init_from else None
         state = init_state(
             self.model,
             self.optimizer,
@@ -244,16 +245,22 @@ class Parts:
     def _with_base(self, params: Params, meta: Mapping[str, Any], step: int) -> Params:
         """Return adapters with their frozen weights, after comparing the weights' digest."""
         if not self.has_adapters:
+            self._check_base(meta, step)
             return params
-        params = with_base(params, self._initial_params())
+        params = with_base(params, self.initial_params())
         self.base["digest"] = self._base_digest(params)
-        if self.base != meta.get("base", self.base):  # imported adapters lack a digest
+        self._check_base(meta, step)
+        return params
+
+    def _check_base(self, meta: Mapping[str, Any], step: int) -> None:
+        """Reject a checkpoint of a run that started from other weights than this one."""
+        # Imported adapters lack a digest, and other commands may not have loaded the weights.
+        if self.base and self.base != meta.get("base", self.base):
             start = self.config.init_from or f"seed {self.config.seed}"
             raise ConfigError(
-                f"checkpoint {step} has adapters of other weights than those of {start}. Name the "
-                "weights that they were trained with in --init-from."
+                f"checkpoint {step} is of a run that started from other weights than {start}. Name "
+                "the weights that it was trained with in --init-from."
             )
-        return params
 
     def _with_new_adapters(self, params: Params) -> Params:
         """Return loaded weights with new adapters, if the run has any."""
@@ -277,7 +284,8 @@ class Parts:
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
         data, seq_len = self.config.data, self.config.train.seq_len
         if data.has_single_rows:
-            return record_fields(seq_len, data.records == "labeled")
+            rows, precomputes = data.records == "labeled", self.config.precomputes_reference
+            return record_fields(seq_len, labeled=rows, has_reference=precomputes)
         return fields or text_fields(seq_len, packed=data.packs_documents)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -302,7 +310,7 @@ class Parts:
             num_workers=self.config.data.num_workers,
         )
 
-    def _initial_params(self) -> Params:
+    def initial_params(self) -> Params:
         """Return the weights of `init_from`, with random values for `reinit_params`.
 
         Without `init_from`, all are random. The result has no adapters.
@@ -371,7 +379,7 @@ def assemble(
     `objective` the objective of the model.
     """
     model = config.build_model() if model is None else model
-    if objective := objective or config.objective.objective:
+    if objective := objective or config.make_objective():
         model = dataclasses.replace(model, objective=objective)
     original, num_devices = config, len(devices)
     config, devices = _fit_devices(original, devices, model)

@@ -21,6 +21,7 @@ from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.packing import Fields
 from jaxdist.run.data_checks import check_data_fits, in_examples
 from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.reference import with_reference
 from jaxdist.run.setup import (
     Parts,
     assemble,
@@ -110,7 +111,8 @@ class TrainedRun:
                 "Name data with --sources=PATH."
             )
         check_data_fits(self.parts, held_out)
-        return in_examples(self.parts, held_out)
+        parts = self.parts_for(held_out.fields)
+        return with_reference(parts, in_examples(parts, held_out))[0]
 
     def evaluate(
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
