@@ -174,6 +174,8 @@ def train_from(session: Session) -> int:
     config, reporter = session.config, session.reporter
     session.start_steps()
     for step in range(session.step + 1, config.train.steps + 1):
+        if session.early_stopping.is_over:
+            break
         batch = session.next_batch()
         metrics = session.dispatch(batch)  # step n: does not block
         reporter.flush()  # step n-1: record and check it
@@ -182,6 +184,7 @@ def train_from(session: Session) -> int:
         if actions := session.due_actions():
             session.sync(actions)  # wait for step n
             evaluated = session.evaluate(config.eval.max_batches) if actions.evaluate else {}
+            session.early_stopping.update(evaluated)
             if actions.save:
                 session.save(evaluated, due=actions.save)
             if actions.leave:

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_490,
-    "package code lines": 39_840,
-    "test lines": 42_650,
+    "package lines": 56_580,
+    "package code lines": 39_900,
+    "test lines": 42_690,
     "two-way folder pairs": 0,
-    "settings of a run": 135,
+    "settings of a run": 136,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

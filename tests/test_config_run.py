@@ -284,7 +284,7 @@ NUM_SETTINGS = {
     "optim": 17,
     "precision": 3,
     "data": 14,
-    "eval": 5,
+    "eval": 6,  # patience: early stopping
     "checkpoint": 10,
     "monitoring": 6,
     "resilience": 6,

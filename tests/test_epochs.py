@@ -1,4 +1,4 @@
-"""`train.epochs`: the length of a run in passes over its training rows."""
+"""The length of a run: in passes over its training rows, and until its loss no longer falls."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from refusals import refused
 from jaxdist.config import read_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.data import open_datasets
+from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.epochs import with_steps
 from jaxdist.train import main as train
 
@@ -68,3 +69,33 @@ def test_stream_has_no_epochs():
     config = read_run([*FLAGS[1:], "--data.sources=rows:make", "--train.epochs=1"], command="x")
     with refused("train.epochs=1", "rows:make", "train.steps"):
         with_steps(config)
+
+
+def test_patience_counts_evaluations_since_the_lowest_loss():
+    stopping = EarlyStopping(2)
+    over = []
+    for loss in (3.0, 2.0, 2.5, 1.9, math.nan, 1.9):
+        stopping.update({"loss": loss})
+        stopping.update({})
+        over.append(stopping.is_over)
+        restored = EarlyStopping(2)
+        restored.restore(json.loads(json.dumps(stopping.state())))
+        assert restored.state() == stopping.state()
+    assert over == [False, False, False, False, False, True]
+    assert not EarlyStopping(0).is_over
+    with refused("eval.patience=1", "eval.interval_steps=0"):
+        read_run([*FLAGS, "--eval.patience=1"], command="x")
+
+
+def test_run_stops_early_and_stays_stopped():
+    """A rate of almost 0 lowers no loss; a resume in between keeps the count."""
+    flags = [flag for flag in FLAGS if "interval" not in flag]
+    flags += ["--optim.peak_lr=1e-30", "--eval.interval_steps=2", "--eval.patience=4"]
+    assert train([*flags, "--steps=5"]) == 0  # two evaluations, the first is the lowest
+    assert json.loads(Path("run/summary.json").read_text())["exit_reason"] == "finished"
+    flags += ["--steps=30"]
+    for _ in range(2):
+        assert train(flags) == 0
+        summary = json.loads(Path("run/summary.json").read_text())
+        assert (summary["exit_reason"], summary["step"]) == ("stopped_early", 10)
+    assert Path("run/checkpoints/10").is_dir()

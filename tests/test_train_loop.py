@@ -11,6 +11,7 @@ from jaxdist.checkpoint import CheckpointConfig, CheckpointError
 from jaxdist.checkpoint.errors import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
+from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions
@@ -28,6 +29,7 @@ class Recorder:
         self.step, self.state, self.loader = 0, None, None
         self.reporter, self.deferred = self, 0
         self.calls: list[str] = []
+        self.early_stopping = EarlyStopping(0)
 
     def start_steps(self):
         self.calls.append(f"start {self.step}")

@@ -45,6 +45,7 @@ class ExitReason(enum.StrEnum):
     FINISHED = "finished"  # 0: all steps are done, and the last state is saved
     PREEMPTED = "preempted"  # 75: a signal requested the end (also Ctrl-C), after a save
     STOPPED_BY_CALLBACK = "stopped_by_callback"  # 0: a callback requested the end, after a save
+    STOPPED_EARLY = "stopped_early"  # 0: the evaluation loss no longer falls, see eval.patience
     INTERRUPTED = "interrupted"  # 130: a second Ctrl-C, without a save
     NONFINITE_LOSS = "nonfinite_loss"  # 87: NaN or Inf, see resilience.nonfinite_policy
     LOSS_SPIKE = "loss_spike"  # 87: under resilience.spike_policy

@@ -20,6 +20,7 @@ from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
 from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.evaluation_loop import NoLabels, evaluate
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.environment import environment, versions
@@ -104,6 +105,9 @@ class Session:
             )
             stack.callback(self.checkpointer.close)
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
+            self.early_stopping = EarlyStopping(self.config.eval.patience)
+            if self.config.eval.patience and self.eval_data is None:
+                log.warning("eval.patience has no effect: there are no held-out rows")
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.train_step = CompileTracker(parts.step.train, name="train step")
             if budget is not None and "memory" not in self.config.override:
@@ -171,7 +175,13 @@ class Session:
 
     def _restore(self, left_out: Samples | None = None) -> tuple[Any, int, Loader]:
         return restore_or_init(
-            self.parts, self.train_data, self.checkpointer, self.run, self.guard, left_out
+            self.parts,
+            self.train_data,
+            self.checkpointer,
+            self.run,
+            self.guard,
+            self.early_stopping,
+            left_out,
         )
 
     def start_steps(self) -> None:
@@ -299,6 +309,7 @@ class Session:
             meta = {
                 "data": self.loader.state(),
                 "guard": self.guard.state(),
+                "early_stopping": self.early_stopping.state(),
                 "config": self.config_text,
                 "mesh": str(self.parts.spec),
                 "versions": versions(),
@@ -340,6 +351,11 @@ class Session:
 
     def finish(self) -> int:
         """Evaluate and save the last state; returns the exit code."""
+        reason = ExitReason.FINISHED
+        if self.step < self.config.train.steps:
+            reason = ExitReason.STOPPED_EARLY
+            self.reporter.start_check(self.step, self.state, force=True)
+            self.reporter.flush()
         if self.step and self.guard.skipped == self.step:
             self.reporter.stop_skipping(self.step)
         evaluated = self.evaluate(self.config.eval.final_max_batches)
@@ -353,7 +369,7 @@ class Session:
         if self.parts.model.decoding is not None:
             flags = first_request(self.config.data, self.train_data)
             commands.insert(0, f"python -m jaxdist.generate {run} {flags}".rstrip())
-        return self._end(ExitReason.FINISHED, runtime.EXIT_OK, commands)
+        return self._end(reason, runtime.EXIT_OK, commands)
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
         """Wait for the last save and write the summary; returns `code`, or 1 if the save failed."""

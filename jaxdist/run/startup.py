@@ -27,6 +27,7 @@ from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.metrics_log import decode, read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
@@ -121,20 +122,22 @@ def restore_or_init(
     checkpointer: Checkpointer,
     run: RunDirectory,
     guard: LossGuard,
+    early_stopping: EarlyStopping,
     left_out: Samples | None = None,
 ) -> tuple[TrainState, int, Loader]:
     """Restore the newest valid checkpoint, or initialize a new state, sharded over the mesh.
 
-    Return the state, its step and the loader of the next batch. The losses of the guard are
-    restored. `left_out` are the samples to skip after a rollback. For a new state, the preflight
-    of `checkpointer` is started; the caller finishes it before the first step.
+    Return the state, its step and the loader of the next batch. The losses of the guard and the
+    counts of `early_stopping` are restored. `left_out` are the samples to skip after a rollback.
+    For a new state, the preflight of `checkpointer` is started; the caller finishes it before the
+    first step.
     """
     config = parts.config
     rolls_back = left_out is not None
     chosen = None
     if rolls_back or config.resume != "never":
         chosen = checkpointer.choose(lambda: parts.without_base(parts.abstract_state()))
-    position, losses = Position(), []
+    position, losses, counts = Position(), [], {}
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
@@ -157,12 +160,13 @@ def restore_or_init(
         )
         if not rolls_back:
             check_recorded_ledger(run, step, position)
-        losses = meta.get("guard", [])
+        losses, counts = meta.get("guard", []), meta.get("early_stopping", {})
         text = meta.get("config", "")
         if text and (warning := _raised_rate(parts, parse_run(text, str(run.path)), step)):
             log.warning("%s", warning)
         log.info("resumed from step %d of %s", step, run.path)
     guard.restore(losses)
+    early_stopping.restore(counts)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
     loader = parts.open_loader(dataset, position)

@@ -94,6 +94,11 @@ class EvalConfig:
         ge=0,
     )
     final_max_batches: int = setting(0, "the same for the evaluation after the last step", ge=0)
+    patience: int = setting(
+        0,
+        "end the run after this many evaluations in a row without a new lowest loss; 0 = never",
+        ge=0,
+    )
     global_batch_size: int = setting(
         0, "rows of an evaluation batch; 0 = train.global_batch_size", ge=0
     )
@@ -102,6 +107,15 @@ class EvalConfig:
         "when a language model, trained by one process, writes a short text to the log and to "
         "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation",
     )
+
+    def problems(self) -> list[str]:
+        """Return every violated rule of this section."""
+        if not self.patience or self.interval_steps:
+            return []
+        return [
+            f"eval.patience={self.patience} with eval.interval_steps=0: nothing is evaluated "
+            "during the run. Set eval.interval_steps."
+        ]
 
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")

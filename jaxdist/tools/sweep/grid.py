@@ -53,14 +53,15 @@ class Trial:
     config: RunConfig
 
     def is_finished(self) -> bool:
-        """Return whether its run has ended after all steps."""
+        """Return whether its run has ended after all steps, or by `eval.patience`."""
         run = RunDirectory(self.path, is_writer=False, resumed=True)
         try:
             summary = read_table(run.summary, decode)
         except (OSError, ConfigError):  # missing or damaged
             return False
         ended = summary.get("exit_reason"), summary.get("step")
-        return ended == (ExitReason.FINISHED, self.config.train.steps)
+        all_steps = (ExitReason.FINISHED, self.config.train.steps)
+        return ended == all_steps or ended[0] == ExitReason.STOPPED_EARLY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
