@@ -1,14 +1,16 @@
 """`python -m jaxdist.evaluate RUN`: compute loss and perplexity, or accuracy, of a checkpoint.
 
-Evaluates the held-out rows of the run or other data, each row once. It runs on any legal mesh,
-independent of the mesh of the training.
+Evaluates the held-out rows of the run or other data, each row once, or tasks of the
+lm-evaluation-harness. It runs on any legal mesh, independent of the mesh of the training.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from jaxdist.runtime import run_command
@@ -29,6 +31,14 @@ class EvaluateConfig:
         "one",
     )
     sources: list[str] = setting([], "data to evaluate on; empty = the held-out rows of the run")
+    tasks: list[str] = setting(
+        [],
+        "tasks of the lm-evaluation-harness, e.g. hellaswag,arc_easy, instead of data (the extra "
+        "`eval`)",
+    )
+    task_folder: str = setting("", "folder with task files of your own")
+    num_fewshot: int = setting(-1, "examples before each question; -1 = as the task says", ge=-1)
+    limit: int = setting(0, "questions of each task; 0 = all", ge=0)
     global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(
         0, "number of batches, spread over the data; 0 = every row once", ge=0
@@ -38,6 +48,22 @@ class EvaluateConfig:
         0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
     )
     json: bool = setting(False, "print one JSON object instead of text")
+
+    def problems(self) -> list[str]:
+        """Return violated rules beyond the bounds of each setting."""
+        problems = []
+        if self.tasks and self.sources:
+            problems.append(f"tasks={self.tasks} and sources={self.sources}. Leave one out.")
+        if not self.tasks and (self.task_folder or self.limit or self.num_fewshot >= 0):
+            problems.append("task_folder, num_fewshot and limit are for tasks. Set --tasks.")
+        if self.task_folder and not Path(self.task_folder).is_dir():
+            problems.append(f"task_folder={self.task_folder!r} is not a folder. Check the path.")
+        if self.tasks and importlib.util.find_spec("lm_eval") is None:
+            problems.append(
+                "tasks needs the lm-evaluation-harness. Install it: pip install -c constraints.txt "
+                "-e '.[eval]'."
+            )
+        return problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +84,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     step = None if config.step < 0 else config.step
     run = open_run(config.run, step=step, mesh=config.mesh, simulate=config.simulate, train=changes)
-    dataset = run.open_held_out(config.sources)
+    dataset = None if config.tasks else run.open_held_out(config.sources)
     weights = run.weights(step, config.weights)
-    means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
+    parts = run.parts_for(None if dataset is None else dataset.fields)
+    if dataset is None:
+        from jaxdist.run.task_evaluation import evaluate_tasks
+
+        tasks = evaluate_tasks(
+            parts,
+            weights.params,
+            config.tasks,
+            task_folder=config.task_folder,
+            num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
+            limit=config.limit or None,
+        )
+        means = {
+            f"{task}/{name}": x for task, values in tasks.items() for name, x in values.items()
+        }
+    else:
+        means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
     facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
-    parts = run.parts_for(dataset.fields)
     result = {**facts, "mesh": str(parts.spec), "step_plan": parts.plan.digest, **means}
     text = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, text(value)) for name, value in result.items()], left=2)

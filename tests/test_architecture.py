@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_580,
-    "package code lines": 39_900,
-    "test lines": 42_690,
+    "package lines": 56_890,
+    "package code lines": 40_160,
+    "test lines": 42_810,
     "two-way folder pairs": 0,
     "settings of a run": 136,
 }

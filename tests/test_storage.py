@@ -206,6 +206,7 @@ OTHER_FILES = {
     "runtime/start_times.py": "/proc, for when this process began",
     "runtime/distributed.py": "the package's own sources, equal in all processes",
     "run/monitoring/environment.py": "/proc/driver",
+    "evaluate.py": "the user's folder of tasks",
     "generate.py": "the user's file of prompts",
     "tools/compiler.py": "dumps of XLA, in a temporary folder",
     "tools/convert/consolidate.py": "makes the folder of weights that the user named",

@@ -63,6 +63,11 @@ class _ModelDefaults:
     size_settings: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def longest_row(self) -> int:
+        """Return the number of tokens that the model is made for; 0 = no limit is stated."""
+        return 0
+
+    @property
     def dims(self) -> dict[str, int]:
         """Logical dim -> size."""
         return {}
@@ -184,6 +189,11 @@ class DecoderConfig(_ModelDefaults):
     attention: Literal["auto", "xla", "cudnn"] = setting(
         "auto", "attention kernel; auto = cuDNN on GPUs if it supports the mask, else XLA"
     )
+
+    @property
+    def longest_row(self) -> int:
+        """Return `max_seq_len`."""
+        return self.max_seq_len
 
     @property
     def kv_heads(self) -> int:

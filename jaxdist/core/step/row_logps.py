@@ -28,32 +28,47 @@ def row_logps(output: TokenHead, batch: Batch, context: Context) -> Array:
     return context.sum(jnp.sum(jnp.where(batch["weights"] > 0, logps, 0.0), axis=1), "seq")
 
 
-def make_row_logps(
-    model: Model, layout: Layout, plan: StepPlan, context: Context
-) -> Callable[..., Array]:
-    """Make (params, batch, adapters=True) -> log-probabilities of its rows, float32 [rows].
+def make_row_values(
+    model: Model,
+    layout: Layout,
+    plan: StepPlan,
+    context: Context,
+    values_of: Callable[..., dict[str, Array]],
+) -> Callable[..., dict[str, Array]]:
+    """Make (params, batch, adapters=True) -> name -> a value of each row, float32 [rows].
 
-    Rows are those of the global batch. With `adapters=False`, the frozen weights compute them.
-    There is no dropout.
+    `values_of` maps (output of the head, this device's rows, context) to name -> float32 [batch],
+    equal on devices that share rows. Rows are those of the global batch. With `adapters=False`,
+    the frozen weights compute them. There is no dropout.
     """
 
-    def logps(params: Params, batch: Batch, *, adapters: bool = True) -> Array:
-        """Return the log-probabilities of a global batch, float32 [rows]."""
+    def compute(params: Params, batch: Batch, *, adapters: bool = True) -> dict[str, Array]:
+        """Return the values of a global batch, float32 [rows] each."""
         num_rows = batch["tokens"].shape[0]
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
-            """Return each row's value in an element of its own, float32 [num_rows]."""
-            own = row_logps(output, rows, context)
-            zeros = collectives.vary(jnp.zeros(num_rows), tuple(collectives.varying_axes(own)))
-            return {"row_logps": zeros.at[rows["rows"]].set(own)}
+            """Return each row's values in elements of their own, float32 [num_rows]."""
+            sums = {}
+            for name, own in values_of(output, rows, context).items():
+                zeros = collectives.vary(jnp.zeros(num_rows), tuple(collectives.varying_axes(own)))
+                sums[name] = zeros.at[rows["rows"]].set(own)
+            return sums
 
         used = dataclasses.replace(model, objective=objective)
         if not adapters:
             params, used = base_of(params), dataclasses.replace(used, axes=base_of(model.axes))
-        evaluate = make_evaluate(used, layout, plan, context, plan.accumulation)
-        return evaluate(params, batch)["row_logps"]
+        return make_evaluate(used, layout, plan, context, plan.accumulation)(params, batch)
 
-    return logps
+    return compute
+
+
+def make_row_logps(
+    model: Model, layout: Layout, plan: StepPlan, context: Context
+) -> Callable[..., Array]:
+    """Make (params, batch, adapters=True) -> `row_logps` of the global batch, float32 [rows]."""
+    values_of = lambda *arguments: {"row_logps": row_logps(*arguments)}
+    compute = make_row_values(model, layout, plan, context, values_of)
+    return lambda params, batch, **options: compute(params, batch, **options)["row_logps"]
 
 
 def make_prepare(
