@@ -21,7 +21,6 @@ from jaxdist.runtime.storage import Location
 
 _REQUEST_S = 30.0  # to receive a request (one short line)
 _IDLE_S = 300.0  # without data inside a file, because disks may be slow
-_CLOSING_S = 0.1  # until a closed server notices
 _LINE_BYTES = 1024
 _PATH = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
 
