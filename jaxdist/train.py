@@ -7,6 +7,7 @@ architecture of a config on the same text, scaled down to minutes on two cores.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -72,7 +73,13 @@ def run(
     # 2. Check everything before anything is written or compiled.
     if "operations" not in config.override:
         check_operations()
-    config = with_steps(config, program.rows)
+    open_data = functools.cache(
+        lambda: open_datasets(
+            config.data, seq_len=config.train.seq_len, seed=config.seed, python_source=program.rows
+        )
+    )
+    if config.train.epochs:
+        config = with_steps(config, open_data()[0])
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
@@ -81,9 +88,7 @@ def run(
     budget = parts.budget(job.host_of)
     if budget is not None and "memory" not in config.override:
         budget.check()
-    data = open_datasets(
-        config.data, seq_len=config.train.seq_len, seed=config.seed, python_source=program.rows
-    )
+    data = open_data()
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may be of another kind
         check_data_fits(parts, part)

@@ -28,8 +28,13 @@ def text(tmp_path, monkeypatch):
     Path("text.txt").write_text("".join(f"line {number} of a text\n" for number in range(100)))
 
 
+def in_steps(config):
+    data, _ = open_datasets(config.data, seq_len=config.train.seq_len)
+    return with_steps(config, data)
+
+
 def steps_of(epochs: float) -> int:
-    return with_steps(read_run([*FLAGS, f"--train.epochs={epochs}"], command="x")).train.steps
+    return in_steps(read_run([*FLAGS, f"--train.epochs={epochs}"], command="x")).train.steps
 
 
 def test_steps_cover_the_rows_as_often_as_epochs_say():
@@ -38,7 +43,7 @@ def test_steps_cover_the_rows_as_often_as_epochs_say():
     assert [steps_of(n) for n in (1, 2, 0.5)] == [math.ceil(n * rows / 8) for n in (1, 2, 0.5)]
     assert steps_of(1e-6) == 1
     config = read_run(FLAGS, command="x")
-    assert with_steps(config) is config
+    assert in_steps(config) is config
 
 
 def test_run_of_two_epochs_is_the_run_of_its_steps():
@@ -68,7 +73,7 @@ def test_stream_has_no_epochs():
     )
     config = read_run([*FLAGS[1:], "--data.sources=rows:make", "--train.epochs=1"], command="x")
     with refused("train.epochs=1", "rows:make", "train.steps"):
-        with_steps(config)
+        in_steps(config)
 
 
 def test_patience_counts_evaluations_since_the_lowest_loss():

@@ -8,23 +8,20 @@ import math
 from typing import Any
 
 from jaxdist.config import RunConfig
-from jaxdist.data import Dataset, open_datasets
+from jaxdist.data import Dataset
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
 
-def with_steps(config: RunConfig, python_source: Any = None) -> RunConfig:
+def with_steps(config: RunConfig, data: Any) -> RunConfig:
     """Return the settings with `train.steps` instead of `train.epochs`, if that is set.
 
-    `python_source` is as in `open_datasets`. Raises `ConfigError` for a stream, which has no end.
+    `data` are the training data. Raises `ConfigError` for a stream, which has no end.
     """
     train = config.train
     if not train.epochs:
         return config
-    data, _ = open_datasets(
-        config.data, seq_len=train.seq_len, seed=config.seed, python_source=python_source
-    )
     if not isinstance(data, Dataset):
         raise ConfigError(
             f"train.epochs={train.epochs:g} with data.sources={config.data.sources}, a stream "

@@ -103,9 +103,12 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
         try:
             settings = read_run(arguments, command="jaxdist.train")
             if settings.train.epochs:
-                from jaxdist.run.epochs import with_steps  # imports jax
+                from jaxdist.data import open_datasets  # imports jax
+                from jaxdist.run.epochs import with_steps
 
-                settings = with_steps(settings)
+                seq_len, seed = settings.train.seq_len, settings.seed
+                data, _ = open_datasets(settings.data, seq_len=seq_len, seed=seed)
+                settings = with_steps(settings, data)
         except ConfigError as error:
             for problem in error.problems:
                 by_problem.setdefault(problem, []).append(name)
