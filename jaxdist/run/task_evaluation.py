@@ -207,7 +207,8 @@ class _RunModel:
         with Progress("generating", len(requests), "texts") as progress:
             for numbers in groups.values():
                 # Contexts of similar length share a batch, the longest first.
-                prompts = {i: self.tok_encode(requests[i].args[0]) for i in numbers}
+                encode = lambda text: self.tok_encode(text) or [self.prefix_token_id]
+                prompts = {i: encode(requests[i].args[0]) for i in numbers}
                 numbers.sort(key=lambda i: -len(prompts[i]))
                 for first in range(0, len(numbers), self.batch_size):
                     chosen = numbers[first : first + self.batch_size]
@@ -236,13 +237,18 @@ class _RunModel:
             self._decoders[settings] = make_decoder(self._parts, self._params, settings)
         decoder = self._decoders[settings]
         generated: list[list[int]] = [[] for _ in prompts]
-        texts = [""] * len(prompts)
+        texts, open_rows = [""] * len(prompts), {*range(len(prompts))}
         for tokens in decoder.tokens(cut, max_new_tokens=count, stop=self._tokenizer.stop_ids):
-            for row, token in enumerate(tokens[: len(prompts)]):
-                if token is not None and token not in self._tokenizer.stop_ids:
-                    generated[row].append(token)
-                    texts[row] = self._tokenizer.decode(generated[row])
-            if all(any(stop in text for stop in until) for text in texts):
+            for row in open_rows.copy():
+                token = tokens[row]
+                if token is None or token in self._tokenizer.stop_ids:
+                    open_rows.remove(row)
+                    continue
+                generated[row].append(token)
+                texts[row] = self._tokenizer.decode(generated[row])
+                if any(stop in texts[row] for stop in until):
+                    open_rows.remove(row)
+            if not open_rows:
                 break
         return [utils.postprocess_generated_text(text, until, None) for text in texts]
 
