@@ -103,7 +103,12 @@ def make_step(
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     prepare = make_prepare(model, layout, plan, context)
     value_and_grad = make_value_and_grad(model, layout, plan, context)
-    evaluate = make_evaluate(model, layout, plan, context)
+    sums_of = make_evaluate(model, layout, plan, context)
+
+    def evaluate(params: Params, batch: Batch) -> Sums:
+        """Return the sums of a global batch [rows, ...], float32 [] each."""
+        return sums_of(params, prepare(params, batch))
+
     train = _make_train(
         lambda params, batch, *rest: value_and_grad(params, prepare(params, batch), *rest),
         make_update(model, rule, layout, optimizer.max_grad_norm),
@@ -128,7 +133,7 @@ def make_step(
             compiler_options={option.name: option.value for option in options} or None,
         ),
         evaluate=jax.jit(
-            lambda params, batch: evaluate(params, prepare(params, batch)),
+            evaluate,
             in_shardings=(shardings.params, None),
             out_shardings=replicated,
         ),
