@@ -9,29 +9,23 @@ import re
 import jax
 import numpy as np
 import pytest
+from adapter_runs import RATE, STEPS, adapter_run, named, peft_tensors
 from commands import run_here
 from decoders import FAMILIES
 from hf_models import rewrite_tensors, write_model
-from peft_trees import named, peft_tensors
 from refusals import refused
 
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.context import place_batch
-from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import MeshConfig
-from jaxdist.core.step import TrainConfig
 from jaxdist.core.weights import frozen
-from jaxdist.data import DataConfig
 from jaxdist.models.adapters import LoraConfig, LoraWeight, merge, num_trained
 from jaxdist.models.huggingface import peft as peft_format
-from jaxdist.models.huggingface.directory import read_model
-from jaxdist.optim import OptimConfig
 from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
 from jaxdist.tools.convert.__main__ import main as convert
 
-ROWS, SEQ, STEPS, RATE = 8, 32, 20, 3e-3
+ROWS, SEQ = 8, 32
 VOCAB = 96
 
 
@@ -52,24 +46,10 @@ def base_of(tmp_path_factory):
 
 
 def config_of(path, mesh="dp=1", microbatches=0, virtual=1, **lora) -> RunConfig:
-    lora = {"rank": 4, "alpha": 8.0, "base_format": "float32", **lora}
-    config = RunConfig(
-        init_from=str(path),
-        model=read_model(path),
-        lora=LoraConfig(**lora),
-        mesh=MeshConfig(shape=mesh),
-        train=TrainConfig(
-            steps=STEPS, global_batch_size=ROWS, seq_len=SEQ, num_microbatches=microbatches
-        ),
-        optim=OptimConfig(
-            peak_lr=RATE, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e-4,
-            max_grad_norm=0.0,
-        ),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        data=DataConfig(tokenizer="bytes"),
+    return adapter_run(
+        path, rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches, virtual=virtual,
+        lora=lora,
     )  # fmt: skip
-    pipeline = dataclasses.replace(config.pipeline, num_virtual_stages=virtual)
-    return dataclasses.replace(config, pipeline=pipeline)
 
 
 def batches():

@@ -321,8 +321,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_890,
-    "package code lines": 40_160,
+    "package lines": 56_920,
+    "package code lines": 40_190,
     "test lines": 42_810,
     "two-way folder pairs": 0,
     "settings of a run": 136,

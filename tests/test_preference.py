@@ -9,29 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_runs import RATE, STEPS, adapter_run, peft_tensors
 from commands import records, run_here
 from decoders import FAMILIES
 from hf_models import write_model
-from peft_trees import peft_tensors
 from refusals import refused
 
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.context import place_batch
-from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import MeshConfig
-from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import Context, TokenHead, TokenLogps
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models.adapters import LoraConfig
 from jaxdist.models.huggingface import peft as peft_format
-from jaxdist.models.huggingface.directory import read_model
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.objectives.preference import BASELINE, REFERENCE, Preference
-from jaxdist.optim import OptimConfig
 from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
 
-ROWS, SEQ, STEPS, RATE, VOCAB = 16, 24, 20, 3e-3, 96
+ROWS, SEQ, VOCAB = 16, 24, 96
 
 # --- the formulas, with given log-probabilities of tokens ---
 
@@ -112,26 +107,12 @@ def base(tmp_path_factory):
 
 
 def config_of(path, kind="dpo", mesh="dp=1", microbatches=0, virtual=1) -> RunConfig:
-    config = RunConfig(
-        init_from=str(path),
-        model=read_model(path),
-        lora=LoraConfig(rank=4, alpha=8.0, base_format="float32"),
+    records = "labeled" if kind == "kto" else "preference"
+    return adapter_run(
+        path, rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches, virtual=virtual,
         objective=ObjectiveConfig(kind=kind, beta=0.5),
-        mesh=MeshConfig(shape=mesh),
-        train=TrainConfig(
-            steps=STEPS, global_batch_size=ROWS, seq_len=SEQ, num_microbatches=microbatches
-        ),
-        optim=OptimConfig(
-            peak_lr=RATE, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e-4,
-            max_grad_norm=0.0,
-        ),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        data=DataConfig(
-            tokenizer="bytes", records="labeled" if kind == "kto" else "preference"
-        ),
+        data=DataConfig(tokenizer="bytes", records=records),
     )  # fmt: skip
-    pipeline = dataclasses.replace(config.pipeline, num_virtual_stages=virtual)
-    return dataclasses.replace(config, pipeline=pipeline)
 
 
 def row_of(prompt, answer):
@@ -398,8 +379,22 @@ def test_records_longer_than_a_row(tmp_path):
     assert [learned(cut[i])[1] for i in range(4)] == [b" yes\0", b" no\0", b" a long ", b" no\0"]
     assert cut.num_rows == 4
     assert opened(tmp_path, records, seq_len=8, long_records="drop").num_rows == 2
+    with refused("all 3 records", "train.seq_len=2"):
+        opened(tmp_path, records, seq_len=2, long_records="drop")
     with refused("2 of 3 records", "data.long_records"):
         opened(tmp_path, records, seq_len=8, long_records="reject")
+
+
+def test_tokens_of_other_records_are_rejected(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 20)
+    assert run_here("data.__main__", tmp_path / "a.txt", "--out", tmp_path / "text") == 0
+    opened(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    flags = "--out", tmp_path / "pairs", "--records", "preference"
+    assert run_here("data.__main__", tmp_path / "records.jsonl", *flags) == 0
+    for folder, kind, wrong in (("text", "preference", "text"), ("pairs", "chat", "preference")):
+        config = DataConfig(sources=[str(tmp_path / folder)], tokenizer="bytes", records=kind)
+        with refused(folder, f"data.records={wrong}"):
+            open_datasets(config, seq_len=8)
 
 
 def test_settings_that_do_not_fit_preferences(base):

@@ -77,11 +77,12 @@ class PrepareConfig:
     text_field: str = setting(
         "text", "field of a JSON line, or column of a Parquet file, that holds the text"
     )
-    records: Literal["text", "chat", "completion"] = setting(
+    records: Literal["text", "chat", "completion", "preference", "labeled"] = setting(
         "text",
         'content of a JSON line or Parquet row: a text, a conversation {"messages": [{"role", '
-        '"content"}, ...]}, or {"prompt", "completion"}; with the last two only the answers '
-        "are learned",
+        '"content"}, ...]}, {"prompt", "completion"}, for preference {"prompt", "chosen", '
+        '"rejected"}, or labeled {"prompt", "completion", "label"}; except with text only the '
+        "answers are learned",
     )
     chat_template: str = setting(
         "auto", "auto = the tokenizer's own, else plain; plain; or the path or URL of a Jinja file"

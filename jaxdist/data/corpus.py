@@ -64,8 +64,8 @@ _WEIGHT_DTYPE = np.dtype("u1")
 class Corpus:
     """A tokenized corpus, opened but not read.
 
-    `weighted`: some tokens have weight 0. `fingerprint`: digest of tokens, weights and document
-    ends, independent of shards and path.
+    `weighted`: some tokens have weight 0. `records`: their kind, as in `data.records`.
+    `fingerprint`: digest of tokens, weights and document ends, independent of shards and path.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -91,6 +91,7 @@ class Corpus:
             for shard in about.get("weights", [])
         ]
         self.weighted = bool(self._weights)
+        self.records: str = about.get("records", "text")
         self._ends = open_file("documents.bin", np.dtype("<u8"), self.num_documents)
         text_format = about.get("text_format", OLD_TEXT_FORMAT)
         self._about_tokenizer: dict[str, Any] = {**about["tokenizer"], "text_format": text_format}

@@ -214,6 +214,15 @@ class _Split(NamedTuple):
 
 def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int) -> _Split:
     long_records = config.long_records
+    single = ("preference", "labeled")
+    problems = [
+        f"{str(corpus.folder)!r} has tokens of {corpus.records} records, and data.records is "
+        f"{config.records}. Set data.records={corpus.records}, or name other data."
+        for corpus in corpora
+        if corpus.records != config.records and {corpus.records, config.records} & {*single}
+    ]
+    if problems:
+        raise ConfigError(problems)
     if config.has_single_rows:
         labeled = config.records == "labeled"
         return _Split(

@@ -133,6 +133,12 @@ def split_records(
             count, len(examples), seq_len, count - examples.sum(), examples.sum(),
         )  # fmt: skip
     kept = np.flatnonzero(~examples)
+    if not len(kept):
+        raise ConfigError(
+            f"all {len(examples)} records of {str(corpus.folder)!r} are dropped: their prompts or "
+            f"completions do not fit train.seq_len={seq_len} (the longest has {lengths.max()} "
+            "tokens). Raise it."
+        )
     first = round(len(kept) * (1 - held))
     if held and len(kept) > 1:
         first = min(first, len(kept) - 1)
