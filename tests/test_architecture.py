@@ -323,7 +323,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 56_920,
     "package code lines": 40_190,
-    "test lines": 42_810,
+    "test lines": 42_830,
     "two-way folder pairs": 0,
     "settings of a run": 136,
 }
