@@ -41,7 +41,10 @@ TRAINING = (
     "jaxdist.data.batches",  # grain
     "jaxdist.models.decoder",  # flax
     "jaxdist.run.audit",
+    "jaxdist.run.data_checks",
     "jaxdist.run.monitoring.environment",
+    "jaxdist.run.epochs",
+    "jaxdist.run.reference",
     "jaxdist.run.replay",
     "jaxdist.run.startup",
     "jaxdist.run.session",
