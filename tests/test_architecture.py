@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_920,
-    "package code lines": 40_190,
-    "test lines": 42_830,
+    "package lines": 56_980,
+    "package code lines": 40_230,
+    "test lines": 42_850,
     "two-way folder pairs": 0,
     "settings of a run": 136,
 }

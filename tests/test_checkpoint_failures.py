@@ -1,5 +1,6 @@
 """Saves that fail and second runs damage no existing checkpoint."""
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -12,8 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import pytest
 from damaged import STEPS, all_files, assert_is_step, like, resume_then, state_at
+from orbax.checkpoint._src import asyncio_utils
 from refusals import missing, refused
 
 from jaxdist.checkpoint import (
@@ -49,22 +52,47 @@ def test_a_leftover_that_is_no_checkpoint_is_replaced(run):
     assert opened.steps() == [2, 4, 6, 8]
 
 
-def test_a_file_size_limit_fails_the_background_save(run, pristine):
+def test_a_file_size_limit_fails_the_background_save_with_one_line(run, pristine, capfd, caplog):
     opened = resume_then(run)
+    run.lines.clear()
+    large = jax.random.normal(jax.random.key(0), (40, 1 << 18))
+    state = state_at(6) | {"opt_state": {f"m{i}": large[i] for i in range(40)}}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        opened.save(6, state_at(6, size=1 << 18), {})
+        opened.save(6, state, {})
         assert opened.wait() is False
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     untouched(run, pristine)
-    assert any(line.startswith("SAVE FAILED at step 6: ") for line in run.lines)
+    (line,) = run.lines
+    assert line.startswith("SAVE FAILED at step 6: ")
     failed = opened.pop_events()[-1]
     assert (failed["event"], failed["step"], failed["in_a_row"]) == ("save_failed", 6, 1)
+    assert failed["reason"].startswith(str(run.path / "6"))
+    assert failed["reason"].endswith(os.strerror(errno.EFBIG))
     opened.save(8, state_at(8), {})
     assert opened.wait() is True
     assert opened.steps() == [2, 4, 8]
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
+
+
+def test_event_loop_of_orbax_is_closed_after_its_last_write(run):
+    """A write that ended later would print a traceback, because its loop is closed."""
+    resume_then(run).save(6, state_at(6), {})  # makes a writer
+    ended = []
+
+    async def write(delay_s):
+        await asyncio.sleep(delay_s)
+        ended.append(delay_s)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def write_all():
+        await asyncio.gather(write(0), write(0.01), write(0.02))
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        asyncio_utils.run_sync(write_all())
+    assert ended == [0, 0.01, 0.02]
 
 
 def test_leftovers_that_cannot_be_deleted_yet_do_not_fail_the_next_save(run, monkeypatch):
@@ -194,7 +222,7 @@ def test_training_stops_after_too_many_consecutive_failures(run, monkeypatch):
     broken = True
     opened.save(10, state_at(10), {})
     opened.save(12, state_at(12), {})
-    with refused("2 saves", "step 12", error=CheckpointError):
+    with refused("2 saves", "step 10", error=CheckpointError):
         opened.save(14, state_at(14), {})
     assert opened.choose() == 8
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.runtime.formatting.numbers import in_bytes, rate
 
 Event = dict[str, Any]
+
+_MAX_LENGTH = 600  # characters of an error; paths alone can have hundreds
 
 
 @dataclasses.dataclass
@@ -103,8 +107,17 @@ class EventLog:
 
 
 def one_line(error: BaseException) -> str:
-    """Shorten an error to one line; messages of Orbax have hundreds."""
+    """Shorten an error to one line with cause and path; messages of Orbax have hundreds.
+
+    TensorStore nests its messages: the last path and the number of the system's error are the
+    cause. Notes in brackets follow.
+    """
     if isinstance(error, CheckpointError):
         return str(error)
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    if number := re.search(r"\[os_error_code='(\d+)'", lines[0]):
+        paths = re.findall(r'"(/[^"]+)"', lines[0][: number.start()])
+        return ": ".join([*paths[-1:], os.strerror(int(number[1]))])
+    return f"{type(error).__name__}: {lines[0][:_MAX_LENGTH]}"

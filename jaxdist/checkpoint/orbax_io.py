@@ -11,8 +11,10 @@ threads for each item, and training would wait longer. Orbax cannot write to S3,
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +89,7 @@ class OrbaxWriter:
         import orbax.checkpoint as ocp
 
         _skip_byte_counts()
+        _report_failures_once()
         return ocp.AsyncCheckpointer(
             _handler(),
             temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
@@ -200,6 +203,38 @@ def _skip_byte_counts() -> None:
 
     if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
         vars(tensorstore_utils)["get_tensorstore_raw_bytes"] = lambda direction: 0
+
+
+def _report_failures_once() -> None:
+    """Keep a failed write from filling stderr; `OrbaxWriter.wait` raises its error.
+
+    Orbax ends at the first failed write and closes the event loop under the other writes, each of
+    which then prints a traceback. Three of its threads log the error with theirs.
+    """
+    from orbax.checkpoint._src import asyncio_utils
+
+    if hasattr(asyncio_utils, "_run_sync_via_new_loop"):
+        vars(asyncio_utils)["_run_sync_via_new_loop"] = _run_to_the_last_task
+    logger = logging.getLogger("absl")
+    logger.removeFilter(_is_no_failure_of_orbax)  # added once
+    logger.addFilter(_is_no_failure_of_orbax)
+
+
+def _run_to_the_last_task(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in a new event loop; close it when the last of its tasks has ended."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(coroutine)
+    finally:
+        if pending := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _is_no_failure_of_orbax(record: logging.LogRecord) -> bool:
+    return not record.exc_info or "orbax" not in record.pathname
 
 
 def _handler() -> Any:

@@ -67,7 +67,7 @@ class Saver:
         self._background = make_group()  # its own group, because each thread needs one
         self._events = events
         self._writer = orbax_io.make_writer(directory, config)
-        self._failures = 0
+        self._failures: list[Outcome] = []  # since the last committed save
         # One thread for all saves: starting a thread per save would block training for 2 ms.
         self._thread = ThreadPoolExecutor(1, "checkpoint-finish")
         self._pending: tuple[Outcome, Future[None]] | None = None
@@ -108,11 +108,12 @@ class Saver:
         self._pending = None
         waited_s = time.perf_counter() - start
         self.last_committed = not outcome.error
-        self._failures = self._failures + 1 if outcome.error else 0
-        if self._failures >= MAX_FAILURES:
+        self._failures = [*self._failures, outcome] if outcome.error else []
+        if len(self._failures) >= MAX_FAILURES:
+            first = self._failures[0]
             raise CheckpointError(
-                f"{self._failures} saves in a row have failed, the last at step {outcome.step}: "
-                f"{outcome.error}\nThe run stops, because its work "
+                f"{MAX_FAILURES} saves in a row have failed, the first at step {first.step}: "
+                f"{first.error}\nThe run stops, because its work "
                 f"would be lost. Older checkpoints in {self._directory} are untouched."
             )
         return waited_s
@@ -265,7 +266,7 @@ class Saver:
             self._writer.close()
             if self._background.is_leader:
                 self._delete_leftovers()
-            self._events.failed(outcome, self._failures + 1, MAX_FAILURES)
+            self._events.failed(outcome, len(self._failures) + 1, MAX_FAILURES)
             return
         outcome.written_s = time.perf_counter() - begin
         self._events.saved(outcome)

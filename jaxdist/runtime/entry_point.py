@@ -60,6 +60,12 @@ _ADVICE = (
         "checkpoints are intact",
     ),
     (
+        ("File too large",),
+        "a file exceeds the limit of its file system or of `ulimit -f`: raise the limit, or choose "
+        "another disk (--run-dir), then start the same command again; committed checkpoints are "
+        "intact",
+    ),
+    (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices are out of memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
