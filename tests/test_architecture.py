@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 56_980,
-    "package code lines": 40_230,
-    "test lines": 42_850,
+    "package lines": 57_060,
+    "package code lines": 40_270,
+    "test lines": 42_890,
     "two-way folder pairs": 0,
     "settings of a run": 136,
 }

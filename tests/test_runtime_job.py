@@ -129,6 +129,23 @@ def test_preemption_signal_before_join_is_not_lost():
     assert out[0] == out[1]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_survivors_of_a_killed_process_end_with_a_line_and_exit_code_1(lost):
+    """jax's client aborts them; the thread that may see the loss first is disabled."""
+    body = f"""
+        from jaxdist.runtime.coordination import failure_broadcast
+        failure_broadcast._watch = lambda: None
+        room.join(RuntimeConfig(heartbeat_timeout_s=3), stop=stop)
+        if INDEX == {lost}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    codes, _, errors = Processes(body, 3).end()
+    assert codes == [-signal.SIGKILL if i == lost else 1 for i in range(3)]
+    for i in {0, 1, 2} - {lost}:
+        assert missing(errors[i].splitlines()[-1], f"process {i} on", "another process") == []
+
+
 def test_exception_in_one_process_ends_all_and_is_reported_by_all():
     codes, _, err = Processes(
         """

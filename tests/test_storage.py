@@ -202,6 +202,7 @@ OTHER_FILES = {
     "runtime/host_memory.py": "/proc, for the memory of this process",
     "runtime/new_output.py": "outputs that the user named, outside of run directories",
     "runtime/limits.py": "/dev/fd, to count open files",
+    "runtime/coordination/failure_broadcast.py": "/proc, for the signals that are caught",
     "runtime/entry_point.py": "/dev/null, when nobody reads stdout any more",
     "runtime/start_times.py": "/proc, for when this process began",
     "runtime/distributed.py": "the package's own sources, equal in all processes",

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
+import socketserver
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from wsgiref import simple_server
 
 logger = logging.getLogger("jaxdist")
 
@@ -25,6 +28,7 @@ _UNITS = (
     ("_c", "_celsius", 1.0),
     ("_mhz", "_hertz", 1e6),
 )
+_MAX_CONNECTIONS = 8
 _LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
@@ -32,7 +36,7 @@ class Prometheus:
     """An HTTP endpoint at host:port, numbers labeled `run`; a port in use only causes a warning."""
 
     def __init__(self, address: str, run: str):
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._run = run
         self._lock = threading.Lock()
@@ -45,7 +49,7 @@ class Prometheus:
         self._server: Any = None
         host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
+            self._server = _Server(host.strip("[]"), int(port))
         except OSError as failure:
             logger.warning(
                 "the Prometheus endpoint is off: %s cannot be used (%s). "
@@ -53,6 +57,10 @@ class Prometheus:
                 address,
                 failure.strerror,
             )
+            return
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
         """Store the newest step; `unit` (tokens, images) is a counter."""
@@ -118,6 +126,43 @@ class Prometheus:
             self._server.server_close()
             self._thread.join(timeout=5)
             self._server = None
+
+
+class _Handler(simple_server.WSGIRequestHandler):
+    """One request; a client that stays silent for `timeout` seconds is disconnected."""
+
+    timeout = 5
+
+    def log_message(self, *_: Any) -> None:
+        """Write no log line for each scrape."""
+
+
+class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
+    """Server with one thread per connection; it closes connections beyond `_MAX_CONNECTIONS`."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, unless there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Write no traceback for a client that disconnects or stays silent."""
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -10,13 +10,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
+import re
+import signal
 import socket
 import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from jaxdist.runtime.coordination import service
 from jaxdist.runtime.storage import locate
@@ -53,8 +58,34 @@ def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
 
 
 def watch_failures() -> None:
-    """Start a thread that ends this process when another one has announced its failure."""
+    """Start threads that end this process when another one announces its failure or is lost."""
     threading.Thread(target=_watch, name="jaxdist-failures", daemon=True).start()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.sysv_signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        libc.sysv_signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+        threading.Thread(target=_watch_abort, name="jaxdist-abort", daemon=True).start()
+
+
+def _watch_abort() -> None:
+    """End this process with a line and an exit code when jax's client aborts it.
+
+    The client aborts in a C++ thread when process 0 is unreachable or any process has missed its
+    heartbeats. It has a Python callback for this, but cannot convert the argument of the callback
+    (jaxlib 0.10 to 0.12). So the handler of SIGABRT is libc's `sleep`, which is safe in a handler
+    and delays the abort by as many seconds as the signal's number, 6. A System V handler is reset
+    when it is called: the kernel's mask of caught signals shows the abort.
+    """
+    status = Path("/proc/self/status")
+    while int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> 5 & 1:
+        time.sleep(_REPORT_S / 2)
+    time.sleep(_REPORT_S)  # `_watch` ends this process if it has lost process 0
+    faulthandler.dump_traceback()
+    _end(
+        f"process {service.process_id_and_count()[0]} on {socket.gethostname()} was aborted: see "
+        "the lines above. If they name the JAX distributed service, it ends because another "
+        "process died or became unreachable: its log has the cause"
+    )
 
 
 def _watch() -> None:
@@ -74,24 +105,25 @@ def _watch() -> None:
 
 
 def _end_without_process_0(process_id: int) -> None:
-    text = (
+    _end(
         f"process {process_id} on {socket.gethostname()} {FOLLOWED} 0, which runs jax's "
         "coordination service, died or became unreachable: its log has the cause"
     )
-    print(text, file=sys.stderr, flush=True)
-    write_error_file(1, text, "")
-    os._exit(1)
 
 
 def _follow(failure: dict[str, Any], process_id: int) -> None:
     time.sleep(_REPORT_S)
-    text = (
+    _end(
         f"process {process_id} on {socket.gethostname()} {FOLLOWED} {failure['process']} on "
-        f"{failure['host']} {failure['line']}"
+        f"{failure['host']} {failure['line']}",
+        failure["code"],
     )
+
+
+def _end(text: str, code: int = 1) -> NoReturn:
     print(text, file=sys.stderr, flush=True)
-    write_error_file(failure["code"], text, "")
-    os._exit(failure["code"])
+    write_error_file(code, text, "")
+    os._exit(code)
 
 
 def request_abort(folder: str | os.PathLike[str], process: int, line: str) -> None:
