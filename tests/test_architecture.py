@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 57_060,
-    "package code lines": 40_270,
-    "test lines": 42_890,
+    "package lines": 57_180,
+    "package code lines": 40_360,
+    "test lines": 43_000,
     "two-way folder pairs": 0,
-    "settings of a run": 136,
+    "settings of a run": 137,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

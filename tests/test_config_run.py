@@ -287,7 +287,7 @@ NUM_SETTINGS = {
     "eval": 6,  # patience: early stopping
     "checkpoint": 10,
     "monitoring": 6,
-    "resilience": 6,
+    "resilience": 7,  # spot_notices: which cloud to poll
     "runtime": 5,
 }
 """Section -> its number of settings; "" = settings outside of sections."""

@@ -51,3 +51,8 @@ class ResilienceConfig:
         "policy if replicas differ: rollback = return to the newest checkpoint; stop = exit with "
         "85, without a restart by the launcher",
     )
+    spot_notices: Literal["", "aws", "google", "azure"] = setting(
+        "",
+        "cloud whose metadata service is polled every 5 s for the notice that ends this machine. "
+        "The notice saves and exits with 75, as SIGTERM does. Empty = no polling",
+    )

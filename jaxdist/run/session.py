@@ -36,6 +36,7 @@ from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
+from jaxdist.runtime import spot_notices
 from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
@@ -137,6 +138,9 @@ class Session:
                     is_held=True,
                 )
             )
+            if min(i for i, host in job.host_of.items() if host == job.host) == job.process_id:
+                cloud = self.config.resilience.spot_notices
+                stack.enter_context(spot_notices.watching(cloud, preemption.notice))
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
             announce(self.parts, self.train_data, self.monitor, self.budget)
             # On CPU devices a dispatch waits for the previous step.

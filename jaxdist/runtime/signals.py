@@ -74,8 +74,12 @@ class Preemption:
             signal.signal(number, handler)
 
     def request(self) -> None:
-        """Request a save and an exit, as a signal does."""
+        """Request a save and an exit with code 0, for a callback."""
         self.requested = True
+        self.notice()
+
+    def notice(self) -> None:
+        """Request a save and an exit with code 75, as a signal does."""
         self._remember(0, None)
 
     def preempted(self) -> bool:
