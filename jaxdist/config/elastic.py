@@ -120,7 +120,7 @@ def shrink_reason(
     if idle:
         text += f"; {idle} idle, because no larger mesh is legal"
     shares = [
-        math.prod(mesh[a] for a in mesh.used if a.shrinks and (a.weights == "gathered" or zero))
+        math.prod(mesh[a] for a in mesh.used if a.shrinks and (a.weights != "replicated" or zero))
         for mesh in (full, spec)
     ]
     if shares[1] < shares[0]:

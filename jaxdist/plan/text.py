@@ -51,8 +51,10 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 def _head(plan: Plan) -> str:
     job, cluster = plan.choice.job, plan.cluster
+    count, share = in_si(num_params(job.model)), plan.base.model.active_experts
+    active = f" ({in_si(num_params(job.model, share))} active)" if share < 1 else ""
     return (
-        f"{plan.base.name}: {plan.base.model.kind}, {in_si(num_params(job.model))} parameters, "
+        f"{plan.base.name}: {plan.base.model.kind}, {count} parameters{active}, "
         f"{job.tokens_per_step:,} {_unit(plan)} a step, on {cluster.num_gpus}× {cluster.gpu.name} "
         f"({cluster.num_nodes} × {cluster.gpus_per_node}), "
         f"{in_bytes(plan.choice.usable_bytes)} usable of {in_bytes(cluster.gpu.memory_bytes)} each"

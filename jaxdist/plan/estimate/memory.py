@@ -136,7 +136,7 @@ def _factored(job: Job, weight: Weight) -> int:
     # Layers and unnamed dims (query, key, value; gate, up) stack separate matrices.
     sizes = dict(zip(weight.dims, weight.shape, strict=True))
     pairs = zip(weight.dims, weight.shape, strict=True)
-    stacked = math.prod(size for name, size in pairs if name in ("layers", None))
+    stacked = math.prod(size for name, size in pairs if name in ("layers", "experts", None))
     model_side = sizes["d_model"]
     return stacked * (model_side + weight.size // stacked // model_side)
 

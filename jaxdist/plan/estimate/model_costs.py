@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jaxdist.core.parallel.expert import EXPERT, FACTOR
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
@@ -222,11 +223,15 @@ class DecoderCosts(ModelCosts):
         job = self.job
         tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage)
         chunk = max(1, job.loss_chunk)
+        # The experts of a device share the rows; each has a part of `up` and `hidden`.
+        experts = max(1, self.shape.num_experts // job.spec[EXPERT])
+        parts = max(1, self.shape.experts_per_token)
+        rows = max(1, tokens * parts // experts)
         return [
             ((tokens, self.queries + 2 * self.keys, self.d_model), layers),
             ((tokens, self.d_model, self.queries), layers),
-            ((tokens, self.up, self.d_model), layers),
-            ((tokens, self.d_model, self.hidden), layers),
+            ((rows, self.up // parts, self.d_model), layers * experts),
+            ((rows, self.d_model, self.hidden // parts), layers * experts),
             ((chunk, self.vocab, self.d_model), max(1, tokens // chunk)),
         ]
 
@@ -248,6 +253,7 @@ class DecoderCosts(ModelCosts):
             listed = job.remat.removeprefix("names:").split(",")
             elements += sum(names[name] for name in listed if name in self.shape.marks)
         elif job.remat == "dots" or (job.remat == "none" and job.unrolls):
+            elements += self.expert_rows * (job.remat == "none")
             elements += names["qkv"] + names["attention"] + names["attention_out"]
             # Without a norm after the MLP, its output is only added to the residual and not needed.
             elements += names["mlp_out"] * self.shape.norms_mlp_output
@@ -275,7 +281,15 @@ class DecoderCosts(ModelCosts):
         queries = (2 + self._attention_outputs()) * self.queries
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
         norms = 3 * self.shape.num_norms * job.stream_tokens * self.d_model
+        products += self.expert_rows // job.tokens
         return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
+
+    @property
+    def expert_rows(self) -> int:
+        """Elements of the rows that a layer's experts read and write, with unused rows."""
+        job, per_token = self.job, self.shape.experts_per_token
+        used = FACTOR if job.spec[EXPERT] > 1 else 1.0
+        return int(2 * used * per_token * job.tokens * self.d_model)
 
     def _kept_scores(self) -> int:
         """Return probabilities in float32 and the compute dtype; 0 with a fused kernel."""
@@ -320,7 +334,8 @@ class DecoderCosts(ModelCosts):
         stream = 5 * self.d_model  # norms, residual, gradients between attention and MLP
         # Scores, probabilities and their gradients, without a fused kernel.
         scores = 3 * attention.score_bytes(job)
-        return job.compute_bytes * job.tokens * (mlp + stream) + scores + self._context_extra()
+        elements = job.tokens * (mlp + stream) + 2 * self.expert_rows
+        return job.compute_bytes * elements + scores + self._context_extra()
 
     def _context_extra(self) -> int:
         """Return the bytes that context-parallel attention adds to a layer on complete rows.

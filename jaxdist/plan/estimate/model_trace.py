@@ -31,6 +31,7 @@ from jaxdist.core.types import (
     Context,
     Model,
     Params,
+    Routing,
     Sums,
     TokenHead,
 )
@@ -80,6 +81,7 @@ class _Block(NamedTuple):
     `calls` has the shapes of queries and keys of each call.
     """
 
+    experts_per_token: int
     calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]]
     jaxpr: Any
     x: Any
@@ -113,10 +115,17 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
         assert model.block is not None
         return model.block(weights, x, aux, dataclasses.replace(context, dropout_key=key))
 
-    context = dataclasses.replace(_context("float32", []), attend=attend)
+    per_token = [0]
+
+    def experts(x: Array, routing: Routing, *weights: Any) -> Array:
+        """Record the number of experts of a token; return [batch, seq, d_model]."""
+        per_token.append(routing.experts.shape[-1])
+        return _used_experts(x, routing, *weights)
+
+    context = dataclasses.replace(_context("float32", []), attend=attend, experts=experts)
     x, aux = _stream(model, seq_len, "float32", rows=1)
     jaxpr = jax.make_jaxpr(run)(_one_layer(model, "float32"), x, aux, _key())
-    return _Block(calls, jaxpr, x)
+    return _Block(per_token[-1], calls, jaxpr, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +135,7 @@ class DecoderShape:
     Attributes:
         up: output width of the MLP's first product, including the gate.
         hidden: input width of the MLP's last product.
+            With experts, both are those of all experts of one token.
         num_norms: norms of the residual stream per block.
         num_layer_norms: how many of these norms subtract the mean.
         norms_mlp_output: a norm follows the MLP's last product.
@@ -137,6 +147,8 @@ class DecoderShape:
     head_dim: int
     up: int
     hidden: int
+    num_experts: int
+    experts_per_token: int
     vocab: int
     vocab_dim: str
     num_norms: int
@@ -176,6 +188,11 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
             sums += name == "reduce_sum"
             norms.update(dict.fromkeys(("all", "last"), name in ("rsqrt", "sqrt")))
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    num_experts = model.dims.get("experts", 0)  # the router's product has an output for each
+    outputs, products = (
+        outputs - seq_len * num_experts,
+        products - 2 * seq_len * d_model * num_experts,
+    )
     up = outputs / seq_len - queries - 2 * keys - 2 * d_model
     hidden = products / (2 * seq_len * d_model) - 2 * queries - 2 * keys - up
     head = _head(model, seq_len)
@@ -190,6 +207,8 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         head_dim=head_dim,
         up=int(up),
         hidden=int(hidden),
+        num_experts=num_experts,
+        experts_per_token=block.experts_per_token,
         vocab=vocab,
         vocab_dim=max(dims, key=lambda dim: (model.dims.get(dim) == vocab, dim == "vocab", dim)),
         num_norms=norms["all"],
@@ -310,9 +329,24 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         leave=counted,
         # No platform, because the CPU kernel would skip keys that must be counted.
         attend=attention.make_attend(attention.AttentionPlan("none")),
+        experts=_used_experts,
         token_loss=losses.make_token_loss(),
         token_logps=make_token_logps(),
     )
+
+
+def _used_experts(
+    x: Array, routing: Routing, up: Array, down: Array, activate: Callable[[Array], Array]
+) -> Array:
+    """Return a sum like that of `Context.experts`, [batch, seq, d_model], with equal work.
+
+    As many experts as each token has process all tokens.
+    """
+    shares = routing.shares.astype(x.dtype)
+    per_token, (_, _, ways, mlp) = shares.shape[-1], up.shape
+    products = jnp.einsum("bsd,edwf->bsewf", x, up[:per_token])
+    hidden = activate(products.reshape(-1, ways, mlp)).reshape(*shares.shape, mlp)
+    return jnp.einsum("bsef,efd->bsd", hidden * shares[..., None], down[:per_token])
 
 
 # --- FLOPs of a jaxpr -----------------------------------------------------------------------------

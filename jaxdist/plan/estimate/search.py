@@ -20,6 +20,7 @@ from jaxdist.core.attention.context_parallel import Exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model, rows_per_example
@@ -126,6 +127,7 @@ def search(
     choices, tried = [], 0
     left_out = [] if stages else [PIPELINE]
     left_out += [] if config.train.seq_len >= CONTEXT_FROM else [CONTEXT]
+    left_out += [] if "experts" in model.dims else [EXPERT]
     for spec in factorisations(cluster.num_gpus, without=left_out):
         problems = _mesh_problems(config, spec, model)
         if problems:

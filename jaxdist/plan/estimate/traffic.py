@@ -61,14 +61,26 @@ Moved = tuple[tuple[str, ...], Traffic]
 
 
 def _weights(job: Job) -> Iterator[Moved]:
-    used = {axis for w in job.weights for axis in job.axes(w, "param")}
-    shard = tuple(a.name for a in mesh_axes.AXES if a.weights != "split" and a.name in used)
+    """Yield all-gathers of weights and reduce-scatters of their gradients."""
+    groups: dict[tuple[str, ...], list[Weight]] = {}
+    for weight in job.weights:
+        if job.is_gathered(weight):
+            split = job.axes(weight, "gathered")
+            over = tuple(a for a in job.axes(weight, "param") if a not in split)
+            groups.setdefault(over, []).append(weight)
+    for shard, weights in sorted(groups.items(), reverse=True):
+        yield from _gathered(job, shard, weights)
+    yield from _replicas(job)
+
+
+def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterator[Moved]:
+    """Yield the traffic of weights that are gathered over the axes `shard`."""
     once = job.schedule is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
     passes = 1 if once else _passes(job) * job.num_microbatches
     scatters = depth * (1 if once else job.num_microbatches)
-    layers = tuple(w for w in job.layers if job.is_gathered(w))
-    outer = tuple(w for w in job.outer if job.is_gathered(w))
+    layers = tuple(w for w in weights if w.is_stacked)
+    outer = tuple(w for w in weights if not w.is_stacked)
     in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     layers, outer = job.only_trained(layers), job.only_trained(outer)
     layer_grads, outer_grads = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
@@ -81,7 +93,6 @@ def _weights(job: Job) -> Iterator[Moved]:
     yield shard, Traffic("reduce-scatter", "gradients", r * layer_grads, scatters)
     times = 1 if job.schedule else job.num_microbatches
     yield shard, Traffic("reduce-scatter", "gradients", r * outer_grads, times)
-    yield from _replicas(job)
 
 
 def _passes(job: Job) -> int:
@@ -126,7 +137,7 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.trained:
         if _is_sharded_kind(job, weight) == sharded:
-            groups.setdefault((weight.is_stacked, job.axes(weight, "gathered")), []).append(weight)
+            groups.setdefault((weight.is_stacked, job.axes(weight, "param")), []).append(weight)
     for (_, splits), weights in sorted(groups.items(), reverse=True):
         yield weights, tuple(axis for axis in _summed(job, "split") if axis not in splits)
 
@@ -158,6 +169,7 @@ def _activations(job: Job) -> Iterator[Moved]:
         recomputes=job.remat != "none",
         reduces_again=not job.keeps("attention_out"),
         sequence_parallel=job.sequence_parallel,
+        experts_per_token=job.decoder.experts_per_token,
         **_attention(job, job.decoder),
     )
     for axis in job.spec.used:
