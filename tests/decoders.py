@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.experts import make_experts
 from jaxdist.core.forward import ForwardPass
+from jaxdist.core.matmul.grouped import make_grouped_dot
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig
 
@@ -78,6 +80,23 @@ VARIANTS = {
         local_rope_theta=100.0,
         rope_scaling={"type": "linear", "factor": 8.0},
     ),
+    "mixtral": DecoderConfig(
+        **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, sliding_window=5
+    ),
+    "qwen3_moe": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        head_dim=16,
+        qk_norm="head",
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        num_experts=6,
+        experts_per_token=3,
+        norm_topk=False,
+    ),
+    "olmoe": DecoderConfig(
+        **SIZES, qk_norm="all", num_experts=4, experts_per_token=3, norm_topk=False
+    ),
     "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
 }
 """Models of these families that are seldom met."""
@@ -97,7 +116,8 @@ def logits_of(model, params, batch, **context):
     batch = {"targets": batch["tokens"], "weights": np.ones(shape, np.float32), **batch}
     capability = context.pop("compute_capability", "")
     attend = make_attend(AttentionPlan(context.get("platform", "cpu"), capability))
-    context = Context(token_loss=capture_logits, attend=attend, **context)
+    experts = make_experts(make_grouped_dot("cpu"))
+    context = Context(token_loss=capture_logits, attend=attend, experts=experts, **context)
     return jax.jit(lambda *args: ForwardPass(model).loss(*args, context)["logits"])(params, batch)
 
 

@@ -27,6 +27,13 @@ SEQ = 16
 TOLERANCE = 2e-5
 
 
+EXPERT_KEYS = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "olmoe": "num_experts",
+}
+
+
 def reference_of(name, config):
     """Return the Hugging Face model of a config with random weights."""
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
@@ -59,10 +66,19 @@ def reference_of(name, config):
             }
         if config.sliding_window:
             common["sliding_window"] = config.sliding_window
-        if name == "qwen3":
+        if name.startswith("qwen3"):
             common["head_dim"] = config.head_dim
         if name.startswith("llama_"):
             common |= dict(attention_bias="out" in config.bias, mlp_bias="mlp" in config.bias)
+        if config.num_experts:
+            common |= {
+                EXPERT_KEYS[name]: config.num_experts,
+                "num_experts_per_tok": config.experts_per_token,
+            }
+        if name in ("qwen3_moe", "olmoe"):
+            common["norm_topk_prob"] = config.norm_topk
+        if name == "qwen3_moe":
+            common["moe_intermediate_size"] = config.mlp_dim
         if name.startswith("gemma"):
             common |= gemma_keys(name, config)
         kinds = {
@@ -74,6 +90,9 @@ def reference_of(name, config):
             "qwen3": transformers.Qwen3Config,
             "olmo2": transformers.Olmo2Config,
             "phi3": transformers.Phi3Config,
+            "mixtral": transformers.MixtralConfig,
+            "qwen3_moe": transformers.Qwen3MoeConfig,
+            "olmoe": transformers.OlmoeConfig,
             "gemma2": transformers.Gemma2Config,
             "gemma3": transformers.Gemma3TextConfig,
         }

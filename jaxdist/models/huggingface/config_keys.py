@@ -47,8 +47,12 @@ _GEMMA = {
     "sliding_window_pattern": int,
     "_sliding_window_pattern": int,
 }
+_EXPERTS = {"num_experts": int, "num_local_experts": int, "num_experts_per_tok": int}
 _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "llama": _LLAMA_ONLY,
+    "mixtral": {name: int for name in _EXPERTS if name != "num_experts"},
+    "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": int, "norm_topk_prob": bool},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }
@@ -69,6 +73,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     llama=_DEFAULTS,
     mistral=dict(
         _DEFAULTS, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
+    ),
+    mixtral=dict(
+        _DEFAULTS, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5,
+        rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2,
+    ),
+    olmoe=dict(
+        _DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64,
+        num_experts_per_tok=8, norm_topk_prob=False,
+    ),
+    qwen3_moe=dict(
+        _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=4, num_local_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
     ),
     phi3=dict(_DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5),
     olmo2=dict(_DEFAULTS, rms_norm_eps=1e-5),
@@ -119,6 +135,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "clip_qkv": (),
 }
 """Values for which our decoder computes the same function as transformers."""
 
@@ -141,6 +160,7 @@ _HARMLESS = frozenset(
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens generation_config cache_implementation
     unsloth_version unsloth_fixed transformers.js_config max_sequence_length model_max_length
+    router_aux_loss_coef output_router_logits router_jitter_noise
     output_past eos_token_ids _num_labels xla_device cross_attention_hidden_size _commit_hash
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
@@ -183,7 +203,7 @@ def key_problems(hf: Any, family: str) -> list[str]:
                 "Remove the key if it does not."
             )
         elif value not in _ONLY[name]:
-            only = " or ".join(map(_short, _ONLY[name]))
+            only = " or ".join(map(_short, _ONLY[name] or (None,)))
             errors.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
     if family in ("llama", "olmo2") and hf.get("sliding_window"):
         errors.append(f"{family} has no sliding_window. Use model_type=mistral if it does.")
@@ -287,7 +307,7 @@ def _layer_type_problems(kinds: Any, hf: Mapping[str, Any], family: str) -> list
             f"layer_types={_short(kinds)} is not supported for {family}: every n-th layer must be "
             "full_attention, the others sliding_attention."
         ]
-    window = family in ("mistral", "phi3") and hf.get("sliding_window")
+    window = family in ("mistral", "mixtral", "phi3") and hf.get("sliding_window")
     allowed = "sliding_attention" if window else "full_attention"
     if isinstance(kinds, list) and all(kind == allowed for kind in kinds):
         return []

@@ -1,8 +1,8 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
 References:
-    The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral,
-    OLMo 2, Phi-3, Qwen2 and Qwen3 models, as saved checkpoints have them.
+    The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, Mixtral,
+    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints have them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -67,8 +70,14 @@ _GEMMA_SETTINGS = (
 )
 """Our settings that only Gemma has; false or 0 if unset."""
 
-_QK_NORMS: Mapping[str, Any] = {"qwen3": "head", "olmo2": "all", "gemma3_text": "head"}
-_WINDOWED = ("mistral", "phi3", *GEMMAS)
+_QK_NORMS: Mapping[str, Any] = {
+    "qwen3": "head",
+    "qwen3_moe": "head",
+    "olmo2": "all",
+    "olmoe": "all",
+    "gemma3_text": "head",
+}
+_WINDOWED = ("mistral", "mixtral", "phi3", *GEMMAS)
 
 
 def read_config(hf: Any) -> DecoderConfig:
@@ -115,6 +124,8 @@ def family_of(config: DecoderConfig) -> str:
     """Return the family that can represent the model; raises `ConfigError` if none can."""
     parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
+    if config.num_experts:
+        return _sparse_family_of(config)
     if family := _gemma_of(config):
         return family
     plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
@@ -138,7 +149,25 @@ def family_of(config: DecoderConfig) -> str:
     square = square and norms == ("pre", "none")
     if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
         return "gpt2"
-    raise ConfigError(
+    raise _no_family()
+
+
+def _sparse_family_of(config: DecoderConfig) -> str:
+    plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
+    parts = (config.positions, config.norm, config.activation, config.norm_placement)
+    if plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
+        usual_width = config.head_width * config.num_heads == config.d_model
+        if config.qk_norm == "none" and config.norm_topk:
+            return "mixtral"
+        if config.qk_norm == "head" and not config.sliding_window:
+            return "qwen3_moe"
+        if config.qk_norm == "all" and usual_width and not config.sliding_window:
+            return "olmoe"
+    raise _no_family()
+
+
+def _no_family() -> ConfigError:
+    return ConfigError(
         "these model settings match none of the Hugging Face families "
         f"{', '.join(_ARCHITECTURES)}, so they cannot be exported. "
         "See configs/ for settings of these families."
@@ -172,16 +201,37 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         hf |= _gemma_keys(config, family)
     else:
         hf["hidden_act"] = "silu"
-    if family != "olmo2":  # OLMo 2 has no such key: it is hidden_size / num_attention_heads
+    if family not in ("olmo2", "olmoe"):  # these have only hidden_size / num_attention_heads
         hf["head_dim"] = config.head_width
     if family == "llama":
         hf["mlp_bias"] = "mlp" in config.bias
     if config.rope_scaling:
         numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
         hf["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
-    if family == "mistral":
-        hf["sliding_window"] = config.sliding_window
+    if family in ("mistral", "mixtral"):
+        hf["sliding_window"] = config.sliding_window or None
+    if config.num_experts:
+        hf[_NUM_EXPERTS[family]] = config.num_experts
+        hf["num_experts_per_tok"] = config.experts_per_token
+        if family == "qwen3_moe":
+            hf |= {"moe_intermediate_size": config.mlp_dim, "decoder_sparse_step": 1}
+        if family != "mixtral":
+            hf["norm_topk_prob"] = config.norm_topk
     return hf
+
+
+_NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
+
+
+def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the settings of experts; newer Qwen3-MoE files name their number as Mixtral does."""
+    count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
+    return {
+        "num_experts": count,
+        "experts_per_token": hf["num_experts_per_tok"],
+        "norm_topk": family == "mixtral" or hf["norm_topk_prob"],
+        **({"mlp_dim": hf["moe_intermediate_size"]} if family == "qwen3_moe" else {}),
+    }
 
 
 def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
@@ -212,6 +262,8 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
         sliding_window=(hf["sliding_window"] or 0) if family in _WINDOWED else 0,
         rope_scaling=scaling,
     )
+    if family in _NUM_EXPERTS:
+        ours |= _read_experts(hf, family)
     return DecoderConfig(**ours | (_read_gemma(hf, family, width) if family in GEMMAS else {}))
 
 

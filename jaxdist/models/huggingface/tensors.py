@@ -3,8 +3,8 @@
 Values are moved without arithmetic, so a round trip is exact.
 
 References:
-    The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, OLMo 2,
-    Phi-3, Qwen2 and Qwen3 models, as saved checkpoints have them.
+    The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, Mixtral,
+    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints have them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.blocks import Index
+from jaxdist.checkpoint.blocks import Index, relative
 from jaxdist.models.configs import DecoderConfig
 
 
@@ -27,7 +27,7 @@ class Source:
     Attributes:
         view: shape of the used rows, with some dims split.
         order: dim i of our piece is dim `order[i]` of the view.
-        dim, start: dim of our piece along which tensors are concatenated, and this tensor's start.
+        corner: index in our piece of the block's first element; () = the first of the piece.
         first_row: row of the tensor at which the view begins (Phi-3: fused query, key, value).
     """
 
@@ -35,8 +35,7 @@ class Source:
     shape: tuple[int, ...]
     view: tuple[int, ...]
     order: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
+    corner: tuple[int, ...] = ()
     first_row: int = 0
 
     @property
@@ -47,17 +46,14 @@ class Source:
     @property
     def block(self) -> Index:
         """Index of the tensor's block in our piece."""
-        index = [slice(0, self.view[dim]) for dim in self.order]
-        index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
-        return tuple(index)
+        corner = self.corner or (0,) * len(self.order)
+        sizes = (self.view[dim] for dim in self.order)
+        return tuple(slice(at, at + size) for at, size in zip(corner, sizes, strict=True))
 
     def of_view(self, index: Index) -> Index:
         """Convert an index in our piece, inside `block`, to an index in the view."""
-        inside: list[slice] = [slice(0)] * len(self.view)
-        for ours, hf_dim in enumerate(self.order):
-            shift = self.start if ours == self.dim else 0
-            inside[hf_dim] = slice(index[ours].start - shift, index[ours].stop - shift)
-        return tuple(inside)
+        own = relative(index, self.block)
+        return tuple(own[self.order.index(dim)] for dim in range(len(self.view)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +156,8 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
     if not config.tie_embeddings:
         yield _head(config)
-    for ours, hf_name in _NORMS[config.norm_placement].items():
-        yield from of_layer(f"{ours}/scale", (d,), _same(f"{hf_name}.weight", d))
+    for norm, hf_name in _NORMS[config.norm_placement].items():
+        yield from of_layer(f"{norm}/scale", (d,), _same(f"{hf_name}.weight", d))
     qkv, *sources = _qkv(config, "weight")
     yield from of_layer("attention/qkv", qkv, *(_fused_qkv(sources) if is_fused else sources))
     if "qkv" in config.bias:
@@ -179,22 +175,62 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     yield from of_layer("attention/out", (heads, width, d), out)
     if "out" in config.bias:
         yield from of_layer("attention/out_bias", (d,), _same("self_attn.o_proj.bias", d))
+    if config.num_experts:
+        for array, sizes, tensors in _experts(config, family):
+            yield from of_layer(array, sizes, *tensors)
+        return
     if is_fused:
         gates = [Source("mlp.gate_up_proj.weight", (2 * mlp, d), (2, mlp, d), (2, 0, 1))]
     else:
         gates = [
-            Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), dim=1, start=start)
-            for start, name in enumerate(("gate", "up"))
+            Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), (0, way, 0))
+            for way, name in enumerate(("gate", "up"))
         ]
     yield from of_layer("mlp/up", (d, 2, mlp), *gates)
     yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
     if "mlp" in config.bias:
         biases = (
-            Source(f"mlp.{name}_proj.bias", (mlp,), (1, mlp), (0, 1), start=start)
-            for start, name in enumerate(("gate", "up"))
+            Source(f"mlp.{name}_proj.bias", (mlp,), (1, mlp), (0, 1), (way, 0))
+            for way, name in enumerate(("gate", "up"))
         )
         yield from of_layer("mlp/up_bias", (2, mlp), *biases)
         yield from of_layer("mlp/down_bias", (d,), _same("mlp.down_proj.bias", d))
+
+
+def _experts(
+    config: DecoderConfig, family: str
+) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
+    """Yield the router and the experts of a layer: our array, its shape, and its tensors."""
+    d, mlp, experts = config.d_model, config.mlp_dim, range(config.num_experts)
+    module, gate, up, down = _EXPERT_NAMES[family]
+    router = _turned(f"{module}.gate.weight", config.num_experts, d)
+    yield "mlp/router", (d, config.num_experts), [router]
+    ups = [
+        Source(
+            f"{module}.experts.{i}.{name}.weight",
+            (mlp, d),
+            (mlp, d, 1, 1),
+            (3, 1, 2, 0),
+            (i, 0, way, 0),
+        )
+        for i in experts
+        for way, name in enumerate((gate, up))
+    ]
+    yield "mlp/up", (config.num_experts, d, 2, mlp), ups
+    downs = [
+        Source(f"{module}.experts.{i}.{down}.weight", (d, mlp), (d, mlp, 1), (2, 1, 0), (i, 0, 0))
+        for i in experts
+    ]
+    yield "mlp/down", (config.num_experts, mlp, d), downs
+
+
+_PROJECTIONS = ("mlp", "gate_proj", "up_proj", "down_proj")
+_EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": _PROJECTIONS,
+    "olmoe": _PROJECTIONS,
+}
+"""Family -> names of the module, and of the gate, up and down products of its experts."""
 
 
 def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
@@ -283,8 +319,7 @@ def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
             (kv * count * width, *inputs),
             (kv, count, width, *inputs),
             order,
-            dim=len(inputs) + 1,
-            start=start,
+            (*(0 for _ in inputs), 0, start, 0),
         )
         for name, count, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1))
     ]
