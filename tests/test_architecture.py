@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 57_180,
-    "package code lines": 40_360,
-    "test lines": 43_000,
+    "package lines": 58_170,
+    "package code lines": 41_010,
+    "test lines": 43_450,
     "two-way folder pairs": 0,
-    "settings of a run": 137,
+    "settings of a run": 142,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

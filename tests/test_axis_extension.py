@@ -94,4 +94,4 @@ def test_bad_axis_size_reports_every_problem_and_legal_meshes():
 def test_new_axis_shrinks_in_an_elastic_job():
     config = read_run(["--mesh=dp=2,rp=4", "--mesh.elastic=true"], command="jaxdist.train")
     assert fit_devices(config, 4).mesh.spec == MeshSpec(replica=4)
-    assert len(factorisations(8)) == 56  # 2³ as an ordered product of six powers of two
+    assert len(factorisations(8)) == 84  # 2³ as an ordered product of seven powers of two

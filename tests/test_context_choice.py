@@ -16,8 +16,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import describe_exchange
-from jaxdist.core.step.model_context import gradient_barrier
 from jaxdist.core.step_plan import _per_node, exchange_of
+from jaxdist.core.weights import gradient_barrier
 from jaxdist.settings import ConfigError
 
 

@@ -131,8 +131,8 @@ def test_process_keeps_only_the_parts_of_its_devices(text, monkeypatch, mesh, nu
             for index, values in parts.values():
                 np.testing.assert_array_equal(values, expected[name][index])
         at = [c for c, d in np.ndenumerate(sharding.mesh.devices) if d in mine]
-        rows = len({c[1:3] for c in at}) * 16 // MeshSpec.parse(mesh).num_replicas
-        positions = len({c[3] for c in at}) * 16 // sharding.mesh.shape["context"]
+        rows = len({c[1:4] for c in at}) * 16 // MeshSpec.parse(mesh).num_replicas
+        positions = len({c[4] for c in at}) * 16 // sharding.mesh.shape["context"]
         assert {x.shape for x in batches[1][1].values()} == {(rows, positions)}
         everything |= {(row, index) for row in held.rows for index in range(16)}
     assert {row for row, _ in everything} == set(range(16))

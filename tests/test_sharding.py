@@ -11,6 +11,7 @@ from jaxdist.core.axis import Workload, axes_of, dim_of
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.mesh_choice import default_mesh, legal_meshes, mesh_problems
 from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.types import Dims
 from jaxdist.models.configs import CnnConfig, DecoderConfig
@@ -45,6 +46,7 @@ BOTH = ("fsdp", "data")
         ("dp=2,fsdp=4", 1, P(None, "fsdp"), P(None, "fsdp"), P(None, BOTH), P(("data", "fsdp"))),
         ("dp=2,fsdp=4", 3, *[P(None, BOTH)] * 3, P(("data", "fsdp"))),
         ("tp=4", 0, *[P(None, None, "tensor")] * 3, P(None)),
+        ("fsdp=2,ep=2", 0, *[P(None, ("fsdp", "expert"))] * 3, P(("fsdp", "expert"))),
         ("fsdp=2,tp=4", 0, *[P(None, "fsdp", "tensor")] * 3, P(("fsdp",))),
         ("pp=2,fsdp=2,tp=2", 0, *[P("pipeline", "fsdp", "tensor")] * 3, P(("fsdp",))),
     ],
@@ -55,6 +57,14 @@ def test_specs_of_every_strategy(text, zero, param, gradient, moment, batch):
     assert here.gradient_specs(MATRIX) == gradient
     assert here.moment_specs(MATRIX) == moment
     assert here.batch_spec() == batch
+
+
+def test_experts_are_split_and_their_width_is_sharded_by_the_other_axes():
+    here, up = layout("dp=2,fsdp=2,ep=2", zero=3), Dims(("layers", "experts", "d_model", "mlp"))
+    assert here.param_specs(up) == P(None, "expert", BOTH)
+    assert here.gather_specs(up) == P(None, None, BOTH)
+    assert here.param_specs(MATRIX) == P(None, ("fsdp", "expert", "data"))
+    assert here.gather_specs(MATRIX) == here.param_specs(MATRIX)
 
 
 def test_vectors_are_replicated_and_biases_follow_their_matrix():
@@ -103,8 +113,9 @@ def test_axes_and_dims_of_a_spec():
 
 
 def test_tensor_axis_can_be_left_to_the_compiler():
-    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "context", "tensor")
-    assert layout("tp=2", auto_tensor=True).manual_axes == ("pipeline", "data", "fsdp", "context")
+    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    rest = ("pipeline", "data", "fsdp", "expert", "context")
+    assert layout("tp=2", auto_tensor=True).manual_axes == rest
 
 
 def test_constrain_shards_arrays():
@@ -122,6 +133,7 @@ def test_constrain_shards_arrays():
         ("tp=3", {}, ["tp=3", "model.num_heads=8", "tp=1, 2, 4 or 8"]),
         ("fsdp=3", {}, ["fsdp=3", "model.d_model=64"]),
         ("dp=3,fsdp=2", dict(zero=1), ["fsdp=2 × dp=3 (zero=1)", "model.d_model=64"]),
+        ("ep=2", {}, ["ep=2", "fsdp=2", "model.num_experts"]),
         ("pp=3", {}, ["pp=3", "model.num_layers=4", "pp=1, 2 or 4"]),
         ("dp=3", dict(global_batch_size=16), ["train.global_batch_size=16", "multiple of 3",
          "(dp=3 × fsdp=1 × microbatches=1)", "15 or 18"]),
@@ -168,7 +180,7 @@ def test_model_rule_without_a_mesh_axis_is_rejected():
 def test_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
     dims = DecoderConfig().dims
     workload = Workload(dims=dims, global_batch_size=16, context_len=128)
-    for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
+    for spec in [*factorisations(8, without=[EXPERT]), MeshSpec(pipeline=4, data=4, tensor=4)]:
         assert mesh_problems(spec, workload) == []
 
 

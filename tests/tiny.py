@@ -26,7 +26,17 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
 from jaxdist.core.step import Optimizer, Step, TrainConfig, make_step
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
-from jaxdist.core.types import Batch, Context, Model, Objective, Params, TokenHead
+from jaxdist.core.types import (
+    Batch,
+    Context,
+    Model,
+    Objective,
+    Params,
+    Sums,
+    TokenHead,
+    add_sums,
+    trained_loss,
+)
 from jaxdist.models import CnnConfig, DecoderConfig, build
 
 SEQ, ROWS, VOCAB = 16, 16, 100
@@ -65,6 +75,17 @@ CONFIGS = {
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
     "four": DecoderConfig(**{**_SIZES, "num_layers": 4}, num_heads=8, num_kv_heads=4, head_dim=8),
+    # Mixtral parts: three of eight experts for each token.
+    "experts": DecoderConfig(
+        **{**_SIZES, "mlp_dim": 32},
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=8,
+        num_experts=8,
+        experts_per_token=3,
+        balance_loss=0.1,
+        router_z_loss=0.01,
+    ),
     "cnn": TinyCnnConfig(mlp_dim=32),
 }
 
@@ -160,6 +181,17 @@ def initial_state(name: str) -> TrainState:
     return dataclasses.replace(jax.device_get(dataclasses.replace(state, key=None)), key=state.key)
 
 
+def every_expert(x: Any, routing: Any, up: Any, down: Any, activate: Any) -> Any:
+    """Run each token through every expert; return the sum of its shares [batch, seq, d_model]."""
+    outputs = []
+    for i in range(up.shape[0]):
+        hidden = jnp.einsum("bsd,dwf->bswf", x, up[i])
+        hidden = activate(hidden.reshape(-1, *hidden.shape[2:])).reshape(*x.shape[:2], -1)
+        share = jnp.sum(jnp.where(routing.experts == i, routing.shares, 0), -1)
+        outputs.append(share[..., None] * (hidden @ down[i]))
+    return sum(outputs)
+
+
 @functools.cache
 def reference(name: str, steps: int = 20) -> Trace:
     """Return the reference run of `steps` on one device."""
@@ -173,9 +205,11 @@ def train_by_hand(
     model = model_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
+        total: Sums = {}
         for i in range(model.num_layers):
-            x, _ = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
-        return x, {}
+            x, sums = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
+            total = add_sums(total, sums)
+        return x, total
 
     def mean_cross_entropy(output: Any, batch: Batch, _: Context) -> Any:
         is_text = isinstance(output, TokenHead)
@@ -185,16 +219,16 @@ def train_by_hand(
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
     model = dataclasses.replace(model, objective=objective or mean_cross_entropy)
-    context = Context(attend=make_attend(AttentionPlan("cpu")))
+    context = Context(attend=make_attend(AttentionPlan("cpu")), experts=every_expert)
     forward = ForwardPass(model, run_layers=run_layers)
 
     def mean_loss(params: Params) -> Any:
         sums = forward.loss(params, batch, context)
-        return sums["loss"] / sums["weight"]
+        return trained_loss(sums) / sums["weight"], sums["loss"] / sums["weight"]
 
     @jax.jit
     def step(params: Params, opt_state: Any) -> Any:
-        loss, grads = jax.value_and_grad(mean_loss)(params)
+        (_, loss), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
         directions, opt_state = make_update(optimizer())(grads, opt_state, params)
         params = jax.tree.map(lambda p, d: p - LEARNING_RATE * d, params, directions)
         return params, opt_state, loss, grads

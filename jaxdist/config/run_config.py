@@ -397,6 +397,8 @@ class RunConfig:
             num_tokens=0 if own_rows else sizes.get(data.tokenizer_name, 0),
             tokenizer=data.tokenizer_name,
             simulate=self.simulate,
+            objective=self.objective.kind,
+            matmul_dtype=self.precision.matmul_dtype,
         )
         for source in data.sources:
             # Missing sources are reported elsewhere.

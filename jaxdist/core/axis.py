@@ -60,6 +60,7 @@ class ActivationSizes:
         num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
             repeats it.
         reduces_again: recomputation includes attention's output, which is reduced over `tensor`.
+        experts_per_token: experts that process each token; 0 = the model has none.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values together, each [rows, seq, kv_heads, head_dim].
         segment_bytes: document ids of packed rows, int32 [rows, seq]; 0 if rows are not packed.
@@ -76,6 +77,7 @@ class ActivationSizes:
     recomputes: bool
     reduces_again: bool
     sequence_parallel: bool
+    experts_per_token: int = 0
     query_bytes: float = 0.0
     key_value_bytes: float = 0.0
     segment_bytes: float = 0.0
@@ -115,6 +117,8 @@ class Axis:
             "replicated" = all of them, unless ZeRO shards them over the axis;
             "gathered" = a shard, gathered just before its use;
             "split" = the part they compute with.
+        joins_fsdp: its devices shard, together with those of fsdp, the matrices that it does not
+            split.
         splits_rows: its devices process different rows of the batch.
         splits_positions: its devices process different positions of every row.
         dims: logical dims that it splits, in every model.
@@ -134,6 +138,7 @@ class Axis:
     help: str
     moves: str
     weights: Literal["replicated", "gathered", "split"]
+    joins_fsdp: bool = False
     splits_rows: bool = False
     splits_positions: bool = False
     dims: tuple[str, ...] = ()

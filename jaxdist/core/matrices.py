@@ -9,6 +9,8 @@ import jax
 
 from jaxdist.core.types import Dims, Params
 
+_STACKED = ("layers", "experts")
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -37,8 +39,8 @@ def _sides(path: Any, dims: Dims) -> Sides:
     (query, key, value; gate, up), each of which is a separate matrix.
     """
     is_vector = jax.tree_util.keystr(path[-1:], simple=True).endswith(("bias", "scale"))
-    stacked = [i for i, name in enumerate(dims) if name == "layers"]
-    rest = [i for i, name in enumerate(dims) if name != "layers"]
+    stacked = [i for i, name in enumerate(dims) if name in _STACKED]
+    rest = [i for i, name in enumerate(dims) if name not in _STACKED]
     if is_vector or len(rest) < 2:
         return Sides(tuple(stacked), tuple(rest), ())
     split = 1 if dims[rest[0]] == "d_model" else len(rest) - 1

@@ -11,6 +11,7 @@ from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -85,7 +86,8 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
     if batch is None or batch % rows == 0:
         return
     down, up = batch // rows * rows, -(-batch // rows) * rows
-    replicas = [axis for axis in axes.AXES if axis.splits_rows]
+    splits_rows = (axis for axis in axes.AXES if axis.splits_rows)
+    replicas = [axis for axis in splits_rows if axis.weights != "split" or spec[axis] > 1]
     sizes = " × ".join(f"{axis.short}={spec[axis]}" for axis in replicas)
     size, unit = workload.rows_per_example, "rows"
     if size > 1:
@@ -105,8 +107,8 @@ def legal_meshes(
     count: int = 3,
 ) -> Sequence[MeshSpec]:
     """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`."""
-    # Propose a context axis only if one was requested: it is useful only for long rows.
-    without = () if requested[CONTEXT] > 1 else (CONTEXT,)
+    # Propose these axes only if requested: they are useful only for long rows and for experts.
+    without = [axis for axis in (CONTEXT, EXPERT) if requested[axis] == 1]
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
     return nearest(requested, legal, count)

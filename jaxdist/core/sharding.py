@@ -9,6 +9,7 @@ module:
     ZeRO-3   parameters sharded as well, gathered layer by layer    mesh.zero=3, or the `fsdp` axis
     hybrid   `data` × `fsdp`: sharded inside a group, replicated across groups
     context  its devices shard what `fsdp` shards
+    expert   its devices shard what `fsdp` shards, except experts, which it splits
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5. Deviation: vectors (norm scales, biases) are replicated on every device, because
@@ -150,12 +151,18 @@ class Layout:
 
     def gather_specs(self, dims: Any) -> Any:
         """Return `param_specs` with only the axes over which a parameter is gathered before use."""
-        split = tuple(axis.name for axis in axes.AXES if axis.weights != "split")
-        return jax.tree.map(
-            lambda spec: spec_over(spec, split),
-            self.param_specs(dims),
-            is_leaf=lambda x: isinstance(x, P),
-        )
+        rules = {**axes.rules(), **self.rules}
+
+        def leaf(dims: Dims) -> P:
+            own = {rules.get(name) for name in dims if name}
+            gathered = (
+                axis.name
+                for axis in axes.AXES
+                if axis.weights != "split" or (axis.joins_fsdp and axis.name not in own)
+            )
+            return spec_over(self.param_specs(dims), tuple(gathered))
+
+        return jax.tree.map(leaf, dims)
 
     def moment_specs(self, dims: Any) -> Any:
         """Return specs of optimizer moments and of the update; as `param_specs`."""
@@ -202,7 +209,8 @@ class Layout:
         is_vector = sum(name != "layers" for name in dims) < 2
         by_name = axes.by_name()
         used = {axis.name for axis in self.mesh_spec.used}
-        joining = axes.joining_fsdp(int(with_zero))
+        own = {rules.get(name) for name in dims if name}
+        joining = tuple(a for a in axes.joining_fsdp(int(with_zero)) if a not in own)
         entries: list[Any] = []
         for name in dims:
             axis = rules.get(name) if name else None

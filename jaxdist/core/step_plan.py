@@ -103,7 +103,7 @@ class StepPlan:
         layers_per_body: layers per iteration of the layer loop.
         num_microbatches: as configured; 0 = one, or chosen by the pipeline from its rows.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
-        gradient_barrier: delay the gradients of an MLP's inputs until all are computed.
+        gradient_barrier: use the gradients of a product's inputs only after both are computed.
         avoids_donation_copies: write averages, parameters and moments one after another.
         avoids_zeroed_buffers: XLA does not zero memory that a loop overwrites.
         memory_bytes: GPU memory for XLA's scheduler; 0 = unknown, or a CPU.

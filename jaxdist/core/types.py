@@ -205,6 +205,18 @@ class TokenLogps(NamedTuple):
     entropy: Array
 
 
+class Routing(NamedTuple):
+    """The experts that a router chose for each token.
+
+    Attributes:
+        experts: int32 [batch, seq, experts_per_token].
+        shares: factor of each expert's output, float32 [batch, seq, experts_per_token].
+    """
+
+    experts: Array
+    shares: Array
+
+
 def _identity(x: Any) -> Any:
     return x
 
@@ -216,12 +228,15 @@ def _same_sum(x: Any, over: str) -> Any:
 
 
 def _missing(*_: Any, **__: Any) -> Any:
-    raise ValueError("this Context lacks attend or a loss: build it with step.make_context")
+    raise ValueError(
+        "this Context lacks attend, experts or a loss: build it with step.make_context"
+    )
 
 
 _RENAMED = {
     "places": "Context.position_ids",
-    "settle": "Context.gradient_barrier",
+    "settle": "Context.dot, which orders its gradients itself",
+    "gradient_barrier": "Context.dot, which orders its gradients itself",
     "sum_rows": 'Context.sum(x, "batch"), and Context.training to detect evaluation',
     "tensor_sum": 'Context.sum(x, "tensor")',
     "row_sum": 'Context.sum(jnp.sum(x, axis=1), "seq")',
@@ -250,11 +265,12 @@ class Context:
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
+        experts: (x [batch, seq, d_model], `Routing` of these tokens, up, down, activate) -> this
+            device's partial sums [batch, seq, d_model]; see `experts.make_experts`.
         sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
-            rows), "seq" (the positions of a row) or "tensor" (the products of a layer). It is
-            differentiable. The sum of 1 is the number of devices, an int.
-        gradient_barrier: tree of arrays -> the same tree; its gradients are used only after all are
-            computed.
+            rows), "seq" (the positions of a row), "seq_shard" (the positions of the residual
+            stream) or "tensor" (the products of a layer). It is differentiable. The sum of 1 is
+            the number of devices, an int.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
         position_ids: n, the number of this device's positions -> int32 [n], the index of each in
             its row; 0, 1, ... without a context axis.
@@ -274,8 +290,8 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
-    sum: Callable[[Any, Literal["batch", "seq", "tensor"]], Any] = _same_sum
-    gradient_barrier: Callable[[Any], Any] = _identity
+    experts: Callable[..., Array] = _missing
+    sum: Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor"]], Any] = _same_sum
     tensor_index: Callable[[], Any] = int
     position_ids: Callable[[int], Array] = jnp.arange
     token_loss: Callable[..., Sums] = _missing

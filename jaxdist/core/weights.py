@@ -104,7 +104,7 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return params["call_jaxpr"].jaxpr.debug_info.func_name in GATHERS
 
 
-SumOver: TypeAlias = Callable[[Any, Literal["batch", "seq", "tensor"]], Any]
+SumOver: TypeAlias = Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor"]], Any]
 """The type of `Context.sum`."""
 
 ADAPTED = "adapted"
@@ -139,16 +139,45 @@ def base_of(tree: Any) -> Any:
     return jax.tree.map(base, tree, is_leaf=is_composite)
 
 
-def with_weights(dot: Callable[..., Array], sum_over: SumOver) -> Callable[..., Array]:
-    """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`."""
+def with_weights(
+    dot: Callable[..., Array], sum_over: SumOver, barrier: bool = False
+) -> Callable[..., Array]:
+    """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`.
+
+    With `barrier`, both gradients of a product are computed before either is used.
+    """
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
         """Return the product [*dims after the arrow]; the arguments are those of `types.dot`."""
         if isinstance(w, CompositeWeight):
             return w.multiply(multiply, dims, x, out_dtype=out_dtype, sum_over=sum_over)
+        x, w = gradient_barrier((x, w)) if barrier else (x, w)
         return dot(dims, x, w, out_dtype=out_dtype)
 
     return multiply
+
+
+@jax.custom_vjp
+def gradient_barrier(tree: Any) -> Any:
+    """Return a tree of arrays unchanged, but delay its gradients until all of them are computed.
+
+    Otherwise XLA:GPU postpones weight gradients to overlap them with the last permutes of the
+    backward ring. Their inputs stay alive until then, e.g. two arrays of the MLP's hidden width.
+    """
+    return tree
+
+
+def _barrier_forward(tree: Any) -> tuple[Any, None]:
+    return tree, None
+
+
+def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
+    # Integer (int8) weights have no gradient.
+    real = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, cotangent)
+    return (merged(jax.lax.optimization_barrier(real), cotangent),)
+
+
+gradient_barrier.defvjp(_barrier_forward, _barrier_backward)
 
 
 @jax.tree_util.register_dataclass

@@ -93,6 +93,11 @@ class LoraConfig:
         allowed = ["attention", "mlp", *names]
         ranked = [text.partition("=")[0] for text in self.ranks]
         problems = []
+        if model.num_experts and "mlp" in self.targets:
+            problems.append(
+                f"lora.targets has 'mlp' with model.num_experts={model.num_experts}: experts have "
+                "no adapters. Use --lora.targets attention."
+            )
         for setting_name, unknown in (
             ("targets", [name for name in self.targets if name not in allowed]),
             ("ranks", [name for name in ranked if name not in names]),
@@ -130,7 +135,12 @@ def _is_changed(config: LoraConfig, field: Any) -> bool:
 
 
 def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
-    """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
+    """Return our arrays in a layer -> Hugging Face's names of the modules in it.
+
+    Experts have none.
+    """
+    if model.num_experts:
+        return {name: parts for name, parts in _MODULES.items() if name.startswith("attention/")}
     if model.activation != "gelu":
         return _MODULES
     return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from jaxdist.core.types import AttentionCall
+from jaxdist.models.expert_settings import ExpertSettings
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
@@ -73,6 +74,11 @@ class _ModelDefaults:
         return {}
 
     @property
+    def active_experts(self) -> float:
+        """Share of the experts that process a token; 1 without experts."""
+        return 1.0
+
+    @property
     def attention_call(self) -> AttentionCall:
         """Arguments that the layers pass to `Context.attend`."""
         return AttentionCall()
@@ -87,10 +93,17 @@ class _ModelDefaults:
         return []
 
     def run_problems(
-        self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
+        self,
+        *,
+        seq_len: int,
+        num_tokens: int,
+        tokenizer: str,
+        simulate: int,
+        objective: str,
+        matmul_dtype: str,
     ) -> list[str]:
         """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
-        del seq_len, num_tokens, tokenizer, simulate
+        del seq_len, num_tokens, tokenizer, simulate, objective, matmul_dtype
         return []
 
 
@@ -103,7 +116,7 @@ class _ImageDefaults(_ModelDefaults):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(_ModelDefaults):
+class DecoderConfig(ExpertSettings, _ModelDefaults):
     """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
@@ -222,6 +235,7 @@ class DecoderConfig(_ModelDefaults):
             "head_dim": self.head_width,
             "mlp": self.mlp_dim,
             "positions": self.max_seq_len,
+            **({"experts": self.num_experts} if self.num_experts else {}),
         }
 
     @property
@@ -252,6 +266,7 @@ class DecoderConfig(_ModelDefaults):
         "heads": "model.num_heads",
         "kv_heads": "model.num_kv_heads",
         "mlp": "model.mlp_dim",
+        "experts": "model.num_experts",
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
@@ -268,10 +283,17 @@ class DecoderConfig(_ModelDefaults):
         )
 
     def run_problems(
-        self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
+        self,
+        *,
+        seq_len: int,
+        num_tokens: int,
+        tokenizer: str,
+        simulate: int,
+        objective: str,
+        matmul_dtype: str,
     ) -> list[str]:
         """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
-        errors = []
+        errors = self.expert_conflicts(objective=objective, matmul_dtype=matmul_dtype)
         if self.positions == "learned" and seq_len > self.max_seq_len:
             errors.append(
                 f"train.seq_len={seq_len} is longer than model.max_seq_len={self.max_seq_len}, the "
@@ -328,7 +350,7 @@ class DecoderConfig(_ModelDefaults):
                 "differ: set model.full_attention_every and positions = 'rotary', or set "
                 "model.rope_theta instead."
             )
-        return problems + self._rope_problems()
+        return problems + self._rope_problems() + self.expert_problems(self.bias)
 
     def _rope_problems(self) -> list[str]:
         rope = self.rope_scaling

@@ -27,11 +27,13 @@ from jaxdist.core.types import (
     Dims,
     Model,
     Params,
+    Routing,
     Sums,
     TokenHead,
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.experts import Experts, routing_aux
 from jaxdist.models.layers import (
     angles_of_layer,
     decoding_aux,
@@ -65,6 +67,10 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
             "head": init_head(head_key),
         }
 
+    def prepare_aux(batch: Batch, context: Context) -> dict[str, Any]:
+        aux = prepare(config, batch, context)
+        return aux | (routing_aux(batch, context) if config.num_experts else {})
+
     def embed(params: Params, batch: Batch, context: Context) -> Array:
         return bind_embed(params["embed"])(batch, context)
 
@@ -85,7 +91,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
         dims=config.dims,
         embed=embed,
-        prepare=lambda batch, context: prepare(config, batch, context),
+        prepare=prepare_aux,
         block=block,
         head=head,
         objective=cross_entropy,
@@ -156,7 +162,8 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     "causal" counts S²/2 of attention (causal mask), "full" S² (Chowdhery et al. 2022, "PaLM",
     appendix B). The head is included, tied or not, without vocabulary padding.
     """
-    products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    used = lambda w: w.size * (config.active_experts if "experts" in w.dims else 1.0)
+    products = sum(used(w) for w in weights_of(model) if w.is_stacked and w.is_matrix)
     products += config.vocab_size * config.d_model
     keys = [min(seq_len, window or seq_len) for window in config.windows]
     attention = 12.0 * config.num_heads * config.head_width
@@ -215,11 +222,11 @@ class Block(nnx.Module):
         if config.norm_placement != "pre":
             self.attention_out_norm, self.mlp_out_norm = _norm(config), _norm(config)
         self.attention = Attention(config, rngs)
-        self.mlp = Mlp(config, rngs)
+        self.mlp = Experts(config, rngs) if config.num_experts else Mlp(config, rngs)
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
-        """Map the residual stream [batch, seq_shard, d_model] to the same shape; no sums."""
+        """Map the residual stream [batch, seq_shard, d_model] to the same shape."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
             # Name it after `leave`: the saved value is this device's shard, already reduced.
@@ -227,10 +234,10 @@ class Block(nnx.Module):
             branch = self._normed("attention_out_norm", branch)
             x = x + self._drop(branch, _ATTENTION_SITE, aux, context)
         with jax.named_scope("mlp"):
-            branch = self.mlp(context.enter(self._normed("mlp_norm", x)), context)
-            branch = checkpoint_name(context.leave(branch), "mlp_out")
+            branch, sums = self._mlp(self._normed("mlp_norm", x), aux, context)
+            branch = checkpoint_name(branch, "mlp_out")
             branch = self._normed("mlp_out_norm", branch)
-            return x + self._drop(branch, _MLP_SITE, aux, context), {}
+            return x + self._drop(branch, _MLP_SITE, aux, context), sums
 
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
@@ -239,8 +246,17 @@ class Block(nnx.Module):
         before = self._normed("attention_norm", x)
         branch, cache = self.attention.decode(before, cache, aux, context)
         x = x + self._normed("attention_out_norm", context.leave(branch))
-        branch = self.mlp(self._normed("mlp_norm", x), context)
-        return x + self._normed("mlp_out_norm", context.leave(branch)), cache
+        branch, _ = self._mlp(self._normed("mlp_norm", x), aux, context)
+        return x + self._normed("mlp_out_norm", branch), cache
+
+    def _mlp(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
+        """Return the output of MLP or experts, shaped like x [batch, seq_shard, d_model]."""
+        if not isinstance(self.mlp, Experts):
+            return context.leave(self.mlp(context.enter(x), context)), {}
+        # Route before `enter`, after which sums over tokens would count once per tensor device.
+        routing, sums = self.mlp.route(x, aux, context)
+        routing = Routing(*map(context.enter, routing))
+        return context.leave(self.mlp(context.enter(x), routing, context)), sums
 
     def _normed(self, name: str, x: Array) -> Array:
         """Apply the norm `name` to x [batch, seq_shard, d_model] if the block has it."""
@@ -366,20 +382,14 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
-        # Free the inputs of weight gradients before the backward pass of attention starts.
-        x, up_kernel, down_kernel = context.gradient_barrier((x, self.up[...], self.down[...]))
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
-        up = context.dot(dims, x, up_kernel)
+        up = context.dot(dims, x, self.up[...])
         if "mlp" in self.config.bias:
             up = up + self.up_bias[...].astype(x.dtype)
-        gate, *linear = _split_ways(up, context.platform)
-        if self.config.activation == "swiglu":
-            hidden = jax.nn.silu(gate) * linear[0]
-        else:
-            hidden = jax.nn.gelu(gate, approximate=True)
-            hidden = hidden * linear[0] if self.config.activation == "geglu" else hidden
+        hidden = layers.activation(self.config, _split_ways(up, context.platform))
         hidden = checkpoint_name(hidden, "mlp_hidden")
-        out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, down_kernel)
+        dims = "batch seq mlp, mlp d_model -> batch seq d_model"
+        out = context.dot(dims, hidden, self.down[...])
         if "mlp" in self.config.bias:
             out = out + _once(self.down_bias[...].astype(x.dtype), context)
         return out

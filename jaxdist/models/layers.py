@@ -353,6 +353,18 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
+def activation(config: DecoderConfig, ways: list[Array]) -> Array:
+    """Return the hidden activation of an MLP from its gate and, if gated, its linear part.
+
+    All are [..., mlp].
+    """
+    gate, *linear = ways
+    if config.activation == "swiglu":
+        return jax.nn.silu(gate) * linear[0]
+    hidden = jax.nn.gelu(gate, approximate=True)
+    return hidden * linear[0] if config.activation == "geglu" else hidden
+
+
 def image_row(size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Return `Model.row` of a classifier: float32 image [size, size, channels], label, weight."""
     return {

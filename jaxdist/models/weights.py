@@ -53,12 +53,16 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
     )
 
 
-def num_params(model: Model) -> int:
-    """Number of trained parameters, without vocabulary padding (as model cards count)."""
+def num_params(model: Model, active_experts: float = 1.0) -> int:
+    """Number of trained parameters, without vocabulary padding (as model cards count).
+
+    `active_experts` is the share of the experts that is counted.
+    """
     padded = model.dims.get("vocab", 0)
     real = lambda weight: model.vocab_size and "vocab" in weight.dims
+    share = lambda weight: active_experts if "experts" in weight.dims else 1.0
     return sum(
-        w.size // padded * model.vocab_size if real(w) else w.size
+        w.size // padded * model.vocab_size if real(w) else round(w.size * share(w))
         for w in weights_of(model)
         if w.dims.update != "statistic"
     )

@@ -25,6 +25,7 @@ from jaxdist.core.types import Objective
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
+from jaxdist.models.weights import num_params
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.early_stopping import EarlyStopping
@@ -298,6 +299,12 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
         notes.append(describe(schedule, rows))
+    if config.model.active_experts < 1:
+        active = num_params(model, config.model.active_experts)
+        notes.append(
+            f"{percent(config.model.active_experts, 1)} of {model.dims['experts']} experts process "
+            f"each token: {active:,} of {parts.num_params:,} parameters are active"
+        )
     if parts.has_adapters:
         count = num_trained(model)
         notes.append(

@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.collective_order import in_order
+from jaxdist.core.experts import make_experts
+from jaxdist.core.matmul.grouped import make_grouped_dot
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import StepPlan
@@ -219,7 +221,9 @@ class Decoder:
             dtype=plan.compute_dtype,
             platform=plan.platform,
             attend=make_attend(alone),
-            dot=with_weights(dot, Context().sum),  # XLA shards the arrays
+            # XLA shards the arrays.
+            dot=with_weights(dot, Context().sum),
+            experts=make_experts(make_grouped_dot(plan.platform)),
         )
 
         def decode(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from jaxdist.core.axis import Axis
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 
-AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
+AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 """Mesh axes, ordered from slow to fast interconnect."""
 
 
@@ -33,8 +34,9 @@ def by_name() -> dict[str, Axis]:
 
 def joining_fsdp(zero: int) -> tuple[str, ...]:
     """Return the axes that shard weights together with fsdp at a ZeRO stage, in shard order."""
+    first = tuple(axis.name for axis in AXES if axis.joins_fsdp)
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
-    return (CONTEXT.name, *(name for name in others if name != CONTEXT.name))
+    return (*first, *(name for name in others if name not in first))
 
 
 def rules() -> dict[str, str | None]:

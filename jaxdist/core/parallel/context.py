@@ -174,6 +174,7 @@ CONTEXT = Axis(
     help="devices that share the sequence of every row",
     moves="keys and values, in every layer",
     weights="replicated",
+    joins_fsdp=True,
     splits_positions=True,
     # The KV cache of generation.
     dims=("cache",),

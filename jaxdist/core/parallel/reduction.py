@@ -75,10 +75,13 @@ def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
 
 def make_sum(layout: Layout) -> SumOver:
     """Make `Context.sum`."""
+    positions = tuple(axis.name for axis in layout.used if axis.splits_positions)
+    tensor = (TENSOR.name,) if TENSOR in layout.used else ()
     axes = {
         "batch": layout.batch_axes,
-        "seq": tuple(axis.name for axis in layout.used if axis.splits_positions),
-        "tensor": (TENSOR.name,) if TENSOR in layout.used else (),
+        "seq": positions,
+        "seq_shard": positions + (tensor if layout.sequence_parallel else ()),
+        "tensor": tensor,
     }
 
     def total(x: Any, over: str) -> Any:

@@ -166,7 +166,7 @@ def _make_dot(layout: Layout, plan: StepPlan, **options: Any) -> Callable[..., A
     # Devices on these axes may hold parts of one activation; devices of different stages do not.
     axes = tuple(axis.name for axis in layout.used if axis is not PIPELINE)
     dot = matmul.make_dot(plan.matmul_dtype, axes, plan.platform, **options)
-    return with_weights(dot, reduction.make_sum(layout))
+    return with_weights(dot, reduction.make_sum(layout), plan.gradient_barrier)
 
 
 def _run(

@@ -7,20 +7,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxdist.core import attention, losses, token_logps, types
+from jaxdist.core import attention, experts, losses, token_logps, types
 from jaxdist.core.forward import ForwardPass
-from jaxdist.core.matmul import cpu
-from jaxdist.core.parallel import fsdp, reduction, tensor
+from jaxdist.core.matmul import cpu, grouped
+from jaxdist.core.parallel import expert, fsdp, reduction, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
+from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.step_plan import StepPlan, exchange_of
 from jaxdist.core.types import Context, Model, Params
-from jaxdist.core.weights import gathered_dtypes, merged, with_weights
+from jaxdist.core.weights import gathered_dtypes, with_weights
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
@@ -36,48 +36,26 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         for axis in layout.used
         for name, hook in axis.hooks(layout.sequence_parallel).items()
     }
+    grouped_dot = grouped.make_grouped_dot(plan.platform)
+    make_experts = expert.make_experts if EXPERT in layout.used else experts.make_experts
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
-    barrier: dict[str, Any] = {"gradient_barrier": gradient_barrier}
     return Context(
         dtype=plan.compute_dtype,
         attend=attend,
-        dot=with_weights(_DOTS[plan.dot], reduction.make_sum(layout)),
+        experts=make_experts(grouped_dot),
+        dot=with_weights(_DOTS[plan.dot], reduction.make_sum(layout), plan.gradient_barrier),
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),
         token_logps=token_logps.make_token_logps(vocabulary_axis, plan.loss_chunk, **own),
         platform=plan.platform,
         sum=reduction.make_sum(layout),
-        **(barrier if plan.gradient_barrier else {}),
         **hooks,
     )
 
 
 _DOTS = {"plain": types.dot, "cpu": cpu.dot, "by_position": tensor.dot_by_position}
 """`StepPlan.dot` -> `Context.dot`."""
-
-
-@jax.custom_vjp
-def gradient_barrier(tree: Any) -> Any:
-    """Return a tree of arrays unchanged, but delay its gradients until all of them are computed.
-
-    Otherwise XLA:GPU postpones weight gradients to overlap them with the last permutes of the
-    backward ring. Their inputs stay alive until then: two arrays of the MLP's hidden width.
-    """
-    return tree
-
-
-def _barrier_forward(tree: Any) -> tuple[Any, None]:
-    return tree, None
-
-
-def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
-    # Integer (int8) weights have no gradient.
-    real = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, cotangent)
-    return (merged(jax.lax.optimization_barrier(real), cotangent),)
-
-
-gradient_barrier.defvjp(_barrier_forward, _barrier_backward)
 
 
 def describe_exchange(

@@ -1,0 +1,151 @@
+"""Products of tokens with the experts that a router chose for them.
+
+An *assignment* is one choice of one token, with index token · experts_per_token + choice. Rows of
+activations are moved by gathers in both directions, never by additions to scattered places: results
+do not depend on the order of the additions. The outputs of a token's experts are added in float32,
+in the order of the choices.
+
+Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", section 4
+(no token is dropped). Deviation: blocks have rows of one expert and are not padded in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jaxdist.core import collectives
+from jaxdist.core.types import Array, Routing
+
+Activate: TypeAlias = Callable[[Array], Array]
+"""The activation function of an expert: [rows, ways, mlp] -> [rows, mlp]."""
+
+GroupedDot: TypeAlias = Callable[[Array, Array, Array], Array]
+"""The type of `matmul.grouped.make_grouped_dot`'s results."""
+
+
+def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
+    """Make `Context.experts` for devices that have all experts.
+
+    Returns (x [batch, seq, d_model], routing, up [experts, d_model, ways, mlp], down [experts, mlp,
+    d_model], activate) -> [batch, seq, d_model], partial sums if `mlp` is split over devices.
+    """
+
+    def experts(x: Array, routing: Routing, up: Array, down: Array, activate: Activate) -> Array:
+        """Return the sum [batch, seq, d_model] of the shares of all experts' outputs."""
+        tokens, chosen, shares = flatten(x, routing)
+        order = order_by_expert(chosen.reshape(-1))
+        rows = inverse(order).reshape(chosen.shape)
+        sizes = count(chosen, up.shape[0])
+        outputs = run_sorted(grouped_dot, take(tokens, order, rows), sizes, up, down, activate)
+        return combine(outputs, shares, order, rows).astype(x.dtype).reshape(x.shape)
+
+    return experts
+
+
+def run_sorted(
+    grouped_dot: GroupedDot, rows: Array, sizes: Array, up: Array, down: Array, activate: Activate
+) -> Array:
+    """Run rows [rows, d_model], sorted by expert, through their experts; sizes int32 [experts]."""
+    num_experts, d_model, ways, mlp = up.shape
+    hidden = grouped_dot(rows, up.reshape(num_experts, d_model, ways * mlp), sizes)
+    return grouped_dot(activate(hidden.reshape(-1, ways, mlp)), down, sizes)
+
+
+def flatten(x: Array, routing: Routing) -> tuple[Array, Array, Array]:
+    """Return x as [tokens, d_model], and experts and shares as [tokens, experts_per_token]."""
+    per_token = routing.experts.shape[-1]
+    flat = (part.reshape(-1, per_token) for part in routing)
+    return (x.reshape(-1, x.shape[-1]), *flat)  # type: ignore[return-value]
+
+
+def count(chosen: Array, num_experts: int) -> Int[Array, " experts"]:
+    """Return the number of this device's assignments, int32 [tokens, ...], to each expert."""
+    is_chosen = chosen.reshape(-1, 1) == jnp.arange(num_experts, dtype=chosen.dtype)
+    # The audit would treat a sum over local tokens as an incomplete sum over all tokens.
+    return collectives.mark_device_local(jnp.sum(is_chosen, 0, dtype=jnp.int32))
+
+
+def order_by_expert(chosen: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Return the indices of assignments sorted by expert, in their order for each expert."""
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    # JAX gives the result of argsort the type of an array that is equal on all devices.
+    return collectives.vary(order, tuple(collectives.varying_axes(chosen)))
+
+
+def inverse(order: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Return the inverse of a permutation."""
+    zeros = collectives.zeros_like(order)
+    index = jnp.arange(order.shape[0], dtype=order.dtype)
+    return zeros.at[order].set(index, unique_indices=True)
+
+
+@jax.custom_vjp
+def take(
+    x: Float[Array, "tokens d_model"],
+    source: Int[Array, " rows"],
+    rows: Int[Array, "tokens experts_per_token"],
+) -> Float[Array, "rows d_model"]:
+    """Return the token of assignment `source` in each row; 0 if the source is -1.
+
+    `rows` is the inverse: the row of each assignment, or -1.
+    """
+    tokens = x[jnp.maximum(source, 0) // rows.shape[1]]
+    return jnp.where((source >= 0)[:, None], tokens, 0)
+
+
+def _take_forward(x: Array, source: Array, rows: Array) -> tuple[Array, Array]:
+    """Return tokens [rows, d_model], and the residual."""
+    return take(x, source, rows), rows
+
+
+def _take_backward(rows: Array, grad: Array) -> tuple[Array, None, None]:
+    """Return the gradient of x [tokens, d_model], summed over its rows in float32."""
+    total = sum(part.astype(jnp.float32) for part in _rows_of(grad, rows))
+    return jnp.asarray(total).astype(grad.dtype), None, None
+
+
+take.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def combine(
+    y: Float[Array, "rows d_model"],
+    shares: Float[Array, "tokens experts_per_token"],
+    source: Int[Array, " rows"],
+    rows: Int[Array, "tokens experts_per_token"],
+) -> Float[Array, "tokens d_model"]:
+    """Return the sum of shares times rows of y over each token's assignments, float32.
+
+    `source` and `rows` are those of `take`; assignments without a row add nothing.
+    """
+    parts = enumerate(_rows_of(y, rows))
+    return jnp.asarray(sum(part.astype(jnp.float32) * shares[:, i : i + 1] for i, part in parts))
+
+
+def _combine_forward(y: Array, shares: Array, source: Array, rows: Array) -> tuple[Array, Any]:
+    """Return the sums [tokens, d_model], and all arguments."""
+    return combine(y, shares, source, rows), (y, shares, source, rows)
+
+
+def _combine_backward(saved: Any, grad: Array) -> tuple[Array, Array, None, None]:
+    """Return the gradients of y [rows, d_model] and shares [tokens, experts_per_token]."""
+    y, shares, source, rows = saved
+    assignment = jnp.maximum(source, 0)
+    factors = shares.reshape(-1)[assignment][:, None]
+    dy = jnp.where((source >= 0)[:, None], grad[assignment // rows.shape[1]] * factors, 0)
+    parts = [jnp.sum(part.astype(jnp.float32) * grad, -1) for part in _rows_of(y, rows)]
+    return dy.astype(y.dtype), jnp.stack(parts, -1), None, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _rows_of(y: Array, rows: Array) -> list[Array]:
+    """Return y [rows, d_model] of each token's choices: experts_per_token × [tokens, d_model]."""
+    parts = (rows[:, i] for i in range(rows.shape[1]))
+    return [jnp.where((part >= 0)[:, None], y[jnp.maximum(part, 0)], 0) for part in parts]

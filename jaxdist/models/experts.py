@@ -1,0 +1,101 @@
+"""A router and the experts among which it divides the tokens of a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.core.types import Array, Batch, Context, Routing, Sums
+from jaxdist.core.weights import Parameter
+from jaxdist.models import layers
+from jaxdist.models.configs import DecoderConfig
+
+
+class Experts(nnx.Module):
+    """MLPs of which each token uses the `experts_per_token` with the highest probability.
+
+    Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al.
+    2021, "Switch Transformers", section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.2
+    (router z-loss). Deviation: the balance loss is computed for each row and averaged by the number
+    of trained tokens, so that it does not depend on mesh or microbatches.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, hidden, count = config.d_model, config.mlp_dim, config.num_experts
+        ways = 1 if config.activation == "gelu" else 2
+        std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        router = jax.random.normal(rngs.params(), (d, count), jnp.float32) * std
+        # Rounding would change the choice of experts, so the router computes in float32.
+        self.router = nnx.Param(router, dims=Parameter(("d_model", None), keeps_dtype=True))
+        names = ("experts", "d_model", None, "mlp")
+        self.up = layers.weight(rngs, (count, d, ways, hidden), std, *names)
+        self.down = layers.weight(rngs, (count, hidden, d), out_std, "experts", "mlp", "d_model")
+        self.config = config
+
+    def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
+        """Choose the experts of tokens x [batch, seq_shard, d_model] of the residual stream.
+
+        If two probabilities are equal, the expert with the lower index comes first. The sums are {}
+        unless `aux` has the `weights` of a training batch.
+        """
+        config = self.config
+        logits = jnp.einsum(
+            "bsd,de->bse",
+            x.astype(jnp.float32),
+            self.router[...].astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        shares, chosen = lax.top_k(probabilities, config.experts_per_token)
+        sums = self._sums(logits, probabilities, chosen, aux, context) if "weights" in aux else {}
+        if config.norm_topk:
+            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+        return Routing(chosen.astype(jnp.int32), shares), sums
+
+    def __call__(self, x: Array, routing: Routing, context: Context) -> Array:
+        """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
+        kernels = (self.up[...].astype(x.dtype), self.down[...].astype(x.dtype))
+        return context.experts(x, routing, *kernels, self._activate)
+
+    def _activate(self, up: Array) -> Array:
+        """Return the activation [rows, mlp] of the experts' products [rows, ways, mlp]."""
+        hidden = layers.activation(self.config, [up[:, way] for way in range(up.shape[1])])
+        return checkpoint_name(hidden, "mlp_hidden")
+
+    def _sums(
+        self, logits: Array, probabilities: Array, chosen: Array, aux: Any, context: Context
+    ) -> Sums:
+        """Return the router's losses and metrics; logits are [batch, seq_shard, experts]."""
+        config, count = self.config, self.config.num_experts
+        row = lambda values: context.sum(jnp.sum(values, axis=1), "seq_shard")
+        real, weights = aux["real"], aux["weights"]
+        is_chosen = jax.nn.one_hot(chosen, count, dtype=jnp.float32).sum(-2) * real[..., None]
+        tokens, trained = jnp.maximum(row(real), 1.0)[:, None], row(weights)[:, None]
+        load = row(is_chosen) / (config.experts_per_token * tokens)
+        # Values of complete rows times sums over local tokens: devices that share rows add up.
+        mean = jnp.sum(probabilities * real[..., None], axis=1) / tokens
+        balance = count * jnp.sum(trained * load * mean)
+        z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        entropy = -jnp.sum(probabilities * jax.nn.log_softmax(logits, axis=-1), -1)
+        largest = jnp.sum(weights, axis=1) * count * jnp.max(load, -1)
+        loss = config.balance_loss * balance + config.router_z_loss * jnp.sum(z * weights)
+        metrics = {
+            "balance": balance,
+            "router_entropy": jnp.sum(entropy * weights),
+            "largest_load": jnp.sum(largest),
+        }
+        mean_of_layers = lambda value: lax.stop_gradient(value) / config.num_layers
+        return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics)}
+
+
+def routing_aux(batch: Batch, context: Context) -> dict[str, Array]:
+    """Return the `weights` and, as 1 or 0, the `real` tokens, float32 [batch, seq_shard] each."""
+    weights = batch["weights"].astype(jnp.float32)
+    real = (batch["segments"] > 0) if "segments" in batch else jnp.ones_like(weights, bool)
+    return {"weights": context.split(weights), "real": context.split(real.astype(jnp.float32))}

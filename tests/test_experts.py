@@ -1,0 +1,356 @@
+"""Mixture of experts: every mesh equals one device; router, exchange and grouped products."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import records, run_here, tiny
+from decoders import logits_of
+from jax.sharding import PartitionSpec as P
+from refusals import missing, refused
+from tiny import (
+    CONFIGS,
+    LEARNING_RATE,
+    Case,
+    distance,
+    every_expert,
+    initial_state,
+    layout_of,
+    model_of,
+    plan_of,
+    reference,
+    run,
+    step_of,
+    text_batch,
+)
+
+from jaxdist.config import RunConfig, read_run
+from jaxdist.core import collectives
+from jaxdist.core.matmul.grouped import make_grouped_dot
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.parallel.expert import make_experts
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.types import Context, Routing
+from jaxdist.hardware import GPUS, Cluster
+from jaxdist.models import DecoderConfig, layers
+from jaxdist.models.experts import Experts
+from jaxdist.models.weights import num_params
+from jaxdist.optim import OptimConfig, make_optimizer
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.time import model_flops_per_token
+from jaxdist.plan.estimate.traffic import flows_of
+from jaxdist.run.audit import audit_parts
+from jaxdist.run.setup import assemble
+from jaxdist.run.text_generation import Decoder
+from jaxdist.run.text_settings import TextSettings
+
+PART = 1e-6  # of the norm of a part's gradients: order of float32 sums
+LOSSES = 2e-6  # relative, over 20 steps: routers have no ties
+PARTS = {"router", "up", "down", "qkv", "table", "kernel"}
+
+
+def parts_of(tree) -> dict[str, list]:
+    """Return the leaves of a tree by the last part of their names."""
+    parts: dict[str, list] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")[2]
+        parts.setdefault(name, []).append(leaf)
+    return parts
+
+
+def relative_distance(ours, theirs) -> float:
+    """Return the norm of the difference of two lists of arrays, relative to the second."""
+    norm = lambda parts: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in parts))
+    return norm([a - b for a, b in zip(ours, theirs, strict=True)]) / norm(theirs)
+
+
+def check(case: Case, **options) -> None:
+    actual, expected = run(case, **options), reference("experts")
+    ours, theirs = parts_of(actual.grads), parts_of(expected.grads)
+    assert PARTS <= ours.keys() == theirs.keys()
+    far = {name: relative_distance(ours[name], theirs[name]) for name in theirs}
+    assert {name: d for name, d in far.items() if d > PART} == {}
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=PART)
+    assert actual.norm == pytest.approx(expected.norm, rel=PART)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=LOSSES)
+
+
+CASES = [
+    Case("experts", "1"),
+    Case("experts", "ep=8"),
+    Case("experts", "fsdp=4,ep=2"),
+    Case("experts", "fsdp=2,ep=2,tp=2", microbatches=2),
+    Case("experts", "ep=2,cp=2,tp=2"),
+    Case("experts", "pp=2,ep=2,fsdp=2"),
+    Case("experts", "dp=2,ep=4", zero=1, remat="full"),
+    Case("experts", "dp=2,fsdp=2,ep=2", zero=3, remat="dots"),
+    Case("experts", "ep=4,tp=2", sequence=False),
+    Case("experts", "dp=2,ep=2,cp=2", zero=2, microbatches=2),
+    Case("experts", "fsdp=8"),
+    Case("experts", "tp=4"),
+    Case("experts", "pp=2,ep=4", pipeline=PipelineConfig()),
+    Case("experts", "pp=2,ep=2,tp=2"),
+    Case("experts", "pp=2,ep=2,cp=2"),
+]
+
+
+NUM_FAST = 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (i >= NUM_FAST)) for i, c in enumerate(CASES)],
+    ids=str,
+)
+def test_every_mesh_equals_one_device(case):
+    check(case)
+
+
+TOKENS, PER_TOKEN, EXPERTS, WIDTH, HIDDEN = 24, 3, 8, 6, 4
+ROUTERS = {
+    "random": lambda rng: np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :PER_TOKEN],
+    "one device gets all": lambda rng: np.tile([1, 0, 1], (8, TOKENS, 1)),
+    "one expert gets all": lambda rng: np.full((8, TOKENS, PER_TOKEN), 5),
+    "skewed": lambda rng: np.minimum(rng.geometric(0.4, (8, TOKENS, PER_TOKEN)) - 1, EXPERTS - 1),
+}
+"""Name -> experts of 8 rows of tokens. An expert may appear twice, unlike in a real router."""
+
+
+@pytest.mark.parametrize("mesh", ["ep=8", "fsdp=2,ep=4", "dp=2,ep=2,tp=2"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_no_router_loses_a_token_or_its_gradient(router, mesh):
+    """Compare output and four gradients with a product of each token with every expert."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.array(rng.normal(size=shape), jnp.float32)
+    chosen = jnp.array(ROUTERS[router](rng), jnp.int32)
+    inputs = (
+        draw(8, TOKENS, WIDTH),
+        draw(8, TOKENS, PER_TOKEN),
+        draw(EXPERTS, WIDTH, 2, HIDDEN),
+        draw(EXPERTS, HIDDEN, WIDTH),
+    )
+    cotangent = draw(8, TOKENS, WIDTH)
+    activate = lambda up: jax.nn.silu(up[:, 0]) * up[:, 1]
+    spec = MeshSpec.parse(mesh)
+    rows = tuple(axis.name for axis in spec.used if axis.splits_rows)
+    split = "tensor" if spec["tensor"] > 1 else None
+
+    def run(experts, x, shares, up, down, chosen, cotangent):
+        y = experts(x, Routing(chosen, shares), up, down, activate)
+        return jnp.sum(y * cotangent), y
+
+    exchange = make_experts(make_grouped_dot("cpu"))
+
+    def local(x, shares, up, down, chosen, cotangent):
+        x, shares, chosen = collectives.vary((x, shares, chosen), split or ())
+        up, down = collectives.vary((up, down), tuple(axis for axis in rows if axis != "expert"))
+        total, y = run(exchange, x, shares, up, down, chosen, cotangent)
+        total = collectives.all_reduce(total, (*rows, split) if split else rows)
+        return total, collectives.all_reduce(y, split) if split else y
+
+    experts = (P("expert", None, None, split), P("expert", split))
+    sharded = jax.shard_map(
+        local,
+        mesh=spec.build(jax.devices()[: spec.num_devices]),
+        in_specs=(P(rows), P(rows), *experts, P(rows), P(rows)),
+        out_specs=(P(), P(rows)),
+    )
+    results = []
+    for function in (sharded, partial(run, every_expert)):
+        gradients = jax.jit(jax.value_and_grad(function, (0, 1, 2, 3), has_aux=True))
+        (_, y), grads = gradients(*inputs, chosen, cotangent)
+        results.append((y, *grads))
+    for ours, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_ties_go_to_the_lowest_expert_and_losses_equal_their_definition():
+    """The last row has no trained tokens, so its balance and logits have no effect."""
+    config = dataclasses.replace(CONFIGS["experts"], num_layers=1)
+    init, _, bind = layers.functional(lambda rngs: Experts(config, rngs))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 16, 32)).astype(np.float32)
+    router = rng.normal(size=(32, 8)).astype(np.float32)
+    router[:, 5] = router[:, 2]
+    weights = rng.random((3, 16)).astype(np.float32)
+    weights[2] = 0
+    real = np.ones((3, 16), np.float32)
+    real[0, 12:] = 0
+    aux = {"weights": jnp.array(weights), "real": jnp.array(real)}
+    params = init(jax.random.key(0))
+    route = lambda router: bind({**params, "router": router}).route(jnp.array(x), aux, Context())
+    routing, sums = route(jnp.array(router))
+    logits = x.astype(np.float64) @ router
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    order = np.argsort(-p.astype(np.float32), -1, kind="stable")[..., :3]
+    np.testing.assert_array_equal(routing.experts, order)
+    assert any(2 in row and 5 not in row for row in order.reshape(-1, 3))
+    shares = np.take_along_axis(p, order, -1)
+    np.testing.assert_allclose(routing.shares, shares / shares.sum(-1, keepdims=True), rtol=1e-5)
+    balance, z, loads = 0.0, 0.0, []
+    for row in range(3):
+        kept = real[row] > 0
+        load = np.bincount(order[row][kept].ravel(), minlength=8) / (3 * kept.sum())
+        loads.append(load.astype(np.float32))
+        balance += weights[row].sum() * 8 * (load * p[row][kept].mean(0)).sum()
+        z += (weights[row] * np.log(np.exp(logits[row]).sum(-1)) ** 2).sum()
+    assert float(sums["balance"]) == pytest.approx(balance, rel=1e-5)
+
+    def losses(router):
+        """Return the balance loss with constant loads, and the z-loss, of the first two rows."""
+        logits = jnp.array(x) @ router
+        mean = [jax.nn.softmax(logits[r])[real[r] > 0].mean(0) for r in range(2)]
+        balance = sum(weights[r].sum() * 8 * jnp.sum(loads[r] * mean[r]) for r in range(2))
+        return 0.1 * balance + 0.01 * jnp.sum(weights * jax.nn.logsumexp(logits, -1) ** 2)
+
+    actual = lambda router: route(router)[1]["aux_loss"]
+    ours, expected = (jax.grad(f)(jnp.array(router)) for f in (actual, losses))
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    assert float(sums["aux_loss"]) == pytest.approx(0.1 * balance + 0.01 * z, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
+    """Each expert's matrix is orthogonalized, or factored, by itself."""
+    rule = lambda case: make_optimizer(
+        OptimConfig(optimizer=optimizer, weight_decay=0.0),
+        model_of("experts").axes,
+        layout_of(case).shardings(layout_of(case).moment_specs(model_of("experts").axes)),
+    )
+    updated = []
+    for case in (Case("experts", "1"), Case("experts", "fsdp=2,ep=2,tp=2")):
+        step, state = step_of(case, rule=rule(case))
+        for _ in range(2):
+            state, _ = step.train(state, place_batch(text_batch(), step.batch_sharding), np.inf)
+        updated.append(jax.device_get(state.params))
+    # Muon and Adafactor divide by norms: rounding of small gradients grows to this share of a step.
+    assert distance(*updated) <= 1e-3 * LEARNING_RATE
+
+
+@pytest.mark.parametrize("mesh", ["ep=8", "fsdp=2,ep=2,tp=2", "pp=2,ep=2,cp=2"])
+def test_audit_of_a_sparse_model_is_clean(mesh):
+    config = RunConfig(
+        model=CONFIGS["experts"],
+        mesh=MeshConfig(shape=mesh),
+        train=TrainConfig(global_batch_size=16, seq_len=16),
+        precision=PrecisionConfig(compute_dtype="float32"),
+    )
+    audit = audit_parts(assemble(config, jax.devices()))
+    assert audit.is_clean and "expert" in {axis for t in audit.transfers for axis in t.axes}
+
+
+def test_generation_of_sharded_experts_equals_one_device():
+    model = model_of("experts")
+    params = initial_state("experts").params
+    prompts = [np.arange(1, 8), np.array([3]), np.arange(20, 32)]
+    texts = []
+    for mesh in ("1", "ep=2,tp=2", "fsdp=2,ep=4"):
+        layout = layout_of(Case("experts", mesh))
+        placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
+        decoder = Decoder(
+            model, placed, layout, plan_of(model, layout), TextSettings(temperature=0.0)
+        )
+        texts.append(list(decoder.tokens(prompts, max_new_tokens=6)))
+    assert texts[0] == texts[1] == texts[2]
+    # The path of training, without a cache, continues the longest prompt in the same way.
+    tokens = np.concatenate([prompts[2], [column[2] for column in texts[0]]])[None, :-1]
+    logits = logits_of(model, params, {"tokens": tokens.astype(np.int32)})
+    assert [column[2] for column in texts[0]] == logits[0, 11:].argmax(-1).tolist()
+
+
+def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
+    flags = [
+        "--model.num-experts=8", "--model.mlp-dim=32", "--checkpoint.save_interval_steps=2",
+        "--eval.interval_steps=0", "--optim.schedule=constant", f"--run-dir={tmp_path}",
+    ]  # fmt: skip
+    for steps, mesh in ((2, "fsdp=2,ep=4"), (4, "ep=4,tp=2"), (6, "dp=8")):
+        assert run_here("train", *tiny(*flags, f"--mesh={mesh}", f"--steps={steps}")) == 0
+    whole = tmp_path.with_name("one")
+    flags[-1] = f"--run-dir={whole}"
+    assert run_here("train", *tiny(*flags, "--mesh=fsdp=8", "--steps=6")) == 0
+    expected = [r["loss"] for r in records(whole, "train")]
+    assert [r["loss"] for r in records(tmp_path, "train")] == pytest.approx(expected, rel=2e-5)
+    assert {"balance", "largest_load", "router_entropy"} <= records(whole, "train")[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        (["--mesh=ep=8"], ["ep=8", "fsdp=8", "model.num_experts"]),
+        (
+            ["--model.num-experts=6", "--mesh=ep=4,tp=2"],
+            ["ep=4", "model.num_experts=6", "1, 2, 3 or 6"],
+        ),
+        (["--model.num-experts=2", "--model.experts-per-token=3"], ["=3", "num_experts=2"]),
+        (["--model.num-experts=4", "--model.bias=mlp"], ["'mlp'", "model.bias"]),
+        (["--model.num-experts=4", "--lora.rank=4"], ["lora.targets", "attention"]),
+        (["--model.num-experts=4", "--precision.matmul-dtype=fp8"], ["matmul_dtype=fp8", "auto"]),
+    ],
+)
+def test_conflicts_with_experts_are_rejected(flags, facts):
+    with refused(*facts):
+        read_run(["--simulate=8", *flags], command="test")
+
+
+def test_preference_tuning_of_experts_is_rejected():
+    run = dict(seq_len=16, num_tokens=0, tokenizer="bytes", simulate=0, matmul_dtype="auto")
+    (problem,) = CONFIGS["experts"].run_problems(objective="dpo", **run)
+    assert not missing(problem, "objective.kind=dpo", "model.num_experts=8", "cross_entropy")
+    assert CONFIGS["rotary"].run_problems(objective="dpo", **run) == []
+
+
+def test_plan_counts_active_work_and_all_memory():
+    """Llama's shapes with 8 experts of half the width: 2 of 8 do the work of one MLP."""
+    dense = DecoderConfig(d_model=512, num_layers=4, mlp_dim=2048)
+    sparse = dataclasses.replace(dense, num_experts=8, mlp_dim=1024)
+    jobs = [
+        Job.of(
+            RunConfig(model=model, train=TrainConfig(global_batch_size=16, seq_len=512)),
+            MeshSpec.parse(mesh),
+            Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8),
+        )
+        for model, mesh in ((dense, "fsdp=8"), (sparse, "fsdp=8"), (sparse, "fsdp=4,ep=2"))
+    ]
+    one, *others = (model_flops_per_token(job) for job in jobs)
+    router = 6 * 4 * 512 * 8
+    assert others == [one + router] * 2
+    assert num_params(jobs[1].model, 0.25) == num_params(jobs[0].model) + 4 * 512 * 8
+    stored = [job.total(job.weights, "param") for job in jobs]
+    added = 4 * (3 * 512 * (8 * 1024 - 2048) + 512 * 8)
+    assert [s - stored[0] for s in stored[1:]] == [added / 8] * 2
+    (flow,) = [f for f in flows_of(jobs[2]) if f.purpose == "tokens for experts"]
+    assert flow.axes == ("expert",) and flow.kind == "all-to-all"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "sizes", [(5, 0, 130, 7), (0, 0, 0, 0), (0, 200, 0, 0), (64, 64, 64, 8), (1, 1, 1, 1)]
+)
+def test_grouped_product_equals_one_product_per_group(platform, sizes):
+    """Rows after the last group give 0 and get no gradient."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(200, 12)), rng.normal(size=(4, 12, 6))
+    groups = np.repeat(np.arange(5), (*sizes, 200 - sum(sizes)))
+    dot = make_grouped_dot(platform)
+    out = rng.normal(size=(200, 6))
+
+    def loss(x, w):
+        y = dot(x, w, jnp.array(sizes, jnp.int32))
+        return jnp.sum(y * jnp.array(out, jnp.float32)), y
+
+    (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        jnp.array(x, jnp.float32), jnp.array(w, jnp.float32)
+    )
+    padded = np.concatenate([w, np.zeros((1, 12, 6))])
+    expected = np.einsum("rd,rdf->rf", x, padded[groups])
+    dx = np.einsum("rf,rdf->rd", out, padded[groups])
+    dw = np.stack([x[groups == g].T @ out[groups == g] for g in range(4)])
+    for actual, correct in [(y, expected), (grads[0], dx), (grads[1], dw)]:
+        np.testing.assert_allclose(actual, correct, atol=1e-6 * (1 + np.abs(correct).max()))
