@@ -12,6 +12,7 @@ from jaxdist.plan.estimate.search import Candidate, search
 GPUS = {
     "qwen3_0.6b": "l4:8",
     "qwen3_8b": "h100:8",
+    "qwen3_30b_a3b": "h100:8",
     "llama3_8b": "h100:8",
     "llama3_70b": "h100:128",
     "llama3_405b": "h100:512",

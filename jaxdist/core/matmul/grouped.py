@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from jaxdist.core import collectives
 from jaxdist.core.types import Array
 
-_CPU_BLOCK, _GPU_BLOCK = 64, 256
-"""Maximum number of rows in a block."""
+_CPU_BLOCK, _GPU_BLOCK = 64, 1024
+"""Maximum number of rows in a block. Each one starts several kernels on a GPU."""
 
 
 def make_grouped_dot(platform: str) -> Callable[..., Array]:
@@ -30,20 +30,21 @@ def make_grouped_dot(platform: str) -> Callable[..., Array]:
     give 0. Sums are float32, the result has the dtype of x.
     """
     # A loop whose number of iterations is computed on a GPU makes the host wait for it.
-    most, is_static = (_CPU_BLOCK, False) if platform == "cpu" else (_GPU_BLOCK, True)
+    is_static = platform != "cpu"
 
     def dot(x: Array, w: Array, sizes: Array) -> Array:
         """Return the products [rows, out] of x [rows, in]."""
         axes = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
-        block = max(8, min(most, _power_of_two(x.shape[0] // w.shape[0])))
+        block = block_rows(x.shape[0], w.shape[0], platform)
         return _grouped(*collectives.vary((x, w, sizes), axes), block, is_static)
 
     return dot
 
 
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is at most `number`; 1 for 0."""
-    return 1 << max(0, number.bit_length() - 1)
+def block_rows(rows: int, groups: int, platform: str) -> int:
+    """Return the number of rows in a block: a power of two up to the mean size of a group."""
+    power = 1 << max(0, (rows // groups).bit_length() - 1)
+    return max(8, min(_CPU_BLOCK if platform == "cpu" else _GPU_BLOCK, power))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

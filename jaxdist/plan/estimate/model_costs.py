@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jaxdist.core.matmul.grouped import block_rows
 from jaxdist.core.parallel.expert import EXPERT, FACTOR
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -80,6 +81,10 @@ class ModelCosts:
         """Return the work of the embedding, unless `head` includes it."""
         return Work()
 
+    def expert_launches(self) -> float:
+        """Return the seconds of starting the kernels of one layer's experts, in every pass."""
+        return 0.0
+
     def product_shapes(self) -> list[tuple[Shape, int]]:
         """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
         wide = 8192
@@ -134,6 +139,13 @@ _RECOMPUTED_UNROLLED = 0.75
 1.7B model: "dots" takes 12 ms more than "none"."""
 
 
+_EXPERT_PASSES = 3
+"""Passes over the rows of experts: sorted, exchanged or copied, and added up. Not measured."""
+
+_KERNELS_PER_BLOCK, _KERNEL_S = 4, 4e-6
+"""Kernels that copy and multiply one block of rows of an expert, and the time to start one."""
+
+
 class DecoderCosts(ModelCosts):
     """Costs of a decoder; widths are elements per token on one device."""
 
@@ -167,6 +179,7 @@ class DecoderCosts(ModelCosts):
         weights = self.d_model * (2 * self.queries + 2 * self.keys + self.up + self.hidden)
         elements = passes.query_passes * (self.queries + self.keys)
         elements += passes.hidden_passes * (self.up + self.hidden) / 2
+        elements += _EXPERT_PASSES * self.expert_rows / job.tokens
         stream = passes.stream_passes * self.d_model * job.stream_tokens
         scores = attention.keys_seen(job) * self.queries
         return Work(
@@ -224,7 +237,7 @@ class DecoderCosts(ModelCosts):
         tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage)
         chunk = max(1, job.loss_chunk)
         # The experts of a device share the rows; each has a part of `up` and `hidden`.
-        experts = max(1, self.shape.num_experts // job.spec[EXPERT])
+        experts = self.local_experts
         parts = max(1, self.shape.experts_per_token)
         rows = max(1, tokens * parts // experts)
         return [
@@ -283,6 +296,20 @@ class DecoderCosts(ModelCosts):
         norms = 3 * self.shape.num_norms * job.stream_tokens * self.d_model
         products += self.expert_rows // job.tokens
         return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
+
+    def expert_launches(self) -> float:
+        """Return the seconds of starting the kernels of one layer's experts, in every pass."""
+        if not self.shape.experts_per_token:
+            return 0.0
+        rows, groups = self.expert_rows // (2 * self.d_model), self.local_experts
+        blocks = rows // block_rows(rows, groups, "gpu") + groups
+        products = 6 + 2 * (not self.job.keeps("mlp_hidden"))
+        return products * blocks * _KERNELS_PER_BLOCK * _KERNEL_S
+
+    @property
+    def local_experts(self) -> int:
+        """Number of experts on a device; 1 for an MLP."""
+        return max(1, self.shape.num_experts // self.job.spec[EXPERT])
 
     @property
     def expert_rows(self) -> int:

@@ -265,15 +265,15 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     ends = costs.head() + costs.embedding()
     extra, launch = microbatch_extra(job), rates.software.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches
+    launches = (3 * launch + costs.expert_launches()) * layers * count
     # Passes that an objective computes first; a third of the work of the ends is forward.
     passes = getattr(job.model.objective, "extra_forwards", 0)
     first = (forward * layers + ends * (1 / 3)) * (passes * count)
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count + first
-        return total, 0.0, 3 * launch * layers * count
+        return total, 0.0, launches
     total = (forward + backward) * (layers * count) + ends * count + extra + first
     spent = rates.seconds(total)
-    launches = 3 * launch * layers * count
     actions = {"forward": rates.seconds(forward), "backward": rates.seconds(backward)}
     duration = sum(actions[kind] * n for kind, n in job.stages.ticks.items())
     duration *= job.layers_per_virtual_stage
