@@ -83,6 +83,16 @@ VARIANTS = {
     "mixtral": DecoderConfig(
         **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, sliding_window=5
     ),
+    "qwen2_moe": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        bias=["qkv"],
+        num_experts=5,
+        experts_per_token=2,
+        norm_topk=False,
+        shared_expert_dim=24,
+        shared_expert_gate=True,
+    ),
     "qwen3_moe": DecoderConfig(
         **SIZES,
         num_kv_heads=2,

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 58_170,
-    "package code lines": 41_010,
-    "test lines": 43_450,
+    "package lines": 58_280,
+    "package code lines": 41_110,
+    "test lines": 43_480,
     "two-way folder pairs": 0,
-    "settings of a run": 142,
+    "settings of a run": 144,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

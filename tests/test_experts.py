@@ -53,7 +53,7 @@ from jaxdist.run.text_settings import TextSettings
 
 PART = 1e-6  # of the norm of a part's gradients: order of float32 sums
 LOSSES = 2e-6  # relative, over 20 steps: routers have no ties
-PARTS = {"router", "up", "down", "qkv", "table", "kernel"}
+PARTS = {"router", "up", "down", "shared_gate", "qkv", "table", "kernel"}
 
 
 def parts_of(tree) -> dict[str, list]:

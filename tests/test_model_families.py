@@ -29,6 +29,7 @@ TOLERANCE = 2e-5
 
 EXPERT_KEYS = {
     "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "olmoe": "num_experts",
 }
@@ -75,10 +76,12 @@ def reference_of(name, config):
                 EXPERT_KEYS[name]: config.num_experts,
                 "num_experts_per_tok": config.experts_per_token,
             }
-        if name in ("qwen3_moe", "olmoe"):
+        if name in ("qwen2_moe", "qwen3_moe", "olmoe"):
             common["norm_topk_prob"] = config.norm_topk
-        if name == "qwen3_moe":
+        if name in ("qwen2_moe", "qwen3_moe"):
             common["moe_intermediate_size"] = config.mlp_dim
+        if config.shared_expert_dim:
+            common["shared_expert_intermediate_size"] = config.shared_expert_dim
         if name.startswith("gemma"):
             common |= gemma_keys(name, config)
         kinds = {
@@ -91,6 +94,7 @@ def reference_of(name, config):
             "olmo2": transformers.Olmo2Config,
             "phi3": transformers.Phi3Config,
             "mixtral": transformers.MixtralConfig,
+            "qwen2_moe": transformers.Qwen2MoeConfig,
             "qwen3_moe": transformers.Qwen3MoeConfig,
             "olmoe": transformers.OlmoeConfig,
             "gemma2": transformers.Gemma2Config,

@@ -83,6 +83,8 @@ CONFIGS = {
         head_dim=8,
         num_experts=8,
         experts_per_token=3,
+        shared_expert_dim=16,
+        shared_expert_gate=True,
         balance_loss=0.1,
         router_z_loss=0.01,
     ),

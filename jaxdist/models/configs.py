@@ -236,6 +236,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             "mlp": self.mlp_dim,
             "positions": self.max_seq_len,
             **({"experts": self.num_experts} if self.num_experts else {}),
+            **({"shared_mlp": self.shared_expert_dim} if self.shared_expert_dim else {}),
         }
 
     @property
@@ -255,6 +256,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             softcap=self.attention_softcap,
         )
 
+    rules: ClassVar[Mapping[str, str | None]] = {"shared_mlp": "tensor"}
     sequence: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
@@ -267,6 +269,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "kv_heads": "model.num_kv_heads",
         "mlp": "model.mlp_dim",
         "experts": "model.num_experts",
+        "shared_mlp": "model.shared_expert_dim",
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:

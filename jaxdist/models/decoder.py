@@ -90,6 +90,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         init=init,
         axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
         dims=config.dims,
+        rules=config.rules,
         embed=embed,
         prepare=prepare_aux,
         block=block,
@@ -223,6 +224,12 @@ class Block(nnx.Module):
             self.attention_out_norm, self.mlp_out_norm = _norm(config), _norm(config)
         self.attention = Attention(config, rngs)
         self.mlp = Experts(config, rngs) if config.num_experts else Mlp(config, rngs)
+        if width := config.shared_expert_dim:
+            self.shared = Mlp(dataclasses.replace(config, mlp_dim=width), rngs, "shared_mlp")
+        if config.shared_expert_gate:
+            self.shared_gate = layers.weight(
+                rngs, (config.d_model, 1), config.init_std, "d_model", None
+            )
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
@@ -255,8 +262,15 @@ class Block(nnx.Module):
             return context.leave(self.mlp(context.enter(x), context)), {}
         # Route before `enter`, after which sums over tokens would count once per tensor device.
         routing, sums = self.mlp.route(x, aux, context)
-        routing = Routing(*map(context.enter, routing))
-        return context.leave(self.mlp(context.enter(x), routing, context)), sums
+        routing, x = Routing(*map(context.enter, routing)), context.enter(x)
+        out = self.mlp(x, routing, context)
+        if self.config.shared_expert_dim:
+            shared = self.shared(x, context)
+            if self.config.shared_expert_gate:
+                dims = "batch seq d_model, d_model one -> batch seq one"
+                shared = shared * jax.nn.sigmoid(context.dot(dims, x, self.shared_gate[...]))
+            out = out + shared
+        return context.leave(out), sums
 
     def _normed(self, name: str, x: Array) -> Array:
         """Apply the norm `name` to x [batch, seq_shard, d_model] if the block has it."""
@@ -369,14 +383,14 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU, GeGLU (Shazeer 2020) or GELU MLP on this device's shard of the hidden width."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dim: str = "mlp"):
         d, hidden = config.d_model, config.mlp_dim
         ways = 1 if config.activation == "gelu" else 2
         std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
-        self.up = layers.weight(rngs, (d, ways, hidden), std, "d_model", None, "mlp")
-        self.down = layers.weight(rngs, (hidden, d), out_std, "mlp", "d_model")
+        self.up = layers.weight(rngs, (d, ways, hidden), std, "d_model", None, dim)
+        self.down = layers.weight(rngs, (hidden, d), out_std, dim, "d_model")
         if "mlp" in config.bias:
-            self.up_bias = layers.filled(0.0, (ways, hidden), None, "mlp")
+            self.up_bias = layers.filled(0.0, (ways, hidden), None, dim)
             self.down_bias = layers.filled(0.0, (d,), "d_model")
         self.config = config
 

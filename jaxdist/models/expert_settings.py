@@ -21,6 +21,15 @@ class ExpertSettings:
     norm_topk: bool = setting(
         True, "divide the router's probabilities of a token's experts by their sum"
     )
+    shared_expert_dim: int = setting(
+        0,
+        "width of an MLP that processes every token too; 0 = none",
+        ge=0,
+        le=2**24,
+    )
+    shared_expert_gate: bool = setting(
+        False, "multiply the shared MLP's output by a sigmoid of the token (Qwen 2 MoE)"
+    )
     balance_loss: float = setting(
         0.01,
         "factor of the balance loss: num_experts × the sum over experts of the share of a row's "
@@ -56,8 +65,15 @@ class ExpertSettings:
     def expert_problems(self, bias: Sequence[str]) -> list[str]:
         """Return the errors between settings of experts."""
         if not self.num_experts:
-            return []
+            return [
+                f"model.shared_expert_dim={self.shared_expert_dim} without model.num_experts. "
+                "Set it, or use model.mlp_dim."
+            ] * bool(self.shared_expert_dim)
         problems = []
+        if self.shared_expert_gate and not self.shared_expert_dim:
+            problems.append(
+                "model.shared_expert_gate without a shared MLP. Set model.shared_expert_dim."
+            )
         if self.experts_per_token > self.num_experts:
             problems.append(
                 f"model.experts_per_token={self.experts_per_token} is larger than "

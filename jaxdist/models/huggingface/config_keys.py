@@ -52,6 +52,12 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "llama": _LLAMA_ONLY,
     "mixtral": {name: int for name in _EXPERTS if name != "num_experts"},
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "moe_intermediate_size": int,
+        "shared_expert_intermediate_size": int,
+        "norm_topk_prob": bool,
+    },
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": int, "norm_topk_prob": bool},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
@@ -81,6 +87,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     olmoe=dict(
         _DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64,
         num_experts_per_tok=8, norm_topk_prob=False,
+    ),
+    qwen2_moe=dict(
+        _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=16, num_experts=60,
+        num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+        norm_topk_prob=False,
     ),
     qwen3_moe=dict(
         _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=4, num_local_experts=128,
@@ -138,6 +149,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
     "clip_qkv": (),
+    "qkv_bias": (True,),
 }
 """Values for which our decoder computes the same function as transformers."""
 
@@ -173,8 +185,10 @@ _HARMLESS_IN_FAMILY = {
     ("phi3", "original_max_position_embeddings"),
     ("gemma2", "hidden_act"),
     ("gemma3_text", "hidden_act"),
+    ("qwen2_moe", "sliding_window"),
 }
-"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of transformers."""
+"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of
+transformers. Qwen2-MoE has a window only with `use_sliding_window`."""
 
 
 def key_problems(hf: Any, family: str) -> list[str]:

@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -155,7 +156,11 @@ def family_of(config: DecoderConfig) -> str:
 def _sparse_family_of(config: DecoderConfig) -> str:
     plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
     parts = (config.positions, config.norm, config.activation, config.norm_placement)
-    if plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
+    if plain and parts == ("rotary", "rms", "swiglu", "pre") and config.shared_expert_dim:
+        is_qwen = config.bias == ["qkv"] and config.shared_expert_gate
+        if is_qwen and config.qk_norm == "none" and not config.sliding_window:
+            return "qwen2_moe"
+    elif plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
         usual_width = config.head_width * config.num_heads == config.d_model
         if config.qk_norm == "none" and config.norm_topk:
             return "mixtral"
@@ -213,24 +218,35 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     if config.num_experts:
         hf[_NUM_EXPERTS[family]] = config.num_experts
         hf["num_experts_per_tok"] = config.experts_per_token
-        if family == "qwen3_moe":
+        if family in ("qwen2_moe", "qwen3_moe"):
             hf |= {"moe_intermediate_size": config.mlp_dim, "decoder_sparse_step": 1}
+        if family == "qwen2_moe":
+            hf["shared_expert_intermediate_size"] = config.shared_expert_dim
         if family != "mixtral":
             hf["norm_topk_prob"] = config.norm_topk
     return hf
 
 
-_NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
+_NUM_EXPERTS = {
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+    "olmoe": "num_experts",
+}
 
 
 def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the settings of experts; newer Qwen3-MoE files name their number as Mixtral does."""
     count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
-    return {
+    shared: dict[str, Any] = {}
+    if family == "qwen2_moe":
+        width = hf["shared_expert_intermediate_size"]
+        shared = {"shared_expert_dim": width, "shared_expert_gate": True}
+    return shared | {
         "num_experts": count,
         "experts_per_token": hf["num_experts_per_tok"],
         "norm_topk": family == "mixtral" or hf["norm_topk_prob"],
-        **({"mlp_dim": hf["moe_intermediate_size"]} if family == "qwen3_moe" else {}),
+        **({"mlp_dim": hf["moe_intermediate_size"]} if "moe_intermediate_size" in hf else {}),
     }
 
 
@@ -246,7 +262,7 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
     if kind == "yarn":  # the default of transformers
         scaling.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     width = hf["head_dim"] or hf["hidden_size"] // heads
-    biases: list[Any] = ["qkv"] if family == "qwen2" else []
+    biases: list[Any] = ["qkv"] if family in ("qwen2", "qwen2_moe") else []
     if family == "llama":
         biases += ["qkv", "out"] if hf["attention_bias"] else []
         biases += ["mlp"] if hf["mlp_bias"] else []

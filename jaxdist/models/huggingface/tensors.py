@@ -4,7 +4,7 @@ Values are moved without arithmetic, so a round trip is exact.
 
 References:
     The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, Mixtral,
-    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints have them.
+    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in saved checkpoints.
 """
 
 from __future__ import annotations
@@ -222,11 +222,27 @@ def _experts(
         for i in experts
     ]
     yield "mlp/down", (config.num_experts, mlp, d), downs
+    if width := config.shared_expert_dim:
+        gates = [
+            Source(
+                f"{module}.shared_expert.{name}.weight",
+                (width, d),
+                (width, d, 1),
+                (1, 2, 0),
+                (0, way, 0),
+            )
+            for way, name in enumerate((gate, up))
+        ]
+        yield "shared/up", (d, 2, width), gates
+        last = _turned(f"{module}.shared_expert.{down}.weight", d, width)
+        yield "shared/down", (width, d), [last]
+        yield "shared_gate", (d, 1), [_turned(f"{module}.shared_expert_gate.weight", 1, d)]
 
 
 _PROJECTIONS = ("mlp", "gate_proj", "up_proj", "down_proj")
 _EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,
     "olmoe": _PROJECTIONS,
 }

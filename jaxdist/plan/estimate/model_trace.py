@@ -189,10 +189,11 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
             norms.update(dict.fromkeys(("all", "last"), name in ("rsqrt", "sqrt")))
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
     num_experts = model.dims.get("experts", 0)  # the router's product has an output for each
-    outputs, products = (
-        outputs - seq_len * num_experts,
-        products - 2 * seq_len * d_model * num_experts,
-    )
+    others = num_experts
+    if "shared_mlp" in model.dims:  # its last product, and one output for its gate
+        gates = sum(dims[-2:] == ("d_model", None) for dims in jax.tree.leaves(model.axes)) - 1
+        outputs, others = outputs - seq_len * d_model, others + gates
+    outputs, products = outputs - seq_len * others, products - 2 * seq_len * d_model * others
     up = outputs / seq_len - queries - 2 * keys - 2 * d_model
     hidden = products / (2 * seq_len * d_model) - 2 * queries - 2 * keys - up
     head = _head(model, seq_len)
@@ -212,7 +213,8 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         vocab=vocab,
         vocab_dim=max(dims, key=lambda dim: (model.dims.get(dim) == vocab, dim == "vocab", dim)),
         num_norms=norms["all"],
-        num_layer_norms=norms["all"] if sums > norms["all"] else 0,
+        # A router sums over its experts as a layer norm does over its inputs.
+        num_layer_norms=norms["all"] if sums > norms["all"] and not num_experts else 0,
         norms_mlp_output=norms["last"] > 0,
         marks=frozenset(marks - {_ATTEND} | {"attention"}),
         call=call,
