@@ -34,7 +34,7 @@ def make_grouped_dot(platform: str) -> Callable[..., Array]:
 
     def dot(x: Array, w: Array, sizes: Array) -> Array:
         """Return the products [rows, out] of x [rows, in]."""
-        axes = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
+        axes = tuple(sorted(collectives.varying_axes(x) | collectives.varying_axes(w)))
         block = block_rows(x.shape[0], w.shape[0], platform)
         return _grouped(*collectives.vary((x, w, sizes), axes), block, is_static)
 

@@ -71,7 +71,7 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
         """Return the sum [batch, seq, d_model] of the shares of all experts' outputs."""
         tokens, chosen, shares = experts.flatten(x, routing)
         inputs = _Inputs(tokens, shares, up, down)
-        axes = tuple({axis for array in inputs for axis in collectives.varying_axes(array)})
+        axes = tuple(sorted({axis for array in inputs for axis in collectives.varying_axes(array)}))
         inputs = collectives.vary(inputs, axes)
         plan = _plan(collectives.vary(chosen, axes), up.shape[0])
         capacity = _capacity(chosen.size)
