@@ -379,7 +379,7 @@ def test_a_lock_is_released_only_after_a_pending_heartbeat_is_written(tmp_path, 
     write = lock.LockFile.write
 
     def slow_write(file, data):
-        if threading.current_thread().name == "checkpoint-lock":
+        if threading.current_thread() is held._beating:  # locks of other tests may beat too
             beating.set()
             done.wait(10)
             order.append("beat")
@@ -387,7 +387,8 @@ def test_a_lock_is_released_only_after_a_pending_heartbeat_is_written(tmp_path, 
 
     monkeypatch.setattr(lock.LockFile, "write", slow_write)
     close = lock.LockFile.close
-    monkeypatch.setattr(lock.LockFile, "close", lambda file: (order.append("close"), close(file)))
+    closed = lambda file: (order.append("close") if file is held._file else None, close(file))
+    monkeypatch.setattr(lock.LockFile, "close", closed)
     held.acquire()
     assert beating.wait(10)
     threading.Timer(0.1, done.set).start()
