@@ -301,9 +301,11 @@ class RunConfig:
     def state_bytes(self, model: Model) -> int:
         """Return the bytes of parameters, EMA, gradients and moments of the model, as stored."""
         of_trained = _GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes
-        return sum(
-            weight.size * (weight.num_bytes + (weight.dims.update != "none") * of_trained)
-            for weight in weights_of(model)
+        return round(
+            sum(
+                weight.size * (weight.num_bytes + (weight.dims.update != "none") * of_trained)
+                for weight in weights_of(model)
+            )
         )
 
     def _path_problems(self) -> list[str]:

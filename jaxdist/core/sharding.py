@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.axis import Axis, spec_over
+from jaxdist.core.axis import Axis, axes_of, spec_over
 from jaxdist.core.mesh import MeshSpec, notation
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.tensor import TENSOR
@@ -171,6 +172,18 @@ class Layout:
     def gradient_specs(self, dims: Any) -> Any:
         """Return specs of a microbatch's gradients during accumulation; as `param_specs`."""
         return self.moment_specs(dims) if self.zero >= 2 else self.param_specs(dims)
+
+    def divisible(self, spec: P, shape: tuple[int, ...]) -> P:
+        """Return `spec` without the axes of dims that the devices cannot divide evenly."""
+        entries = [
+            entry
+            if size % math.prod(self.mesh.shape[axis] for axis in axes_of(P(entry))) == 0
+            else None
+            for entry, size in zip(spec, shape, strict=False)
+        ]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return P(*entries)
 
     def batch_spec(self) -> P:
         """Return the spec of a batch: rows and positions over the axes that split them."""

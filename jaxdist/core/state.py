@@ -154,14 +154,19 @@ def opt_shardings(
     *,
     offload: bool = False,
 ) -> Any:
-    """Return shardings of the optimizer state; only leaves with parameter shapes are sharded."""
+    """Return shardings of the optimizer state.
+
+    Leaves with as many dims as their parameter are sharded like its moments; dims that the devices
+    cannot divide, and other leaves, are replicated.
+    """
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     opt_state = jax.eval_shape(optimizer.init, params)
     specs = layout.moment_specs(trained(model.axes, model.axes))
 
     def leaf(moment: Any, param: Any, spec: P) -> Any:
-        fits = param is not None and moment.shape == param.shape
-        return layout.sharding(spec if fits else P(), "pinned_host" if offload else None)
+        fits = param is not None and moment.ndim == param.ndim
+        spec = layout.divisible(spec, moment.shape) if fits else P()
+        return layout.sharding(spec, "pinned_host" if offload else None)
 
     return optax.tree_utils.tree_map_params(
         optimizer,

@@ -8,6 +8,9 @@ from typing import Literal
 
 from jaxdist.settings import setting
 
+_INT8_BYTES = 1 + 4 / 256
+"""Bytes of a moment in 8 bits: a code, and a float32 scale per block (`optim/int8.py`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -63,8 +66,10 @@ class OptimConfig:
         "PATTERN:lr=FACTOR:weight_decay=VALUE, e.g. embed:lr=0.1 or */bias:weight_decay=0; names "
         "as in freeze, with * and ?; the first match applies",
     )
-    moment_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "storage of momentum and first moments; second moments stay float32"
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        "storage of momentum and first moments; bfloat16 keeps second moments in float32, int8 "
+        "stores both in 8 bits with a scale per 256 values (not in adafactor)",
     )
     ema_decay: float = setting(
         0.0,
@@ -75,11 +80,22 @@ class OptimConfig:
     )
 
     @property
-    def moment_bytes(self) -> int:
+    def rule_dtype(self) -> str:
+        """Dtype of first moments between updates, before they are stored in 8 bits."""
+        return "float32" if self.moment_dtype == "int8" else self.moment_dtype
+
+    @property
+    def second_moment_bytes(self) -> float:
+        """Bytes per parameter of AdamW's second moments."""
+        return _INT8_BYTES if self.moment_dtype == "int8" else 4.0
+
+    @property
+    def moment_bytes(self) -> float:
         """Bytes of optimizer state per parameter, without row and column moments of Adafactor."""
-        momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]
+        momentum = {"float32": 4.0, "bfloat16": 2.0, "int8": _INT8_BYTES}[self.moment_dtype]
         # Muon stores only a momentum for hidden matrices, which are nearly all parameters.
-        return {"adamw": momentum + 4, "adafactor": 0}.get(self.optimizer, momentum)
+        both = momentum + self.second_moment_bytes
+        return {"adamw": both, "adafactor": 0.0}.get(self.optimizer, momentum)
 
     @property
     def ema_bytes(self) -> int:

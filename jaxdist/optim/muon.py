@@ -35,7 +35,7 @@ LLM Training", 2025, section 2.2)."""
 
 
 class MuonState(NamedTuple):
-    """Muon's momentum, in `optim.moment_dtype`, after int32 [] steps."""
+    """Muon's momentum, in `OptimConfig.rule_dtype`, after int32 [] steps."""
 
     step: Array
     momentum: Params
@@ -58,7 +58,7 @@ def scale_by_muon(
 
     def init(params: Any) -> MuonState:
         return MuonState(
-            jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=config.moment_dtype)
+            jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=config.rule_dtype)
         )
 
     def update(
@@ -76,7 +76,7 @@ def scale_by_muon(
             updates = jax.tree.map(direction, ahead, sides)
         else:
             updates = jax.tree.map(direction, ahead, sides, shardings)
-        return updates, MuonState(step, optax.tree.cast(momentum, config.moment_dtype))
+        return updates, MuonState(step, optax.tree.cast(momentum, config.rule_dtype))
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxdist.core.types import Dims, Params
 from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.groups import scale_by_groups
+from jaxdist.optim.int8 import Moment, in_8_bits
 from jaxdist.optim.muon import scale_by_muon
 
 
@@ -79,19 +81,26 @@ def hidden_matrices(axes: Params) -> Params:
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
-    return optax.scale_by_adam(
-        b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.moment_dtype
+    rule = optax.scale_by_adam(
+        b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.rule_dtype
     )
+    moments = {
+        "mu": Moment(config.beta1, 1 - config.beta1),
+        "nu": Moment(config.beta2, 1 - config.beta2, is_square=True),
+    }
+    return _stored(rule, config, axes, moments)
 
 
 def _sgd(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """SGD with momentum as in PyTorch: m = momentum * m + g; the update is m."""
-    return optax.trace(decay=config.momentum, accumulator_dtype=config.moment_dtype)
+    rule = optax.trace(decay=config.momentum, accumulator_dtype=config.rule_dtype)
+    return _stored(rule, config, axes, {"trace": Moment(config.momentum)})
 
 
 def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
-    return optax.scale_by_lion(b1=config.beta1, b2=config.beta2, mu_dtype=config.moment_dtype)
+    rule = optax.scale_by_lion(b1=config.beta1, b2=config.beta2, mu_dtype=config.rule_dtype)
+    return _stored(rule, config, axes, {"mu": Moment(config.beta2, 1 - config.beta2)})
 
 
 def _muon(
@@ -105,8 +114,20 @@ def _muon(
     )
     placed = None if shardings is None else hidden(shardings)
     muon = scale_by_muon(config, hidden(sides_of(axes)), placed)
+    momentum = {"momentum": Moment(config.momentum, 1 - config.momentum)}
+    muon = _stored(muon, config, axes, momentum)
     both = optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))
     return _without_holes(both)
+
+
+def _stored(
+    rule: optax.GradientTransformation,
+    config: OptimConfig,
+    axes: Params,
+    moments: Mapping[str, Moment],
+) -> optax.GradientTransformation:
+    """Return `rule`, with its moments in 8 bits if `optim.moment_dtype` is int8."""
+    return in_8_bits(rule, axes, moments) if config.moment_dtype == "int8" else rule
 
 
 def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:

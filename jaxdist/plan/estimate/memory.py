@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.models.weights import Weight
+from jaxdist.optim.int8 import is_eligible
 from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
@@ -117,13 +118,15 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 def moment_bytes(job: Job) -> float:
     """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
-    optim = job.config.optim
     total = 0.0
     for weight in job.trained:
+        optim = job.config.optim
+        if optim.moment_dtype == "int8" and not is_eligible(weight.shape, weight.is_stacked):
+            optim = dataclasses.replace(optim, moment_dtype="float32")
         if optim.optimizer == "adafactor":
             total += WIDE * _factored(job, weight)
         elif optim.optimizer == "muon" and not (weight.is_stacked and weight.is_matrix):
-            total += job.size(weight, "moment") * (optim.moment_bytes + WIDE)
+            total += job.size(weight, "moment") * (optim.moment_bytes + optim.second_moment_bytes)
         else:
             total += job.size(weight, "moment") * optim.moment_bytes
     return total

@@ -68,6 +68,10 @@ def _changes(choice: Candidate) -> Iterator[tuple[str, str, Job]]:
     if config.optim.moment_dtype == "float32" and config.optim.optimizer != "adafactor":
         changed = job.changed("optim", moment_dtype="bfloat16")
         yield "--optim.moment-dtype bfloat16", "first moments take half the bytes", changed
+    if config.optim.moment_dtype != "int8" and config.optim.optimizer != "adafactor":
+        changed = job.changed("optim", moment_dtype="int8")
+        why = "each moment takes one byte and a scale per 256 parameters"
+        yield "--optim.moment-dtype int8", why, changed
     rows = 0 if spec[PIPELINE] > 1 else job.rows
     while rows := rows // 2:
         batch = rows * spec.num_replicas
