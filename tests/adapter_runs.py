@@ -1,11 +1,14 @@
 """Runs that train adapters, and PEFT's tensors of them."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
+import pytest
 
 from jaxdist.config import RunConfig
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
@@ -14,8 +17,10 @@ from jaxdist.models.adapters import LoraConfig
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.models.huggingface.directory import read_model
 from jaxdist.optim import OptimConfig
+from jaxdist.run.setup import assemble
 
 STEPS, RATE = 20, 3e-3
+ROWS, SEQ, VOCAB = 8, 32, 96
 
 
 def adapter_run(
@@ -54,3 +59,79 @@ def peft_tensors(config, params) -> dict[str, np.ndarray]:
         adapter = {name.rpartition("/")[2]: np.asarray(flat[name][module.layer]) for name in own}
         tensors |= module.to_peft(adapter)
     return tensors
+
+
+def batches():
+    random = np.random.default_rng(5)
+    while True:
+        rows = random.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+        yield {
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "weights": np.ones((ROWS, SEQ), np.float32),
+        }
+
+
+def train(config, steps=STEPS):
+    """Return the losses, the parts, and the parameters before and after, in model order."""
+    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
+    parts = assemble(config, jax.devices()[:number])
+    state, losses = parts.init_state(), []
+    # B starts at zero, and then neither a wrong A nor a wrong base would show.
+    moved = lambda path, x: x + 0.02 * noise(path, x) if named(path).endswith("/b") else x
+    params = jax.tree_util.tree_map_with_path(moved, parts.in_model_order(state.params))
+    before = jax.tree.map(lambda x: np.array(x, copy=True), params)  # the step donates them
+    state = dataclasses.replace(state, params=parts.in_execution_order(params))
+    for batch in itertools.islice(batches(), steps):
+        placed = place_batch(batch, parts.step.batch_sharding)
+        state, metrics = parts.step.train(state, placed, np.inf)
+        losses.append(float(metrics["loss"]))
+    return losses, parts, before, jax.device_get(parts.in_model_order(state.params))
+
+
+def noise(path, x):
+    seed = len(named(path)) + x.ndim
+    return np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
+
+
+def train_with_peft(config, folder, before):
+    """Train adapters with PEFT next to the model at `folder`: losses, and their tensors after."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    settings = peft_format.write_config(config.model, config.lora, str(folder))
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    wrapped = peft.get_peft_model(
+        model,
+        peft.LoraConfig(**{k: v for k, v in settings.items() if k in names - {"inference_mode"}}),
+    )
+    start = {name: torch.from_numpy(x.copy()) for name, x in peft_tensors(config, before).items()}
+    result = peft.set_peft_model_state_dict(wrapped, start)
+    assert not result.unexpected_keys
+    moving = [p for p in wrapped.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in moving) == sum(x.numel() for x in start.values())
+    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
+                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
+    losses = []
+    for batch in itertools.islice(batches(), STEPS):
+        logits = wrapped(torch.from_numpy(batch["tokens"]).long()).logits
+        targets = torch.from_numpy(batch["targets"]).long()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        losses.append(loss.item())
+    return losses, {n: x.numpy() for n, x in peft.get_peft_model_state_dict(wrapped).items()}
+
+
+def check_equal_to_peft(config, losses, after, expected, end) -> None:
+    """Compare losses, and parameters after training with PEFT's tensors."""
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    ours = peft_tensors(config, after)
+    assert ours.keys() == end.keys()
+    for name, x in ours.items():
+        # Adam divides small gradients by small numbers: 20 steps of at most RATE each.
+        np.testing.assert_allclose(x, end[name], atol=2e-2 * STEPS * RATE, err_msg=name)

@@ -9,7 +9,16 @@ import re
 import jax
 import numpy as np
 import pytest
-from adapter_runs import RATE, STEPS, adapter_run, named, peft_tensors
+from adapter_runs import (
+    ROWS,
+    SEQ,
+    VOCAB,
+    adapter_run,
+    batches,
+    check_equal_to_peft,
+    train,
+    train_with_peft,
+)
 from commands import run_here
 from decoders import FAMILIES
 from hf_models import rewrite_tensors, write_model
@@ -24,9 +33,6 @@ from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
 from jaxdist.tools.convert.__main__ import main as convert
-
-ROWS, SEQ = 8, 32
-VOCAB = 96
 
 
 @pytest.fixture(scope="module")
@@ -52,39 +58,6 @@ def config_of(path, mesh="dp=1", microbatches=0, virtual=1, **lora) -> RunConfig
     )  # fmt: skip
 
 
-def batches():
-    random = np.random.default_rng(5)
-    while True:
-        rows = random.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
-        yield {
-            "tokens": rows[:, :-1],
-            "targets": rows[:, 1:],
-            "weights": np.ones((ROWS, SEQ), np.float32),
-        }
-
-
-def train(config, steps=STEPS):
-    """Return the losses, the parts, and the parameters before and after, in model order."""
-    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
-    parts = assemble(config, jax.devices()[:number])
-    state, losses = parts.init_state(), []
-    # B starts at zero, and then neither a wrong A nor a wrong base would show.
-    moved = lambda path, x: x + 0.02 * noise(path, x) if named(path).endswith("/b") else x
-    params = jax.tree_util.tree_map_with_path(moved, parts.in_model_order(state.params))
-    before = jax.tree.map(lambda x: np.array(x, copy=True), params)  # the step donates them
-    state = dataclasses.replace(state, params=parts.in_execution_order(params))
-    for batch in itertools.islice(batches(), steps):
-        placed = place_batch(batch, parts.step.batch_sharding)
-        state, metrics = parts.step.train(state, placed, np.inf)
-        losses.append(float(metrics["loss"]))
-    return losses, parts, before, jax.device_get(parts.in_model_order(state.params))
-
-
-def noise(path, x):
-    seed = len(named(path)) + x.ndim
-    return np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
-
-
 CASES = {
     "llama2": dict(targets=["attention", "mlp"], ranks=["q_proj=8", "down_proj=2"]),
     "qwen2": dict(targets=["q_proj", "v_proj", "gate_proj"], variant="rslora"),
@@ -96,44 +69,11 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("family", CASES)
 def test_twenty_steps_equal_peft_in_pytorch(base_of, family):
-    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
-    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
-    peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
     config = config_of(base_of(family), **CASES[family])
     losses, _, before, after = train(config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base_of(family), attn_implementation="eager", dtype=torch.float32
-    )
-    settings = peft_format.write_config(config.model, config.lora, str(base_of(family)))
-    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    wrapped = peft.get_peft_model(
-        model,
-        peft.LoraConfig(**{k: v for k, v in settings.items() if k in names - {"inference_mode"}}),
-    )
-    start = {name: torch.from_numpy(x.copy()) for name, x in peft_tensors(config, before).items()}
-    result = peft.set_peft_model_state_dict(wrapped, start)
-    assert not result.unexpected_keys
-    moving = [p for p in wrapped.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in moving) == sum(x.numel() for x in start.values())
-    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
-                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
-    expected = []
-    for batch in itertools.islice(batches(), STEPS):
-        logits = wrapped(torch.from_numpy(batch["tokens"]).long()).logits
-        targets = torch.from_numpy(batch["targets"]).long()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        expected.append(loss.item())
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    expected, end = train_with_peft(config, base_of(family), before)
+    check_equal_to_peft(config, losses, after, expected, end)
     assert losses[0] - losses[-1] != 0
-    end = {n: x.numpy() for n, x in peft.get_peft_model_state_dict(wrapped).items()}
-    ours = peft_tensors(config, after)
-    assert ours.keys() == end.keys()
-    for name, x in ours.items():
-        # Adam divides small gradients by small numbers: 20 steps of at most RATE each.
-        np.testing.assert_allclose(x, end[name], atol=2e-2 * STEPS * RATE, err_msg=name)
 
 
 MESHES = {

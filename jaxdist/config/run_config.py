@@ -215,6 +215,7 @@ class RunConfig:
             dims=source.dims,
             rules=source.rules,
             settings=self.model.size_settings,
+            units=self.lora.block_units(self.model),
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.accumulation,

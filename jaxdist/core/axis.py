@@ -24,6 +24,8 @@ class Workload:
         dims: logical dim -> size (`Model.dims`); without `layers` if no layers are stacked.
         rules: logical dim -> mesh axis, for dims specific to the model (`Model.rules`).
         settings: logical dim -> the setting that determines its size, for messages.
+        units: logical dim -> number of its entries that no shard may cut, because they are
+            quantized together.
         global_batch_size: rows per step; None skips the checks of the batch.
         num_microbatches: microbatches per device.
         rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
@@ -34,6 +36,7 @@ class Workload:
     dims: Mapping[str, int]
     rules: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    units: Mapping[str, int] = dataclasses.field(default_factory=dict)
     zero: int = 0
     global_batch_size: int | None = None
     num_microbatches: int = 1

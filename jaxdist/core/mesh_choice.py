@@ -53,10 +53,12 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             stage = f" (zero={workload.zero})" if workload.zero else ""
             label = f"{parts}{stage}"
             fix = "a product of " if len(used) > 1 else f"{used[0].short}="
-        if size % ways:
+        unit = workload.units.get(dim, 1)
+        if size % (ways * unit):
+            of = f" into multiples of {unit}, which are quantized together" if unit > 1 else ""
             yield (
-                f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "
-                f"Use {fix}{allowed_sizes(size)}."
+                f"mesh {label} does not divide {workload.named(dim)}{of}: {axis.divides}. "
+                f"Use {fix}{allowed_sizes(size // unit)}."
             )
 
 

@@ -79,7 +79,7 @@ def add_sums(left: Sums, right: Sums) -> Sums:
     return {**left, **right, **both}
 
 
-Storage: TypeAlias = Literal["float32", "bfloat16", "int8"]
+Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
 Update: TypeAlias = Literal["gradient", "statistic", "none"]
 
 
@@ -92,6 +92,7 @@ class Dims(tuple[str | None, ...]):
     storage: Storage = "float32"
     update: Update = "gradient"
     keeps_dtype: bool = False
+    num_weights: int = 1
 
     def renamed(self, names: Iterable[str | None]) -> Dims:
         """Return the same metadata with other names."""

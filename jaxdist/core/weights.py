@@ -6,7 +6,7 @@
     storage     on disk, in memory, on the wire   gathered as               update
     float32     4 bytes                           compute dtype             any
     bfloat16    2 bytes                           compute dtype             none
-    int8        1 byte                            int8                      none
+    int8, uint8 1 byte                            int8, uint8               none
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Parameter(Dims):
         update: "gradient" = by the optimizer; "statistic" = a running average of batch statistics
             (`step/statistics.py`); "none" = frozen.
         keeps_dtype: the model receives the storage dtype instead of the compute dtype.
+        num_weights: number of the model's weights in an element: 2 = two codes of 4 bits, 0 = a
+            scale.
     """
 
     def __new__(
@@ -53,6 +55,7 @@ class Parameter(Dims):
         storage: Storage = "float32",
         update: Update = "gradient",
         keeps_dtype: bool = False,
+        num_weights: int = 1,
     ) -> Parameter:
         """Check that only frozen parameters have a storage dtype other than float32."""
         if storage != "float32" and update != "none":
@@ -62,7 +65,9 @@ class Parameter(Dims):
             )
         self = super().__new__(cls, names)
         self.storage, self.update = storage, update
-        self.keeps_dtype = keeps_dtype or storage == "int8" or update == "statistic"
+        is_integer = storage in ("int8", "uint8")
+        self.keeps_dtype = keeps_dtype or is_integer or update == "statistic"
+        self.num_weights = num_weights
         return self
 
 

@@ -13,20 +13,20 @@ import difflib
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.core.block_weights import BLOCK, BlockLayout, BlockWeight
 from jaxdist.core.types import Array, Dims, Model, Params
 from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter, SumOver, base_of
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 from jaxdist.settings import setting
 
-STORAGE: Mapping[str, Literal["float32", "bfloat16"]] = {"float32": "float32", "bf16": "bfloat16"}
-"""`lora.base_format` -> dtype of the frozen weights."""
+BaseFormat: TypeAlias = Literal["bf16", "float32", "nf4", "int8"]
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention/qkv": ("q_proj", "k_proj", "v_proj"),
@@ -63,7 +63,44 @@ class LoraConfig:
         "the norm of each output's weights",
     )
     ranks: list[str] = setting([], "other ranks for some modules, e.g. q_proj=8,down_proj=32")
-    base_format: Literal["bf16", "float32"] = setting("bf16", "dtype of the frozen weights")
+    base_format: BaseFormat = setting(
+        "bf16",
+        "format of the frozen weights: bf16, float32, or for the products of layers in blocks of "
+        "64 weights nf4 (4 bits with double quantization) or int8; other weights are then bf16",
+    )
+
+    @property
+    def storage(self) -> Literal["float32", "bfloat16"]:
+        """Dtype of the frozen weights that are not quantized."""
+        return "float32" if self.base_format == "float32" else "bfloat16"
+
+    def blocks(self, model: Any) -> dict[str, BlockLayout]:
+        """Return the blocks of each quantized array of a layer."""
+        if self.base_format not in ("nf4", "int8"):
+            return {}
+        if not (self.rank and isinstance(model, DecoderConfig)):
+            return {}
+        return {
+            array: BlockLayout(
+                self.base_format,
+                _input_sizes(model, array),
+                *_tensors_of(model, array, names),
+                # GPT-2's query, key and value are one tensor, with the queries of all heads first.
+                is_outer=array == "attention/qkv" and len(names) == 1,
+            )
+            for array, names in modules_of(model).items()
+        }
+
+    def block_units(self, model: Any) -> dict[str, int]:
+        """Return logical dim -> number of its entries that a shard may not cut."""
+        units: dict[str, int] = {}
+        for array, blocks in self.blocks(model).items():
+            dim = "d_model" if array in ("attention/qkv", "mlp/up") else "mlp"
+            own = blocks.unit
+            if array == "attention/out":
+                dim, own = "heads", own // math.gcd(own, model.head_width)
+            units[dim] = math.lcm(units.get(dim, 1), own)
+        return units
 
     def problems(self) -> list[str]:
         """Return the errors between settings of this section."""
@@ -108,6 +145,17 @@ class LoraConfig:
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
+        if model.num_experts and self.blocks(model):
+            problems.append(
+                f"lora.base_format={self.base_format!r} with model.num_experts={model.num_experts}:"
+                " weights of experts are not quantized. Use bf16."
+            )
+        problems += [
+            f"lora.base_format={self.base_format!r} with {math.prod(blocks.inputs)} inputs of "
+            f"{array}: blocks of {BLOCK} do not divide them. Use bf16."
+            for array, blocks in self.blocks(model).items()
+            if math.prod(blocks.inputs) % BLOCK
+        ]
         idle = [n for n in ranked if n in names and n not in self.target_modules(model)]
         problems += [
             f"lora.ranks has {name!r}, which lora.targets leaves out. Add it there, or omit it."
@@ -273,8 +321,14 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     """Return a decoder with frozen parameters and adapters in its products, if `rank` is set."""
     if not (config.rank and isinstance(decoder, DecoderConfig)):
         return model
-    ranks, storage = config.target_modules(decoder), STORAGE[config.base_format]
-    free = lambda dims: Parameter(dims, storage=storage, update="none")
+    ranks, storage = config.target_modules(decoder), config.storage
+    blocks = {f"layers/{array}": own for array, own in config.blocks(decoder).items()}
+
+    def free(name: str, dims: Dims) -> Any:
+        if name in blocks:
+            return blocks[name].record(dims)
+        return Parameter(dims, storage=storage, update="none")
+
     plans = {
         f"layers/{array}": parts
         for array, names in modules_of(decoder).items()
@@ -282,13 +336,14 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     }
 
     def record(path: Any, dims: Dims) -> Any:
-        parts = plans.get(_name(path))
+        name = _name(path)
+        parts = plans.get(name)
         if parts is None:
-            return free(dims)
-        count = _INPUTS[_name(path).removeprefix("layers/")]
+            return free(name, dims)
+        count = _INPUTS[name.removeprefix("layers/")]
         layers, ins, outs = dims[:1], dims[1 : 1 + count], dims[1 + count :]
         return LoraWeight(
-            free(dims),
+            free(name, dims),
             {
                 part.module: {
                     "a": Dims((*layers, *ins, None)),
@@ -305,7 +360,8 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
 
         def leaf(path: Any, w: Array) -> Any:
             """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
-            frozen, name = w.astype(storage), _name(path)
+            name, stored = _name(path), w.astype(storage)
+            frozen = blocks[name].quantize(stored) if name in blocks else stored
             if name not in plans:
                 return frozen
             count = _INPUTS[name.removeprefix("layers/")]
@@ -338,13 +394,8 @@ def _parts_of(
     ranks: Mapping[str, int],
 ) -> tuple[Adapter, ...]:
     """Return the adapters of an array; fused modules share its dim 2 (qkv) or 1 (up)."""
-    group = decoder.num_heads // decoder.kv_heads
-    sizes: tuple[int, ...] = (decoder.d_model,)
-    dim = _INPUTS[array]
-    if array == "attention/qkv":
-        sizes, dim = ((group, 1, 1) if len(names) > 1 else (group + 2,)), 2
-    elif array == "mlp/up":
-        sizes = (1,) * len(names)
+    sizes, dim = _tensors_of(decoder, array, names)
+    dim += _INPUTS[array]
     parts, start = [], 0
     for name, size in zip(names, sizes, strict=True):
         if rank := ranks.get(name, 0):
@@ -353,6 +404,23 @@ def _parts_of(
             parts.append(Adapter(name, rank, scale, dim, start, size, is_row_parallel))
         start += size
     return tuple(parts)
+
+
+def _tensors_of(
+    decoder: DecoderConfig, array: str, names: tuple[str, ...]
+) -> tuple[tuple[int, ...], int]:
+    """Return the sizes of the modules in an array of a layer, and the dim of outputs they share."""
+    group = decoder.num_heads // decoder.kv_heads
+    if array == "attention/qkv":
+        return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
+    return ((1,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
+
+
+def _input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
+    """Return the sizes of the input dims of an array of a layer."""
+    if array == "attention/out":
+        return decoder.num_heads, decoder.head_width
+    return (decoder.mlp_dim if array == "mlp/down" else decoder.d_model,)
 
 
 def _init(
@@ -407,5 +475,14 @@ def with_norms(tree: Any) -> Any:
 
 
 def merge(tree: Any) -> Any:
-    """Return parameters with adapters added to their weights, float32 [layers, ...] there."""
-    return jax.tree.map(lambda w: w.merged() if _is_adapted(w) else w, tree, is_leaf=_is_adapted)
+    """Return dense parameters [layers, ...], with adapters added to their weights.
+
+    Adapted and quantized weights become float32: the sums are those of the dequantized weights.
+    """
+
+    def dense(w: Any) -> Any:
+        if isinstance(w, BlockWeight):
+            return w.astype(jnp.float32)
+        return w.merged() if _is_adapted(w) else w
+
+    return jax.tree.map(dense, tree, is_leaf=lambda w: isinstance(w, CompositeWeight))

@@ -31,6 +31,15 @@ class Weight:
         return jnp.dtype(self.dims.storage).itemsize
 
     @property
+    def is_quantized(self) -> bool:
+        """Return whether the elements are integer codes of weights."""
+        return self.dims.storage in ("int8", "uint8") and self.dims.num_weights > 0
+
+    def num_gathered_bytes(self, compute_bytes: int) -> int:
+        """Return bytes per element after the all-gather."""
+        return self.num_bytes if self.dims.keeps_dtype else compute_bytes
+
+    @property
     def is_stacked(self) -> bool:
         """Return whether the array is stacked over layers."""
         return bool(self.dims) and self.dims[0] == "layers"
@@ -62,7 +71,9 @@ def num_params(model: Model, active_experts: float = 1.0) -> int:
     real = lambda weight: model.vocab_size and "vocab" in weight.dims
     share = lambda weight: active_experts if "experts" in weight.dims else 1.0
     return sum(
-        w.size // padded * model.vocab_size if real(w) else round(w.size * share(w))
+        w.size // padded * model.vocab_size
+        if real(w)
+        else round(w.dims.num_weights * w.size * share(w))
         for w in weights_of(model)
         if w.dims.update != "statistic"
     )

@@ -24,6 +24,7 @@ from jaxdist.config import RunConfig, fit_devices, legal_sizes, parse_run
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
 from jaxdist.core.attention.kernel_check import KernelCheck
+from jaxdist.core.block_weights import is_quantized, to_quantize
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -317,16 +318,18 @@ class Parts:
         """
         path, reinit = self.config.init_from, self.config.reinit_params
         target = base_of(self.abstract_state().params)
-        named, structure = jax.tree_util.tree_flatten_with_path(target)
+        named, structure = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_quantized)
         names = [f"params/{keystr(path, simple=True, separator='/')}" for path, _ in named]
         is_random = [not path or under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
-            leaves = jax.tree.leaves(base_of(self._random_params(seed)))
+            random = base_of(self._random_params(seed))
+            leaves = jax.tree.leaves(random, is_leaf=is_quantized)
             return [leaf for leaf, new in zip(leaves, is_random, strict=True) if new]
 
         pairs = [(leaf, new) for (_, leaf), new in zip(named, is_random, strict=True)]
-        shardings = [leaf.sharding for leaf, new in pairs if new]
+        placed = [leaf for leaf, new in pairs if new]
+        shardings = jax.tree.map(lambda x: x.sharding, placed)
         make = jax.jit(random_leaves, static_argnums=0, out_shardings=shardings)
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for leaf, new in pairs]
@@ -343,12 +346,14 @@ class Parts:
         """Load weights onto this mesh; weights of a run are verified.
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
-        `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
+        `Checkpointer.restore_params`; `target` defaults to all parameters of the model. Weights of
+        Hugging Face are quantized before the next array is read.
         """
         target = self.abstract_state().params if target is None else target
+        dense, quantize = to_quantize(target, self.config.lora.blocks(self.config.model))
         if is_model(path):
             folder = folder_of(path, weights=True)
-            params = load_params(folder, target, reinit=in_params(reinit))
+            params = load_params(folder, dense, reinit=in_params(reinit), store=quantize)
         else:
             directory, step = named_step(path)
             stored = manifest.stored_config(directory, step)
@@ -358,7 +363,9 @@ class Parts:
                     f"jaxdist.convert merge {path} OUT."
                 )
             reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-            params = reader.restore_params(target, step, reinit=reinit)
+            params = reader.restore_params(dense, step, reinit=reinit)
+            store = lambda at, x: quantize(keystr(at, simple=True, separator="/"), x)
+            params = jax.tree_util.tree_map_with_path(store, params, is_leaf=is_quantized)
         check_finite(params, path)
         return params
 

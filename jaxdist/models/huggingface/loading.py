@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ def load_params(
     target: Params,
     *,
     reinit: Collection[str] = (),
+    store: Callable[[str, Array], Any] = lambda name, x: x,
 ) -> Params:
     """Load the directory's weights as parameters of a model.
 
@@ -44,6 +45,7 @@ def load_params(
         target: tree of `jax.ShapeDtypeStruct` with sharding; values are cast to its dtypes. Leaves
             under `reinit` are arrays and are returned unchanged.
         reinit: names or prefixes of parameters or stored weights that are not read.
+        store: (name without params/, array [*dims]) -> stored value, before the next is read.
     """
     weights = open_weights(folder)
     _check_same_everywhere(folder, weights)
@@ -72,8 +74,10 @@ def load_params(
     values = []
     with Progress("reading weights", sum(leaf.size for leaf in read.values()), "weights") as done:
         for name, leaf in named.items():
-            values.append(_leaf(weights, name, leaf) if name in read else leaf)
-            done.advance(leaf.size if name in read else 0)
+            if name in read:
+                leaf = store(name.removeprefix("params/"), _leaf(weights, name, leaf))
+                done.advance(read[name].size)
+            values.append(leaf)
     return jax.tree.unflatten(structure, values)
 
 

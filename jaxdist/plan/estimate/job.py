@@ -350,6 +350,12 @@ class Job:
         """Return the elements per device of several arrays with weights' shapes."""
         return sum(self.size(weight, role) for weight in weights)
 
+    def gathered_bytes(self, weights: Iterable[Weight]) -> int:
+        """Return the bytes per device of gathered weights in the dtype in which they arrive."""
+        return sum(
+            w.num_gathered_bytes(self.compute_bytes) * self.size(w, "gathered") for w in weights
+        )
+
     @functools.cached_property
     def layers(self) -> tuple[Weight, ...]:
         """The stacked weights."""

@@ -167,8 +167,9 @@ def _phases(job: Job) -> dict[str, Parts]:
     ahead, beside = {}, {}
     tables = job.only_trained(costs_of(job).embedding_tables())
     if job.unrolls:
-        cast = [w for w in job.layers if w.num_bytes != job.compute_bytes]
-        turned = job.total(job.layers, "gathered") + job.total(cast, "gathered")
+        floats = [w for w in job.layers if not w.dims.keeps_dtype]
+        cast = [w for w in floats if w.num_bytes != job.compute_bytes]
+        turned = job.total(floats, "gathered") + job.total(cast, "gathered")
         ahead = {"cast weights": job.compute_bytes * turned}
         beside = {"the next layer's activations": costs_of(job).working()}
     return {
@@ -231,9 +232,11 @@ def _layer(job: Job) -> Parts:
     if not depth:
         return {}
     gathered = [w for w in job.only_trained(job.layers) if job.is_gathered(w)]
-    one_layer = job.total(job.layers, "gathered") / depth
+    one_layer = job.gathered_bytes(job.layers) / depth
+    dense = [w.dims.num_weights * job.size(w, "gathered") for w in job.layers if w.is_quantized]
     return {
-        "gathered weights": job.compute_bytes * one_layer + _transposed_table(job),
+        "gathered weights": one_layer + _transposed_table(job),
+        "dequantized weights": job.compute_bytes * max(dense, default=0) / depth,
         "whole gradients": WIDE * job.total(gathered, "gathered") / depth,
         "activations": costs_of(job).working(),
     }
@@ -290,7 +293,7 @@ def _scattering(job: Job) -> Parts:
     totals = job.total(layers, role) + job.total(outer, "gathered")
     finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, role)]
     at_once = 0.5 if job.stages.num_loops <= 2 else 1.0
-    held = job.compute_bytes * job.total(job.layers, "gathered") if once else 0.0
+    held = job.gathered_bytes(job.layers) if once else 0
     return {
         "accumulated gradients": WIDE * totals,
         "transposed gradients": WIDE * at_once * job.total(finer, role),
@@ -309,12 +312,12 @@ def _stage(job: Job) -> dict[str, float]:
     layers, outer = job.only_trained(job.layers), job.only_trained(job.outer)
     totals = WIDE * job.total(layers, "gathered" if once else "gradient")
     parts: dict[str, float] = {
-        "gathered weights": job.compute_bytes * job.total(job.outer, "gathered"),
+        "gathered weights": job.gathered_bytes(job.outer),
         "accumulated gradients": totals + WIDE * job.total(outer, "gathered"),
         "values between stages": slots * stream,
     }
     if once:
-        parts["gathered weights"] += job.compute_bytes * job.total(job.layers, "gathered")
+        parts["gathered weights"] += job.gathered_bytes(job.layers)
     return parts
 
 

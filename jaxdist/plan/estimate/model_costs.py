@@ -271,6 +271,9 @@ class DecoderCosts(ModelCosts):
             # Without a norm after the MLP, its output is only added to the residual and not needed.
             elements += names["mlp_out"] * self.shape.norms_mlp_output
             elements += tokens * self.up
+            if job.remat == "dots" and any(w.is_quantized for w in job.weights):
+                # A product that dequantizes its weight again in backward keeps its input.
+                elements += stream + names["mlp_hidden"]
             if job.remat == "none":
                 # In unrolled layers the compiler recomputes rotations, RMS norms and the gate's
                 # nonlinearity. For GPT-2 it saves layer norms and GELU's tanh.

@@ -35,6 +35,7 @@ from jaxdist.core.types import (
     Sums,
     TokenHead,
 )
+from jaxdist.core.weights import gathered_dtypes
 from jaxdist.models.adapters import without_adapters
 
 
@@ -287,7 +288,8 @@ def _cost(
 
 def _params(model: Model, dtype: str) -> Params:
     shapes = jax.eval_shape(model.init, _key())
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    dtypes = gathered_dtypes(model.axes, dtype)
+    return jax.tree.map(lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, of), shapes, dtypes)
 
 
 def _one_layer(model: Model, dtype: str) -> Params:

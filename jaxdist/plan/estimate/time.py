@@ -233,7 +233,7 @@ def _stacked(job: Job, costs: ModelCosts) -> Work:
 
 def microbatch_extra(job: Job) -> Work:
     """Return the work per microbatch for casting weights and accumulating gradients."""
-    cast = [w for w in job.layers if w.num_bytes != job.compute_bytes]
+    cast = [w for w in job.layers if w.num_gathered_bytes(job.compute_bytes) != w.num_bytes]
     casts = (WIDE + job.compute_bytes) * job.total(cast, "param") * 2
     added = 3 * WIDE * job.total(job.trained, "gradient") * (job.num_microbatches > 1)
     return Work(memory_bytes=casts + added)

@@ -81,15 +81,16 @@ def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterat
     scatters = depth * (1 if once else job.num_microbatches)
     layers = tuple(w for w in weights if w.is_stacked)
     outer = tuple(w for w in weights if not w.is_stacked)
-    in_layer, outside = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
+    in_layer, outside = job.total(layers, "gathered") // depth, job.gathered_bytes(outer)
+    layer_bytes = job.gathered_bytes(layers) / depth
     layers, outer = job.only_trained(layers), job.only_trained(outer)
     layer_grads, outer_grads = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
-    c, r = job.compute_bytes, job.plan.reduce_dtype.itemsize
+    r = job.plan.reduce_dtype.itemsize
     # Pipeline stages gather weights unrounded. Vectors are not gathered.
     fp8 = 0 if job.schedule is not None else job.num_fp8_layers
-    yield shard, Traffic("all-gather", "weights", c * in_layer, (depth - fp8) * passes)
+    yield shard, Traffic("all-gather", "weights", layer_bytes, (depth - fp8) * passes)
     yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
-    yield shard, Traffic("all-gather", "weights", c * outside, 1)
+    yield shard, Traffic("all-gather", "weights", outside, 1)
     yield shard, Traffic("reduce-scatter", "gradients", r * layer_grads, scatters)
     times = 1 if job.schedule else job.num_microbatches
     yield shard, Traffic("reduce-scatter", "gradients", r * outer_grads, times)

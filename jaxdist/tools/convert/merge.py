@@ -1,7 +1,8 @@
 """`convert merge RUN OUT`: add the adapters of a run to its frozen weights, as a new run.
 
-The new run has complete weights: to-hf exports it, and `--init-from` trains it further. It needs
-host memory for the frozen weights.
+The new run has complete weights: to-hf exports it, and `--init-from` trains it further. Quantized
+weights are dequantized first, so that the merged model computes as it was trained. It needs host
+memory for the frozen weights.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, CheckpointWriter
 from jaxdist.config import settings_of_run
-from jaxdist.core.weights import base_of
-from jaxdist.models.adapters import LoraConfig, LoraWeight, merge
+from jaxdist.core.weights import CompositeWeight
+from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import (
@@ -49,10 +50,10 @@ def run(config: Config) -> int:
         raise ConfigError(f"{config.src} has no adapters. Its weights are complete already.")
     loaded = opened.weights(kind=config.weights)
     leaves = jax.tree_util.tree_leaves_with_path(
-        loaded.params, is_leaf=lambda node: isinstance(node, LoraWeight)
+        loaded.params, is_leaf=lambda node: isinstance(node, CompositeWeight)
     )
     dtype = jnp.dtype(config.dtype)
-    size = sum(x.size for x in jax.tree.leaves(base_of(loaded.params)))
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(merge, loaded.params)))
     text = write_toml(
         dataclasses.replace(
             settings_of_run(opened.path, loaded.step), lora=LoraConfig(), init_from=""
