@@ -2,14 +2,16 @@
 
 Rows are multiplied in blocks, each of which has rows of one group. Work and memory are those of the
 rows, not rows times groups: `lax.ragged_dot` expands to that on CPUs and on NVIDIA GPUs
-(`scripts/bench/results/experts.md`).
+(`scripts/bench/results/experts.md`). On CPUs a loop runs the blocks that have rows. On GPUs a loop
+would start several small kernels for each block, so many blocks are one batched product, for which
+their matrices are copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,11 @@ from jaxtyping import Float, Int
 from jaxdist.core import collectives
 from jaxdist.core.types import Array
 
-_CPU_BLOCK, _GPU_BLOCK = 64, 1024
-"""Maximum number of rows in a block. Each one starts several kernels on a GPU."""
+_CPU_BLOCK, _GPU_BLOCK = 64, 512
+"""Maximum number of rows in a block."""
+
+COPIED = 2**27
+"""Maximum number of elements of the matrices that one batched product copies."""
 
 
 def make_grouped_dot(platform: str) -> Callable[..., Array]:
@@ -29,14 +34,12 @@ def make_grouped_dot(platform: str) -> Callable[..., Array]:
     Rows are sorted by group; `sizes` are the numbers of rows of each. Rows after the last group
     give 0. Sums are float32, the result has the dtype of x.
     """
-    # A loop whose number of iterations is computed on a GPU makes the host wait for it.
-    is_static = platform != "cpu"
 
     def dot(x: Array, w: Array, sizes: Array) -> Array:
         """Return the products [rows, out] of x [rows, in]."""
         axes = tuple(sorted(collectives.varying_axes(x) | collectives.varying_axes(w)))
         block = block_rows(x.shape[0], w.shape[0], platform)
-        return _grouped(*collectives.vary((x, w, sizes), axes), block, is_static)
+        return _grouped(*collectives.vary((x, w, sizes), axes), block, platform != "cpu")
 
     return dot
 
@@ -47,105 +50,175 @@ def block_rows(rows: int, groups: int, platform: str) -> int:
     return max(8, min(_CPU_BLOCK if platform == "cpu" else _GPU_BLOCK, power))
 
 
+def num_blocks(rows: int, groups: int, block: int) -> int:
+    """Return the largest number of blocks that any sizes of the groups need."""
+    return rows // block + groups
+
+
+class _Blocks(NamedTuple):
+    """The group of each block, and its rows.
+
+    Attributes:
+        group: int32 [blocks].
+        start: first row of the block, int32 [blocks].
+        used: number of its rows, int32 [blocks]; 0 for blocks after the last group.
+    """
+
+    group: Array
+    start: Array
+    used: Array
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped(
     x: Float[Array, "rows d_in"],
     w: Float[Array, "groups d_in d_out"],
     sizes: Int[Array, " groups"],
     block: int,
-    is_static: bool,
+    is_batched: bool,
 ) -> Float[Array, "rows d_out"]:
     """Return the product of each row with the matrix of its group."""
-    product = lambda rows, group: _dot("rd,df->rf", rows, w[group])
-    return _map_blocks(product, x, sizes, w.shape[2], block, is_static)
+    run = _batched if is_batched else _looped
+    return run(x, w, sizes, block)
 
 
-def _forward(x: Array, w: Array, sizes: Array, block: int, is_static: bool) -> Any:
+def _forward(x: Array, w: Array, sizes: Array, block: int, is_batched: bool) -> Any:
     """Return the products [rows, out], and the arguments."""
-    return _grouped(x, w, sizes, block, is_static), (x, w, sizes)
+    return _grouped(x, w, sizes, block, is_batched), (x, w, sizes)
 
 
-def _backward(block: int, is_static: bool, saved: Any, grad: Array) -> tuple[Array, Array, None]:
+def _backward(block: int, is_batched: bool, saved: Any, grad: Array) -> tuple[Array, Array, None]:
     """Return the gradients of x [rows, in] and w [groups, in, out]."""
     x, w, sizes = saved
-    product = lambda rows, group: _dot("rf,df->rd", rows, w[group])
-    dx = _map_blocks(product, grad, sizes, w.shape[1], block, is_static)
-    rows, rows_grad = _padded(x, block), _padded(grad, block)
-
-    def add(group: Array, start: Array, is_used: Array, total: Array) -> Array:
-        """Add one block's part to the gradients of all matrices, float32 [groups, in, out]."""
-        inputs = jnp.where(is_used, lax.dynamic_slice_in_dim(rows, start, block), 0)
-        outputs = lax.dynamic_slice_in_dim(rows_grad, start, block)
-        return total.at[group].add(_dot("rd,rf->df", inputs, outputs))
-
-    zeros = collectives.vary(jnp.zeros(w.shape, jnp.float32), tuple(collectives.varying_axes(grad)))
-    dw = _for_blocks(add, zeros, sizes, x.shape[0], block, is_static)
-    return dx, dw.astype(w.dtype), None
+    dx = (_batched if is_batched else _looped)(grad, w.swapaxes(1, 2), sizes, block)
+    sum_blocks = _sum_batches if is_batched else _sum_looped
+    return dx, sum_blocks(x, grad, w, sizes, block).astype(w.dtype), None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _map_blocks(
-    product: Callable[[Array, Array], Array],
-    x: Array,
-    sizes: Array,
-    width: int,
-    block: int,
-    is_static: bool,
-) -> Array:
-    """Return `product(rows [block, in], group)` for all blocks of x [rows, in]: [rows, width]."""
+# --- a loop over blocks, for CPUs -----------------------------------------------------------------
+
+
+def _looped(x: Array, w: Array, sizes: Array, block: int) -> Array:
+    """Multiply x [rows, in] by w [groups, in, out], block by block; return [rows, out]."""
     rows = _padded(x, block)
 
-    def write(group: Array, start: Array, is_used: Array, output: Array) -> Array:
-        """Write one block of the output [rows + block, width]; the next block starts in it."""
-        part = product(lax.dynamic_slice_in_dim(rows, start, block), group)
-        part = jnp.where(is_used, part, 0).astype(output.dtype)
-        return lax.dynamic_update_slice_in_dim(output, part, start, 0)
+    def write(one: _Blocks, output: Array) -> Array:
+        """Write one block of the output [rows + block, out]; the next block starts in it."""
+        part = _dot("rd,df->rf", lax.dynamic_slice_in_dim(rows, one.start, block), w[one.group])
+        part = jnp.where(jnp.arange(block)[:, None] < one.used, part, 0).astype(output.dtype)
+        return lax.dynamic_update_slice_in_dim(output, part, one.start, 0)
 
-    zeros = jnp.zeros((rows.shape[0], width), x.dtype)
-    zeros = collectives.vary(zeros, tuple(collectives.varying_axes(x)))
-    return _for_blocks(write, zeros, sizes, x.shape[0], block, is_static)[: x.shape[0]]
+    zeros = _zeros((rows.shape[0], w.shape[2]), x.dtype, x)
+    return _for_blocks(write, zeros, sizes, x.shape[0], block)[: x.shape[0]]
+
+
+def _sum_looped(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Array:
+    """Return the gradients of all matrices, float32 [groups, in, out]."""
+    rows, rows_grad = _padded(x, block), _padded(grad, block)
+
+    def add(one: _Blocks, total: Array) -> Array:
+        """Add the part of one block, float32 [groups, in, out]."""
+        inputs = lax.dynamic_slice_in_dim(rows, one.start, block)
+        inputs = jnp.where(jnp.arange(block)[:, None] < one.used, inputs, 0)
+        outputs = lax.dynamic_slice_in_dim(rows_grad, one.start, block)
+        return total.at[one.group].add(_dot("rd,rf->df", inputs, outputs))
+
+    return _for_blocks(add, _zeros(w.shape, jnp.float32, grad), sizes, x.shape[0], block)
 
 
 def _for_blocks(
-    body: Callable[[Array, Array, Array, Array], Array],
-    carry: Array,
-    sizes: Array,
-    num_rows: int,
-    block: int,
-    is_static: bool,
+    body: Callable[[_Blocks, Array], Array], carry: Array, sizes: Array, num_rows: int, block: int
 ) -> Array:
-    """Call body(group, first row, bool [block, 1] rows of the group, carry) in order of the rows.
-
-    With `is_static`, the number of iterations is the most that any sizes int32 [groups] need;
-    blocks after the last group start in the padding and have no rows.
-    """
-    blocks = (sizes + block - 1) // block
-    ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
-
-    def step(index: Array, carry: Array) -> Array:
-        """Run the block of this index, int32 []."""
-        group = jnp.sum(ends <= index).astype(jnp.int32)  # the number of groups before
-        exists = group < sizes.shape[0]
-        group = jnp.minimum(group, sizes.shape[0] - 1)
-        offset = (index - (ends[group] - blocks[group])) * block
-        start = jnp.where(exists, starts[group] + offset, num_rows)
-        used = jnp.where(exists, sizes[group] - offset, 0)
-        return body(group, start, jnp.arange(block)[:, None] < used, carry)
-
-    if is_static:
-        most = num_rows // block + sizes.shape[0]
-        first = collectives.vary(jnp.int32(0), tuple(collectives.varying_axes(sizes)))
-        return lax.fori_loop(0, most, lambda i, c: step(first + i, c), carry)
+    """Call body(block, carry [*dims]) for the blocks that have rows, in the order of the rows."""
+    blocks = _blocks_of(sizes, num_rows, block)
+    count = jnp.sum(blocks.used > 0)
+    take = lambda index: jax.tree.map(lambda a: a[index], blocks)
     state = (collectives.vary(jnp.int32(0), tuple(collectives.varying_axes(sizes))), carry)
-    return lax.while_loop(lambda c: c[0] < ends[-1], lambda c: (c[0] + 1, step(*c)), state)[1]
+    step = lambda state: (state[0] + 1, body(take(state[0]), state[1]))
+    return lax.while_loop(lambda state: state[0] < count, step, state)[1]
+
+
+# --- batched products, for GPUs -------------------------------------------------------------------
+
+
+def _batched(x: Array, w: Array, sizes: Array, block: int) -> Array:
+    """Multiply x [rows, in] by w [groups, in, out], many blocks at a time; return [rows, out]."""
+
+    def multiply(blocks: _Blocks) -> Array:
+        """Return the products of some blocks, [blocks, block, out]."""
+        return _dot("nrd,ndf->nrf", _rows_of(x, blocks, block), w[blocks.group]).astype(x.dtype)
+
+    batches = _in_batches(_blocks_of(sizes, x.shape[0], block), w.shape[1] * w.shape[2])
+    products = lax.map(multiply, batches).reshape(-1, w.shape[2])
+    # Row r is in block (r - start of its group) / block of its group.
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    ends = jnp.cumsum(sizes)
+    group = jnp.sum(ends[:, None] <= index, 0, dtype=jnp.int32)
+    exists, group = group < sizes.shape[0], jnp.minimum(group, sizes.shape[0] - 1)
+    per_group = (sizes + block - 1) // block
+    first = (jnp.cumsum(per_group) - per_group)[group] * block
+    position = first + index - (ends - sizes)[group]
+    return jnp.where(exists[:, None], products[jnp.where(exists, position, 0)], 0)
+
+
+def _sum_batches(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Array:
+    """Return the gradients of all matrices, float32 [groups, in, out]."""
+    groups = jnp.arange(w.shape[0], dtype=jnp.int32)
+
+    def add(total: Array, blocks: _Blocks) -> tuple[Array, None]:
+        """Add the parts of some blocks, float32 [groups, in, out]."""
+        rows = (_rows_of(array, blocks, block) for array in (x, grad))
+        parts = _dot("nrd,nrf->ndf", *rows)
+        # A product with 0 and 1 adds up in a fixed order, unlike a scatter.
+        is_of = (groups[:, None] == blocks.group).astype(jnp.float32)
+        highest = lax.Precision.HIGHEST
+        return total + jnp.einsum("gn,ndf->gdf", is_of, parts, precision=highest), None
+
+    batches = _in_batches(_blocks_of(sizes, x.shape[0], block), w.shape[1] * w.shape[2])
+    return lax.scan(add, _zeros(w.shape, jnp.float32, grad), batches)[0]
+
+
+def _in_batches(blocks: _Blocks, matrix_size: int) -> _Blocks:
+    """Split the blocks into batches, [batches, blocks]; the last one gets blocks without rows."""
+    count = blocks.group.shape[0]
+    batches = -(-count * matrix_size // COPIED)
+    missing = -count % batches
+    return jax.tree.map(lambda a: jnp.pad(a, (0, missing)).reshape(batches, -1), blocks)
+
+
+def _rows_of(x: Array, blocks: _Blocks, block: int) -> Array:
+    """Return the rows of blocks, [blocks, block, width], of x [rows, width]; unused rows are 0."""
+    offset = jnp.arange(block, dtype=jnp.int32)
+    index = jnp.minimum(blocks.start[:, None] + offset, x.shape[0] - 1)
+    return jnp.where((offset < blocks.used[:, None])[..., None], x[index], 0)
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def _blocks_of(sizes: Array, num_rows: int, block: int) -> _Blocks:
+    """Return all blocks of groups with these sizes, int32 [groups], in the order of the rows."""
+    per_group = (sizes + block - 1) // block
+    ends, starts = jnp.cumsum(per_group), jnp.cumsum(sizes) - sizes
+    index = jnp.arange(num_blocks(num_rows, sizes.shape[0], block), dtype=jnp.int32)
+    group = jnp.sum(ends[:, None] <= index, 0, dtype=jnp.int32)  # the number of groups before
+    exists, group = group < sizes.shape[0], jnp.minimum(group, sizes.shape[0] - 1)
+    offset = (index - (ends - per_group)[group]) * block
+    used = jnp.where(exists, jnp.minimum(sizes[group] - offset, block), 0)
+    return _Blocks(group, jnp.where(exists, starts[group] + offset, 0), used)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """Return zeros [*shape] that vary over the same axes as `like`."""
+    return collectives.vary(jnp.zeros(shape, dtype), tuple(collectives.varying_axes(like)))
 
 
 def _padded(x: Array, block: int) -> Array:
     """Append a block of zero rows to x [rows, ...], because a block may end after the last row."""
-    zeros = jnp.zeros((block, *x.shape[1:]), x.dtype)
-    return jnp.concatenate([x, collectives.vary(zeros, tuple(collectives.varying_axes(x)))])
+    return jnp.concatenate([x, _zeros((block, *x.shape[1:]), x.dtype, x)])
 
 
 def _dot(dims: str, x: Array, y: Array) -> Array:

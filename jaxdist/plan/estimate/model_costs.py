@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxdist.core.matmul.grouped import block_rows
+from jaxdist.core.matmul.grouped import COPIED, block_rows, num_blocks
 from jaxdist.core.parallel.expert import EXPERT, FACTOR
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -142,8 +142,8 @@ _RECOMPUTED_UNROLLED = 0.75
 _EXPERT_PASSES = 3
 """Passes over the rows of experts: sorted, exchanged or copied, and added up. Not measured."""
 
-_KERNELS_PER_BLOCK, _KERNEL_S = 4, 4e-6
-"""Kernels that copy and multiply one block of rows of an expert, and the time to start one."""
+_KERNELS_PER_BATCH, _KERNEL_S = 4, 4e-6
+"""Kernels that copy and multiply one batch of blocks of experts, and the time to start one."""
 
 
 class DecoderCosts(ModelCosts):
@@ -181,11 +181,12 @@ class DecoderCosts(ModelCosts):
         elements += passes.hidden_passes * (self.up + self.hidden) / 2
         elements += _EXPERT_PASSES * self.expert_rows / job.tokens
         stream = passes.stream_passes * self.d_model * job.stream_tokens
+        copied = 2 * self._expert_blocks * sum(self._expert_matrices)
         scores = attention.keys_seen(job) * self.queries
         return Work(
             products=2.0 * job.tokens * weights,
             attention=4.0 * job.tokens * scores,
-            memory_bytes=job.compute_bytes * (job.tokens * elements + stream)
+            memory_bytes=job.compute_bytes * (job.tokens * elements + stream + copied)
             + 4 * attention.score_bytes(job)
             + attention.block_bytes(job),
         )
@@ -304,10 +305,24 @@ class DecoderCosts(ModelCosts):
         """Return the seconds of starting the kernels of one layer's experts, in every pass."""
         if not self.shape.experts_per_token:
             return 0.0
+        sizes = [self._expert_blocks * size for size in self._expert_matrices]
+        batches = sum(-(-size // COPIED) for size in sizes)
+        passes = 3 + (not self.job.keeps("mlp_hidden"))  # forward, two products of backward
+        return passes * batches * _KERNELS_PER_BATCH * _KERNEL_S
+
+    @property
+    def _expert_blocks(self) -> int:
+        """Number of blocks of rows that the experts of a device multiply; 0 for an MLP."""
+        if not self.shape.experts_per_token:
+            return 0
         rows, groups = self.expert_rows // (2 * self.d_model), self.local_experts
-        blocks = rows // block_rows(rows, groups, "gpu") + groups
-        products = 6 + 2 * (not self.job.keeps("mlp_hidden"))
-        return products * blocks * _KERNELS_PER_BLOCK * _KERNEL_S
+        return num_blocks(rows, groups, block_rows(rows, groups, "gpu"))
+
+    @property
+    def _expert_matrices(self) -> tuple[int, int]:
+        """Elements of the two matrices of one expert on a device."""
+        parts = max(1, self.shape.experts_per_token)
+        return self.d_model * self.up // parts, self.d_model * self.hidden // parts
 
     @property
     def local_experts(self) -> int:
@@ -365,7 +380,10 @@ class DecoderCosts(ModelCosts):
         # Scores, probabilities and their gradients, without a fused kernel.
         scores = 3 * attention.score_bytes(job)
         elements = job.tokens * (mlp + stream) + 2 * self.expert_rows
-        return job.compute_bytes * elements + scores + self._context_extra()
+        copied = (job.compute_bytes + WIDE) * min(
+            COPIED, self._expert_blocks * max(self._expert_matrices)
+        )
+        return job.compute_bytes * elements + copied + scores + self._context_extra()
 
     def _context_extra(self) -> int:
         """Return the bytes that context-parallel attention adds to a layer on complete rows.
