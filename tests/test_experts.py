@@ -11,6 +11,8 @@ from commands import records, run_here, tiny
 from decoders import logits_of
 from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
+from test_estimate_traffic import moved
+from test_traffic import lowered, traffic
 from tiny import (
     CONFIGS,
     LEARNING_RATE,
@@ -356,3 +358,14 @@ def test_grouped_product_equals_one_product_per_group(platform, sizes, monkeypat
     dw = np.stack([x[groups == g].T @ out[groups == g] for g in range(4)])
     for actual, correct in [(y, expected), (grads[0], dx), (grads[1], dw)]:
         np.testing.assert_allclose(actual, correct, atol=1e-6 * (1 + np.abs(correct).max()))
+
+
+@pytest.mark.parametrize("mesh", ["ep=4", "fsdp=2,ep=2"])
+def test_compiled_exchanges_move_the_planned_bytes(mesh):
+    """Two exchanges forward and two backward per layer; counts of 32 bytes are not read."""
+    case = Case("experts", mesh)
+    read = traffic(lowered(case).compile().as_text(), layout_of(case).mesh.shape)
+    count, compiled = read["all-to-all", "expert"]
+    planned = moved(case)["all-to-all", "expert"]
+    assert count == 2 * 4
+    assert compiled == pytest.approx(planned, rel=0.02)  # rows are rounded up

@@ -29,6 +29,10 @@ FACTOR = 1.25
 """Rows of one exchange between two devices / rows of a balanced router."""
 
 
+ROUNDS = "further_rounds_of_experts"
+"""Name of the loop over the rounds after the first in a compiled program."""
+
+
 class _Exchange(NamedTuple):
     """The order in which a device sends its assignments.
 
@@ -185,7 +189,8 @@ def _sum_rounds(body: Callable[[Array], Any], rounds: Array, zeros: Any) -> Any:
     """Return the sum of body(1), ..., body(rounds - 1), a tree of arrays [*dims] like `zeros`."""
     add = lambda state: (state[0] + 1, jax.tree.map(jnp.add, state[1], body(state[0])))
     first = collectives.vary(jnp.int32(1), tuple(collectives.varying_axes(rounds)))
-    return lax.while_loop(lambda state: state[0] < rounds, add, (first, zeros))[1]
+    with jax.named_scope(ROUNDS):
+        return lax.while_loop(lambda state: state[0] < rounds, add, (first, zeros))[1]
 
 
 def _problems(size: int, workload: Workload) -> list[str]:
