@@ -13,6 +13,9 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if sys.version_info < (3, 11):  # noqa: UP036 - a checkout also runs without pip's check
+    raise SystemExit("jaxdist requires Python 3.11 or newer")
+
 if TYPE_CHECKING:
     from jaxdist.api import Run, open, plan, train
     from jaxdist.settings.declare import ConfigError
@@ -34,10 +37,17 @@ class _CalledModule(types.ModuleType):
         return self.__wrapped__(*args, **options)
 
     @property
-    def __wrapped__(self) -> Any:  # use the function's signature and help
+    def __wrapped__(self) -> Any:  # use the function's signature
         from jaxdist import api
 
         return getattr(api, self.__name__.rpartition(".")[2])
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]  # of the function: `help(jaxdist.train)`
+        import inspect
+
+        function = self.__wrapped__
+        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
 
 
 class _Package(types.ModuleType):

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
@@ -21,6 +21,7 @@ from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, other_step, run_at
 from jaxdist.runtime.storage import Location, is_url
 from jaxdist.settings import ConfigError, read_settings
+from jaxdist.tools.report.runs import read_run
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
@@ -72,6 +73,22 @@ class Run:
         except ConfigError:
             end = "summary.json damaged"
         return f"<jaxdist.Run {self.path}: {end}, step {self.last_step}>"
+
+    def _repr_html_(self) -> str:
+        from jaxdist.tools.report.page import html_summary
+
+        return html_summary(read_run(str(self.path), str(self.path)))
+
+    def plot(self, *, x: Literal["step", "tokens"] = "step", log_y: bool = False) -> Any:
+        """Return a matplotlib figure with the curves of the run; this needs matplotlib.
+
+        `log_y` draws losses, gradient norm and learning rate on logarithmic axes. The result is
+        None before the first step.
+        """
+        from jaxdist.tools.report.page import draw_curves
+
+        check_type("x", x, x in ("step", "tokens"), '"step" or "tokens"')
+        return draw_curves([read_run(str(self.path), "run")], ["C0"], x=x, log_y=log_y)
 
     @property
     def config(self) -> RunConfig:

@@ -54,6 +54,7 @@ def header(monitor: Monitor) -> None:
         num_replicas=4,
         accumulation=2,
         tokens_per_row=128,
+        data="corpus: text, 10 rows",
         precision="bfloat16 compute, float32 parameters",
         notes=["attention: XLA, because this is a CPU"],
     )

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import pydoc
 import re
 import signal
 import sys
@@ -206,11 +207,22 @@ def test_importable_function_is_recorded_by_name(tmp_path):
     assert jaxdist.open(run.path).evaluate(max_batches=1)["loss"] > 0
 
 
+def test_run_draws_its_curves_and_shows_its_results(run):
+    pytest.importorskip("matplotlib", reason="needs the dev extra (matplotlib)")
+    loss = run.plot().axes[0].lines[0]
+    assert list(loss.get_ydata()) == run.losses
+    table = run._repr_html_()
+    assert table.count("<table>") == 1 and run.exit_reason in table
+
+
 def test_command_modules_are_callable():
     for name in ("train", "plan"):
         module = getattr(jaxdist, name)
         assert module is sys.modules[f"jaxdist.{name}"] and callable(module)
-        assert inspect.signature(module) == inspect.signature(getattr(api, name))
+        function = getattr(api, name)
+        assert inspect.signature(module) == inspect.signature(function)
+        text = pydoc.render_doc(module)
+        assert all(argument in text for argument in inspect.signature(function).parameters)
     assert not callable(sys.modules["jaxdist.runtime"])
     with pytest.raises(AttributeError):
         _ = jaxdist.trane

@@ -91,9 +91,10 @@ MESH = {  # tests/test_mesh.py covers the notation
         ["--mesh=tp=4", "--model.num_kv_heads=2"],
         "does not divide model.num_kv_heads=2", "Legal with 4"),
     "layers": (["--mesh=pp=3"], "pp=3 does not divide model.num_layers=8", "1, 2, 4 or 8"),
-    "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "Use 15 or 18"),
+    "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "15 or 18"),
     "microbatches": (
-        ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64", "Use 64"),
+        ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64",
+        "Use --train.num-microbatches 4, train.global_batch_size=64"),
     "fsdp width": (
         ["--mesh=fsdp=32", "--model.d_model=240"],
         "fsdp=32 does not divide model.d_model=240", "Legal"),

@@ -243,7 +243,7 @@ def test_help_contains_the_purpose_of_a_command(program, capsys):
     with pytest.raises(SystemExit) as left:
         module.main(["--help"])
     assert left.value.code == 0
-    purpose = module.__doc__.partition("\n\n")[0]
+    purpose = vars(module)["__doc__"].partition("\n\n")[0]
     assert " ".join(purpose.split()) in " ".join(capsys.readouterr().out.split())
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from jaxdist import generate, train
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main as prepare
 from jaxdist.run.text_generation import first_request
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.tools.convert.__main__ import main as convert
 from jaxdist.tools.report.__main__ import main as report
 
@@ -25,13 +28,13 @@ def next_commands(printed: str) -> list[list[str]]:
     """Return the commands below the last "next" of an output, each as a list of words."""
     _, _, after = printed.rpartition("next")
     lines = [line.strip() for line in after.removeprefix(":").splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("python -m ")]
+    commands = [shlex.split(line) for line in lines if " -m jaxdist." in line]
     assert commands, printed
     return commands
 
 
 def follow(words: list[str], *more: str) -> None:
-    assert words[:2] == ["python", "-m"]
+    assert words[:2] == [shell_python(), "-m"]
     assert MAINS[words[2]]([*words[3:], *more]) == 0
 
 
@@ -61,6 +64,21 @@ def test_printed_commands_lead_from_text_to_a_transformers_model(tmp_path, monke
     assert convert(["reshard", "a run", "other", "--mesh=dp=8"]) == 0
     (to_resume,) = next_commands(capsys.readouterr().out)
     follow(to_resume, "--steps=3")
+
+
+@pytest.mark.parametrize(
+    ("own", "on_path", "printed"),
+    [
+        (".venv/bin/python", ".venv/bin/python", "python"),
+        (".venv/bin/python3", "/usr/bin/python", ".venv/bin/python3"),
+        ("/opt/a b/bin/python", None, "'/opt/a b/bin/python'"),
+    ],
+)
+def test_commands_run_outside_the_virtual_environment(tmp_path, monkeypatch, own, on_path, printed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / own))
+    monkeypatch.setattr(shutil, "which", lambda _: on_path and str(tmp_path / on_path))
+    assert shell_python() == printed
 
 
 def test_suggested_prompt_matches_the_training_data(tmp_path):

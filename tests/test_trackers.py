@@ -1,8 +1,10 @@
 """Trackers get every point of a run under one identity, and none of their errors reaches it."""
 
 import logging
+import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -124,6 +126,26 @@ def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):
 def test_a_name_that_is_no_tracker_is_refused(name):
     assert len(MonitoringConfig(tracker=[name]).problems()) == 1
     assert MonitoringConfig(tracker=["my.module:make"]).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "preempted", "exit_code"),
+    [
+        ("finished", 0, 0),
+        ("stopped_by_callback", 0, 0),
+        ("stopped_early", 0, 0),
+        ("preempted", 1, 1),  # wandb's state of a nonzero code after `mark_preempting`: preempted
+        ("error", 0, 1),
+    ],
+)
+def test_wandb_counts_only_failures_as_failed(monkeypatch, reason, preempted, exit_code):
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracker = Trackers(["wandb"], IDENTITY)
+    tracker.finish({"exit_reason": reason})
+    run = wandb.init.return_value
+    run.finish.assert_called_once_with(exit_code=exit_code)
+    assert run.mark_preempting.call_count == preempted
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from refusals import refused
 from jaxdist import runtime
 from jaxdist.run.resilience.anomalies import Stopped
 from jaxdist.run.session import Session
+from jaxdist.runtime.entry_point import shell_python
 
 STEPS = 10
 SETTINGS = ["--mesh=dp=2,fsdp=2,tp=2", f"--steps={STEPS}", "--eval.interval_steps=4"]
@@ -78,7 +79,16 @@ def test_run_compiles_its_step_once(finished):
 
 def test_console_has_plan_and_next_commands(finished):
     run_dir, done = finished
-    for words in ("mesh", "dp=2,fsdp=2,tp=2", "parameters", "attention kernel", "checkpoint"):
+    for words in (
+        "data",
+        "packing",
+        " passes in ",
+        "mesh",
+        "dp=2,fsdp=2,tp=2",
+        "parameters",
+        "attention kernel",
+        "checkpoint",
+    ):
         assert words in done.stdout
     assert f"python -m jaxdist.generate {run_dir}" in done.stdout
     assert f"python -m jaxdist.report {run_dir} --html" in done.stdout
@@ -124,7 +134,7 @@ def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, t
     assert process.returncode == 75, out.decode()
     (then,) = [line for line in out.decode().splitlines() if line.startswith("next ")]
     words = shlex.split(then)[1:]
-    assert words[:3] == ["python", "-m", "jaxdist.train"]
+    assert words[:3] == [shell_python(), "-m", "jaxdist.train"]
     again = run("train", *words[3:])
     assert again.returncode == 0, again.stderr
     assert [e["event"] for e in records(run_dir, "event")].count("restore") == 1

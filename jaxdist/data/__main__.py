@@ -22,6 +22,7 @@ from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.prepare import prepare
 from jaxdist.data.tokenizer import TOKENIZER_FILES, load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, is_url, locate, read_url
@@ -172,7 +173,7 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
     print(
         f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
         f"{corpus.tokenizer.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
-        f"next: python -m jaxdist.train --data.sources={shlex.quote(source)}"
+        f"next: {shell_python()} -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
 
 

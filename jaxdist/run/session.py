@@ -37,6 +37,7 @@ from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
 from jaxdist.runtime import spot_notices
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
@@ -350,7 +351,7 @@ class Session:
             self.save({}, force=True)
         if self.preemption.requested:
             return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [])
-        resume = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
+        resume = [f"{shell_python()} -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, resume)
 
     def finish(self) -> int:
@@ -369,10 +370,10 @@ class Session:
         if self.config.eval.sample == "end" and self.step >= MIN_STEPS:
             self.sample()
         run = shlex.quote(str(self.run.path))
-        commands = [f"python -m jaxdist.report {run} --html {run}/report.html"]
+        commands = [f"{shell_python()} -m jaxdist.report {run} --html {run}/report.html"]
         if self.parts.model.decoding is not None:
             flags = first_request(self.config.data, self.train_data)
-            commands.insert(0, f"python -m jaxdist.generate {run} {flags}".rstrip())
+            commands.insert(0, f"{shell_python()} -m jaxdist.generate {run} {flags}".rstrip())
         return self._end(reason, runtime.EXIT_OK, commands)
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:

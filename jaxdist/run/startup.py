@@ -329,12 +329,20 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         "accumulation": microbatches,
         "tokens_per_row": config.train.seq_len if parts.unit == "tokens" else 1,
         "precision": _precision(parts),
+        "data": ", ".join(config.data.sources) + f": {data.describe()}{_passes(config, data)}",
         "notes": notes,
         "seed": config.seed,
         "data_fingerprint": data.fingerprint,
         "data_ledger": "rows" if isinstance(data, Dataset) else "none: a stream has no row numbers",
     }
     monitor.header(facts)
+
+
+def _passes(config: RunConfig, data: TrainData) -> str:
+    if not isinstance(data, Dataset):
+        return ""
+    passes = config.train.steps * config.train.global_batch_size / data.num_rows
+    return f"; {passes:.2g} passes in {config.train.steps:,} steps"
 
 
 def _precision(parts: Parts) -> str:

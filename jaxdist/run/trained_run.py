@@ -27,6 +27,7 @@ from jaxdist.run.setup import (
     assemble,
     decide_step,
 )
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
@@ -71,7 +72,7 @@ class TrainedRun:
         if not steps:
             raise ConfigError(
                 f"run {self.path} has no checkpoint: it was not trained far enough to save one. "
-                f"Continue it: python -m jaxdist.train --resume {self.path}."
+                f"Continue it: {shell_python()} -m jaxdist.train --resume {self.path}."
             )
         if chosen not in steps:
             existing = ", ".join(map(str, steps))

@@ -9,6 +9,8 @@ import gc
 import logging
 import os
 import select
+import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -16,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from jaxdist.runtime.coordination import process_id_and_count, service
@@ -208,6 +211,14 @@ def advice_for(message: str, otherwise: str = RERUN) -> str:
 def is_consequence(error: str) -> bool:
     """Return whether an error is only a consequence of the end of another process."""
     return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
+
+
+def shell_python() -> str:
+    """Return the word that starts this Python in the user's shell: `python` if it is on PATH."""
+    on_path, own = shutil.which("python"), Path(sys.executable)
+    if on_path and Path(on_path).parent == own.parent:
+        return "python"
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
 
 
 def _exit(code: int, line: str) -> NoReturn:

@@ -140,6 +140,7 @@ def header_rows(facts: Mapping[str, Any]) -> list[Row]:
         ("mesh", f"{facts['mesh']}\n{_wrapped(facts['mesh_reason'])}"),
         ("model", f"{facts['model']}, {in_si(facts['num_parameters'])} parameters"),
         ("batch", batch),
+        ("data", _wrapped(facts["data"])),
         ("precision", facts["precision"]),
         ("kernels", "\n".join(map(_wrapped, facts["notes"]))),
         ("MFU", _describe_mfu(facts)),

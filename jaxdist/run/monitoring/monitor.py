@@ -261,7 +261,7 @@ class Monitor:
 
         `facts` are `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
         (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on one
-        replica) × `num_replicas` × `accumulation`, and `notes`: kernels and reasons.
+        replica) × `num_replicas` × `accumulation`, `data`, and `notes`: kernels and reasons.
         """
         if self._records is None:
             return

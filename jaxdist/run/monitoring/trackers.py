@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxdist.run.metrics_log import plain
+from jaxdist.run.metrics_log import ExitReason, plain
 from jaxdist.runtime.named_function import named_function
 
 logger = logging.getLogger("jaxdist")
@@ -155,7 +155,10 @@ class _Wandb:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=0 if summary["exit_reason"] == "finished" else 1)
+        reason = summary["exit_reason"]
+        if reason == ExitReason.PREEMPTED:
+            self._run.mark_preempting()  # its state is then "preempted", not "failed"
+        self._run.finish(exit_code=0 if reason in _COMPLETED else 1)
 
 
 class _Mlflow:
@@ -189,9 +192,14 @@ class _Mlflow:
         for name, value in summary.items():
             if isinstance(value, int | float):
                 self._client.log_metric(self._id, f"summary/{name}", value)
-        status = "FINISHED" if summary["exit_reason"] == "finished" else "KILLED"
-        self._client.set_tag(self._id, "exit_reason", summary["exit_reason"])
-        self._client.set_terminated(self._id, status)
+        reason = summary["exit_reason"]
+        status = "KILLED" if reason in _ENDED_FROM_OUTSIDE else "FAILED"
+        self._client.set_tag(self._id, "exit_reason", reason)
+        self._client.set_terminated(self._id, "FINISHED" if reason in _COMPLETED else status)
+
+
+_COMPLETED = (ExitReason.FINISHED, ExitReason.STOPPED_BY_CALLBACK, ExitReason.STOPPED_EARLY)
+_ENDED_FROM_OUTSIDE = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED)
 
 
 _PARAM_CHARS = 500

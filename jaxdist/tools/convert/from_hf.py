@@ -26,6 +26,7 @@ from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.huggingface.tensors import Piece
 from jaxdist.models.weights import num_params
 from jaxdist.runtime import hub
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.settings import setting, write_toml
@@ -75,7 +76,8 @@ def run(config: Config) -> int:
     remarks = "".join(f"{line}\n" for line in lines)
     print(
         f"{hf_config['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
-        f"{out}\n{remarks}next: python -m jaxdist.generate {shlex.quote(str(out))} {prompt}"
+        f"{out}\n{remarks}next: {shell_python()} -m jaxdist.generate {shlex.quote(str(out))} "
+        f"{prompt}"
     )
     return 0
 

@@ -15,6 +15,7 @@ from jaxdist.checkpoint.streaming_io import CheckpointWriter
 from jaxdist.models.huggingface import peft, safetensors
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.runtime import hub
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError, setting
@@ -83,6 +84,6 @@ def run(config: Config) -> int:
         (out / "config.toml").write(text)
     print(
         f"adapters of {base}, {in_bytes(writer.num_bytes)}: {out}\n"
-        f"next: python -m jaxdist.generate {shlex.quote(str(out))} --prompt Once"
+        f"next: {shell_python()} -m jaxdist.generate {shlex.quote(str(out))} --prompt Once"
     )
     return 0

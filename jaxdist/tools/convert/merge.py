@@ -20,6 +20,9 @@ from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, CheckpointWriter
 from jaxdist.config import settings_of_run
 from jaxdist.core.weights import CompositeWeight
 from jaxdist.models.adapters import LoraConfig, merge
+from jaxdist.core.weights import base_of
+from jaxdist.models.adapters import LoraConfig, LoraWeight, merge
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import (
@@ -72,6 +75,6 @@ def run(config: Config) -> int:
         (out / "config.toml").write(text)
     print(
         f"{in_bytes(writer.num_bytes)} in {config.dtype}: {out}\n"
-        f"next: python -m jaxdist.convert to-hf {shlex.quote(str(out))} OUT"
+        f"next: {shell_python()} -m jaxdist.convert to-hf {shlex.quote(str(out))} OUT"
     )
     return 0

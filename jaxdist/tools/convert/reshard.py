@@ -17,6 +17,7 @@ from jaxdist.checkpoint.blocks import dtype_of, even_chunk
 from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, new_run_directory
@@ -72,7 +73,8 @@ def run(config: Config) -> int:
     seconds = time.perf_counter() - start
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
-        f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
+        f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\n"
+        f"next: {shell_python()} -m jaxdist.train --resume "
         f"{shlex.quote(str(destination))} --mesh {config.mesh}"
     )
     return 0

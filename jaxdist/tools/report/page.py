@@ -66,6 +66,11 @@ def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = Fal
     return "\n".join(["<!doctype html>", head, f"<h1>{title}</h1>", *body, ""])
 
 
+def html_summary(run: ReportedRun) -> str:
+    """Return the results of a run as an HTML table, for notebooks."""
+    return _table([run], ["inherit"], outcome_rows([run]))
+
+
 def _table(
     runs: Sequence[ReportedRun], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]
 ) -> str:

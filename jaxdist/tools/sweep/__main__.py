@@ -27,6 +27,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
+from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, without_flags
 from jaxdist.tools.launch.slurm import deliver
@@ -83,7 +84,8 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
     code = deliver(config, batch_script(config, tasks=tasks))
     if not config.dry_run and code == runtime.EXIT_OK:
         paths = " ".join(shlex.quote(str(trial.path)) for trial in trials)
-        print(f"{len(left)} tasks; when they have ended: python -m jaxdist.report {paths}")
+        report = f"{shell_python()} -m jaxdist.report {paths}"
+        print(f"{len(left)} tasks; when they have ended: {report}")
     return code
 
 
