@@ -349,6 +349,7 @@ ENGLISH_LIMITS = {"dialect names": 5, "dialect docstrings": 0}
 def test_names_and_docstrings_stay_within_the_limits_of_dialect():
     counts = ENGLISH["count"](PACKAGE)
     assert {name: n for name, n in counts.items() if n > ENGLISH_LIMITS[name]} == {}
+    assert not any(ENGLISH["count"](PACKAGE.parent / "scripts").values())
 
 
 def test_dialect_is_counted_once_for_each_binding(tmp_path):

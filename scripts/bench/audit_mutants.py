@@ -52,12 +52,12 @@ class Case:
     attention: str = "auto"
 
     def __str__(self) -> str:
-        said = [self.mesh, f"zero={self.zero}" * bool(self.zero)]
-        said.append("" if self.sequence else "no sequence parallelism")
+        words = [self.mesh, f"zero={self.zero}" * bool(self.zero)]
+        words.append("" if self.sequence else "no sequence parallelism")
         if "pp" in self.mesh:
-            said += [f"v={self.num_virtual_stages}", f"gather={self.gather}"]
-        said.append(f"{self.attention} attention" if "cp" in self.mesh else "")
-        return ", ".join(filter(None, said))
+            words += [f"v={self.num_virtual_stages}", f"gather={self.gather}"]
+        words.append(f"{self.attention} attention" if "cp" in self.mesh else "")
+        return ", ".join(filter(None, words))
 
     def config(self) -> RunConfig:
         """Return the settings of a small run."""
@@ -208,10 +208,10 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
         return "no fault", ""
     with planter.planted():
         try:
-            found = differences(case.config(), jax.devices(), case.model)
+            problems = differences(case.config(), jax.devices(), case.model)
         except Exception as error:  # it cannot be traced on a single axis
             return "deep", type(error).__name__
-    return ("deep", str(found[0])) if found else ("SURVIVED", "")
+    return ("deep", str(problems[0])) if problems else ("SURVIVED", "")
 
 
 def _program(case: Case, planter: Planter) -> str:
@@ -240,11 +240,11 @@ def try_case(
             is_kept = Path(site[0]).name in ("fsdp.py", "losses.py")
             if is_kept:
                 jax.clear_caches()
-            found, _ = verdict(case, planter, sound)
+            result, _ = verdict(case, planter, sound)
             if is_kept:
                 jax.clear_caches()
-            counts[kind, found] += 1
-            if found == "SURVIVED":
+            counts[kind, result] += 1
+            if result == "SURVIVED":
                 file, line, axes, name = site
                 survivors.append(f"{kind}: {name} over {axes} at {Path(file).name}:{line} ({case})")
     return counts, survivors
@@ -294,7 +294,7 @@ def _page(lines: list[str], total: collections.Counter, alive: list[str]) -> str
 
 
 def _killed(counts: collections.Counter, *by: str) -> int:
-    return sum(count for (_, found), count in counts.items() if found in by)
+    return sum(count for (_, result), count in counts.items() if result in by)
 
 
 def _faults(counts: collections.Counter) -> int:
@@ -305,7 +305,7 @@ def _cells(counts: collections.Counter) -> str:
     """Return caught faults per kind (types + audit + deep audit), and the number of faults."""
     cells = []
     for kind in KINDS:
-        killed = [counts[kind, found] for found in ("types", "audit", "deep")]
+        killed = [counts[kind, by] for by in ("types", "audit", "deep")]
         total = sum(killed) + counts[kind, "SURVIVED"]
         cells.append(f"{' + '.join(map(str, killed))} of {total}")
     return " | ".join(cells)

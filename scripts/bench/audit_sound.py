@@ -51,8 +51,8 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
     microbatches = itertools.cycle((0, 2))
     dtype = itertools.cycle(("float32", "bfloat16", "float32", "float16"))
     # A stride coprime to the count visits every mesh, with neighbors far apart.
-    for place in range(len(specs)):
-        spec = specs[place * 7 % len(specs)]
+    for index in range(len(specs)):
+        spec = specs[index * 7 % len(specs)]
         yield _changed(
             config,
             mesh={
@@ -89,11 +89,11 @@ def traced_bytes(transfers: Iterable[Transfer], *, is_widened: bool = False) -> 
         transfers: transfers of the traced step.
         is_widened: count bfloat16 as float32.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
     for one in transfers:
         width = 2 if is_widened and one.dtype == "bfloat16" else 1
-        found[one.kind, "+".join(one.axes)] += width * one.num_bytes
-    return found
+        sent[one.kind, "+".join(one.axes)] += width * one.num_bytes
+    return sent
 
 
 def widens_bfloat16(collectives: Iterable[Collective], platform: str) -> bool:
@@ -107,10 +107,10 @@ def widens_bfloat16(collectives: Iterable[Collective], platform: str) -> bool:
 
 def compiled_bytes(collectives: Iterable[Collective]) -> Moved:
     """Return the bytes that the compiled step transfers, by kind and axes."""
-    found: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
     for one in collectives:
-        found[one.kind, "+".join(one.axes)] += one.count * one.bytes
-    return found
+        sent[one.kind, "+".join(one.axes)] += one.count * one.bytes
+    return sent
 
 
 def comparison(
@@ -133,13 +133,13 @@ def comparison(
     rows = [("collective", "over", "traced", "compiled", "")]
     differ = 0
     for kind, axes in sorted({*traced, *compiled}):
-        asked, moved = traced.get((kind, axes), 0), compiled.get((kind, axes), 0)
-        agrees = abs(asked - moved) <= max(SCALAR_BYTES * 16, 0.01 * max(asked, moved))
+        expected, moved = traced.get((kind, axes), 0), compiled.get((kind, axes), 0)
+        agrees = abs(expected - moved) <= max(SCALAR_BYTES * 16, 0.01 * max(expected, moved))
         differ += not agrees
         verdict = "agrees" if agrees else "differs"
-        if not agrees and not asked:
+        if not agrees and not expected:
             verdict = "added by the compiler"
-        rows.append((kind, axes, in_bytes(asked), in_bytes(moved), verdict))
+        rows.append((kind, axes, in_bytes(expected), in_bytes(moved), verdict))
     end = "The compiled step moves what the traced one asks for."
     if differ:
         end = f"{differ} of {len(rows) - 1} rows differ."

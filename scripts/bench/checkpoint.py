@@ -198,10 +198,10 @@ def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -
     times: dict[str, list[float]] = {name: [] for name in targets}
     for _ in range(repeats):
         for name, sharding in targets.items():
-            place = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+            abstract = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
             reader = Checkpointer(directory, CheckpointConfig(), read_only=True, **QUIET)
             start = time.perf_counter()
-            jax.block_until_ready(reader.restore(jax.tree.map(place, state))[0])
+            jax.block_until_ready(reader.restore(jax.tree.map(abstract, state))[0])
             times[name].append(time.perf_counter() - start)
     print(f"\n{'verified restore':<24}{'total s':>20}{'GB/s':>8}")
     for name, measured in times.items():

@@ -173,7 +173,7 @@ def stores_page(stores: list[str]) -> str:
         "| store | saves in the | killed at | whole checkpoints left | corrupt | the next start |",
         "|---|---|---|---|---|---|",
     ]
-    steps = lambda found: ", ".join(map(str, found)) or "none"
+    steps = lambda numbers: ", ".join(map(str, numbers)) or "none"
     for store in stores:
         for ground in ("background", "foreground"):
             with (
@@ -225,9 +225,9 @@ def main() -> int:
         last = max(losses(run.records()), default=0) + 4
         end = run.finish(steps=last, pause_s=0)
         lost.append(reached - value(end, "start"))
-        whole = Run(Path(folder) / "whole", steps=last, pause_s=0).finish(every=10**6)
-        same = losses(run.records()) == losses(whole)
-        same = same and value(end, "checksums") == value(whole, "checksums")
+        undisturbed = Run(Path(folder) / "whole", steps=last, pause_s=0).finish(every=10**6)
+        same = losses(run.records()) == losses(undisturbed)
+        same = same and value(end, "checksums") == value(undisturbed, "checksums")
     print(
         f"{options.kills} kills while {dict(moments)}: at most {max(lost)} steps lost (interval "
         f"{EVERY}); losses and state {'equal' if same else 'DIFFER FROM'} those of a run that was "

@@ -81,11 +81,11 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="bench-store-") as folder,
         pytest.MonkeyPatch.context() as patch,
         object_servers.s3(patch),
-        contenders(Path(folder), arguments.gb) as found,
+        contenders(Path(folder), arguments.gb) as saves,
     ):
-        times: dict[str, list[Times]] = {name: [] for name in found}
+        times: dict[str, list[Times]] = {name: [] for name in saves}
         for number in range(arguments.repeats):
-            for name, save in found.items():
+            for name, save in saves.items():
                 times[name].append(save(number))
                 print(name, times[name][-1], flush=True)
             arguments.out.write_text(page(times, arguments.gb))
@@ -142,9 +142,9 @@ def torch_contender(gb: float) -> dict[str, Contender]:
         url, futures = f"{BUCKET}/torch/{number}", []
         save = lambda: futures.append(dcp.async_save(state, storage_writer=FsspecWriter(url)))
         restore = lambda: dcp.load(read, storage_reader=FsspecReader(url))
-        found = timed(save, lambda: futures[0].result(), restore)
+        times = timed(save, lambda: futures[0].result(), restore)
         assert all(torch.equal(read[name], value) for name, value in state.items())
-        return found
+        return times
 
     return {"torch": torch_to_store}
 
@@ -206,9 +206,9 @@ def page(times: dict[str, list[Times]], gb: float) -> str:
         f"| {gb:g} GB | blocked | total | GB/s | restored | GB/s |",
         "|---|---|---|---|---|---|",
     ]
-    for name, found in times.items():
+    for name, rounds in times.items():
         blocked, total, restored = (
-            statistics.median(column) for column in zip(*found, strict=True)
+            statistics.median(column) for column in zip(*rounds, strict=True)
         )
         lines.append(
             f"| {name} | {blocked:.2f} | {total:.2f} | {gb / total:.3f} | "

@@ -38,8 +38,8 @@ def main() -> None:
 
 def measure(virtual: int, num_layers: int) -> tuple[float, float]:
     """Return (seconds of compiling the train step, seconds of the complete run)."""
-    with tempfile.TemporaryDirectory(prefix="bench-compile-") as place:
-        run = Path(place) / "run"
+    with tempfile.TemporaryDirectory(prefix="bench-compile-") as folder:
+        run = Path(folder) / "run"
         start = time.perf_counter()
         subprocess.run(
             [
@@ -50,7 +50,7 @@ def measure(virtual: int, num_layers: int) -> tuple[float, float]:
             ],
             check=True,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "JAXDIST_CACHE": f"{place}/cache"},
+            env={**os.environ, "JAXDIST_CACHE": f"{folder}/cache"},
         )
         wall_s = time.perf_counter() - start
         records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

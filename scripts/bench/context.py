@@ -97,8 +97,8 @@ def memory() -> None:
     print("| row | cp | exchange | row / cp | temporaries, MiB |\n|---|---|---|---|---|")
     for exchange in ("ring", "all_to_all", "all_gather"):
         for length, size in ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (16384, 4), (16384, 2)):
-            found = temporaries(length, size, exchange) / 2**20
-            row = f"| {length} | {size} | {exchange} | {length // size} | {found:.1f} |"
+            measured = temporaries(length, size, exchange) / 2**20
+            row = f"| {length} | {size} | {exchange} | {length // size} | {measured:.1f} |"
             print(row, flush=True)
 
 
@@ -141,17 +141,17 @@ def reading() -> None:
         for packing in ("stream", "documents", "best_fit"):
             config = DataConfig(sources=[str(source)], packing=packing, eval_fraction=0.0)
             rows, _ = open_datasets(config, seq_len=ROW)
-            whole, part = [], []
+            complete, part = [], []
             for first in range(0, rows.num_rows - NUM_ROWS + 1, NUM_ROWS):
                 numbers = np.arange(first, first + NUM_ROWS)
                 start = time.perf_counter()
                 one = cut(rows.rows(numbers), spans)
                 middle = time.perf_counter()
                 other = rows.rows(numbers, spans)
-                whole.append(middle - start)
+                complete.append(middle - start)
                 part.append(time.perf_counter() - middle)
                 assert all(np.array_equal(one[name], other[name]) for name in one)
-            print(f"| {packing} | {1e3 * min(whole):.1f} | {1e3 * min(part):.1f} |", flush=True)
+            print(f"| {packing} | {1e3 * min(complete):.1f} | {1e3 * min(part):.1f} |", flush=True)
 
 
 if __name__ == "__main__":

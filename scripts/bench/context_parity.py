@@ -123,9 +123,9 @@ def measure(row: Row) -> tuple[float, float, float]:
         pipeline=row.pipeline,
         microbatches=4 if "pp=" in row.mesh else 1,
     )
-    found, expected = tiny.run(case, batch=batch_of(row.mask)), reference(row.mask, row.heads)
-    apart = np.abs(np.array(found.losses) / np.array(expected.losses) - 1)
-    gradients = tiny.distance(found.grads, expected.grads) / tiny.largest(expected.grads)
+    result, expected = tiny.run(case, batch=batch_of(row.mask)), reference(row.mask, row.heads)
+    apart = np.abs(np.array(result.losses) / np.array(expected.losses) - 1)
+    gradients = tiny.distance(result.grads, expected.grads) / tiny.largest(expected.grads)
     return float(apart[0]), gradients, float(apart.max())
 
 
@@ -168,24 +168,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="Markdown file to go on with")
     parser.add_argument("--list", action="store_true", help="name the rows and run none")
     options = parser.parse_args()
-    wanted = list(rows())
+    selected = list(rows())
     done = read(options.out) if options.out else {}
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     red = 0
-    for row in wanted:
+    for row in selected:
         if row.name in done or row.exchange not in options.exchange:
             continue
         if options.list:
             print(*row.name, sep=" | ")
             continue
-        found: tuple[Any, ...] = measure(row)
-        red += any(x > y for x, y in zip(found, (FIRST_LOSS, GRADIENTS, LOSSES), strict=True))
-        done[row.name] = [*row.name, *(f"{value:.1e}" for value in found), commit]
+        differences: tuple[Any, ...] = measure(row)
+        red += any(x > y for x, y in zip(differences, (FIRST_LOSS, GRADIENTS, LOSSES), strict=True))
+        done[row.name] = [*row.name, *(f"{value:.1e}" for value in differences), commit]
         print(*done[row.name], flush=True)
         if options.out:
-            write(options.out, done, len(wanted))
+            write(options.out, done, len(selected))
     return int(bool(red))
 
 

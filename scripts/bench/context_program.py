@@ -48,7 +48,7 @@ def main() -> int:
     rows.append(compiled("ring", 8, window=WINDOW))
     sizes = [[compiled("ring", size, seq_len=seq) for seq in LENGTHS] for size in (2, 4, 8)]
     million = [compiled(exchange, 32, config="llama3_8b_1m") for exchange in EXCHANGES]
-    parts = [head(rows[0].step), table(rows), memory(sizes), long(million), whole()]
+    parts = [head(rows[0].step), table(rows), memory(sizes), long(million), complete_programs()]
     OUTPUT.write_text("\n".join(line for part in parts for line in part))
     print(f"wrote {OUTPUT.relative_to(REPOSITORY)}")
     return 0
@@ -212,12 +212,12 @@ def long(rows: list[Row]) -> list[str]:
     ]
     for row in rows:
         planned = estimate_memory(row.job).temporary_bytes
-        found = row.step.memory.temporary_bytes
-        lines.append(f"| {row.label} | {row.job.attention} | {gib(found)} | {gib(planned)} |")
+        compiled = row.step.memory.temporary_bytes
+        lines.append(f"| {row.label} | {row.job.attention} | {gib(compiled)} | {gib(planned)} |")
     return [*lines, ""]
 
 
-def whole() -> list[str]:
+def complete_programs() -> list[str]:
     """Return planned and compiled memory per GPU of the unchanged configs of long rows."""
     lines = [
         "## Configs of long rows",

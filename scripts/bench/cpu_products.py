@@ -54,12 +54,12 @@ def xla(is_transposed: bool) -> Callable[[int, int], dict[str, Callable[[], Any]
         def product(dims: str) -> Callable[[], Any]:
             names = dims.partition("->")[0].split(",")
             keys = jax.random.split(jax.random.key(0))
-            given = [
+            operands = [
                 jax.random.normal(key, [sizes[dim] for dim in name])
                 for key, name in zip(keys, names, strict=True)
             ]
-            compiled = jax.jit(lambda a, b: jnp.einsum(dims, a, b)).lower(*given).compile()
-            return lambda: compiled(*given).block_until_ready()
+            compiled = jax.jit(lambda a, b: jnp.einsum(dims, a, b)).lower(*operands).compile()
+            return lambda: compiled(*operands).block_until_ready()
 
         return dict(zip(PASSES, map(product, dims), strict=True))
 
@@ -73,8 +73,8 @@ def pytorch(inputs: int, outputs: int) -> dict[str, Callable[[], Any]]:
     torch.set_num_threads(1)
     x, weight = torch.randn(TOKENS, inputs), torch.randn(outputs, inputs)
     grad = torch.randn(TOKENS, outputs)
-    found = (lambda: x @ weight.T, lambda: grad @ weight, lambda: grad.T @ x)
-    return dict(zip(PASSES, found, strict=True))
+    products = (lambda: x @ weight.T, lambda: grad @ weight, lambda: grad.T @ x)
+    return dict(zip(PASSES, products, strict=True))
 
 
 def serve(library: str) -> None:
@@ -122,12 +122,12 @@ def main() -> None:
 
 def measure(children: dict[str, subprocess.Popen], what: list[str], rounds: int) -> list[str]:
     """Return the median GFLOP/s of each library."""
-    found: dict[str, list[float]] = {name: [] for name in children}
+    seconds: dict[str, list[float]] = {name: [] for name in children}
     for _ in range(rounds):
         for name, child in children.items():
             print(json.dumps(what), file=child.stdin, flush=True)
-            found[name].append(float(child.stdout.readline()))
-    return [f"{statistics.median(x):.0f}" for x in found.values()]
+            seconds[name].append(float(child.stdout.readline()))
+    return [f"{statistics.median(x):.0f}" for x in seconds.values()]
 
 
 def row(*cells: str) -> str:

@@ -78,8 +78,8 @@ def _undisturbed(folder: Path, steps: int) -> dict[int, tuple[str, str]]:
         job.start()
         if harness.finish(job) != 0:
             raise SystemExit(f"the undisturbed run failed:\n{job.output()[-3000:]}")
-        if found := harness.findings(job.run_dir):
-            raise SystemExit(f"{steps} clean steps had findings: {found[:10]}")
+        if problems := harness.findings(job.run_dir):
+            raise SystemExit(f"{steps} clean steps had findings: {problems[:10]}")
         return harness.step_results(job.run_dir)
     finally:
         job.close()
@@ -112,8 +112,8 @@ def _one_round(
         if code != 0:
             print(job.output()[-4000:], flush=True)
             return results, f"a job ended with exit code {code}"
-        found = harness.step_results(job.run_dir)
-        return results, "" if found == expected else "a job ended with other bits"
+        repeated = harness.step_results(job.run_dir)
+        return results, "" if repeated == expected else "a job ended with other bits"
     except ScenarioFailed as error:
         print(job.output()[-4000:], flush=True)
         return results, str(error)
@@ -158,10 +158,10 @@ def _row(name: str, results: list[FaultResult]) -> str:
     good = [one for one in results if not one.problem]
     if not good:
         return f"| {name} | {len(results)} | | {len(results)} | | | | |"
-    found, back = [one.detected_s for one in good], [one.recovered_s for one in good]
+    detected, back = [one.detected_s for one in good], [one.recovered_s for one in good]
     return (
         f"| {name} | {len(results)} | {sum(one.moment == 'start' for one in results)} "
-        f"| {len(results) - len(good)} | {statistics.median(found):.1f} | {max(found):.1f} "
+        f"| {len(results) - len(good)} | {statistics.median(detected):.1f} | {max(detected):.1f} "
         f"| {statistics.median(back):.1f} | {max(back):.1f} |"
     )
 

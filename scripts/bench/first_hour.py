@@ -226,10 +226,10 @@ def table(
 
 def conditions(python: str, load: float) -> str:
     """Return versions, cores, load and time."""
-    told = (
+    summary = (
         "import jax, platform; print('Python', platform.python_version(), 'jax', jax.__version__)"
     )
-    versions = subprocess.run([python, "-c", told], check=True, capture_output=True, text=True)
+    versions = subprocess.run([python, "-c", summary], check=True, capture_output=True, text=True)
     now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     return (
         f"{versions.stdout.strip()}, {len(os.sched_getaffinity(0))} cores, load average {load:.1f} "

@@ -119,22 +119,26 @@ def operations() -> dict[str, Any]:
             lambda x, y: np.exp(x) / np.exp(x).sum(-1, keepdims=True),
         ),
     }
-    found: dict[str, Any] = {}
+    deviations: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16", "float16"):
         x, y = (jnp.asarray(v, jnp.dtype(dtype)) for v in (a, b))
         wide = [np.asarray(v.astype(jnp.float32), np.float64) for v in (x, y)]
         for name, (ours, reference) in cases.items():
             got = np.asarray(jax.jit(ours)(x, y).astype(jnp.float32), np.float64)
             right = reference(*wide)
-            found[f"{name}_{dtype}"] = float(np.max(np.abs(got - right)) / np.max(np.abs(right)))
+            deviations[f"{name}_{dtype}"] = float(
+                np.max(np.abs(got - right)) / np.max(np.abs(right))
+            )
     with jax.default_matmul_precision("highest"):
         x, y = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
         got = np.asarray(jax.jit(lambda x, y: x @ y.T)(x, y), np.float64)
     right = np.asarray(x, np.float64) @ np.asarray(y, np.float64).T
-    found["product_float32_highest"] = float(np.max(np.abs(got - right)) / np.max(np.abs(right)))
+    deviations["product_float32_highest"] = float(
+        np.max(np.abs(got - right)) / np.max(np.abs(right))
+    )
     numbers = rng.integers(-1000, 1000, (512, 768)).astype(np.int32)
-    found["sum_int32"] = int(jax.jit(jnp.sum)(numbers)) - int(numbers.sum())
-    return found
+    deviations["sum_int32"] = int(jax.jit(jnp.sum)(numbers)) - int(numbers.sum())
+    return deviations
 
 
 def rows() -> dict[str, Any]:
@@ -143,18 +147,18 @@ def rows() -> dict[str, Any]:
     import jax.numpy as jnp
 
     rng = np.random.default_rng(1)
-    found = {}
+    deviations = {}
     for dtype in ("float32", "bfloat16"):
         x = jnp.asarray(rng.standard_normal((4096, 2048)), dtype)
         w = jnp.asarray(rng.standard_normal((2048, 2048)), dtype)
         product = jax.jit(lambda x, w: x @ w)
         sizes = (1, 2, 7, 8, 64, 100, 512, 4096)
         first = [np.asarray(product(x[:n], w)[0].astype(jnp.float32)) for n in sizes]
-        found[dtype] = {
+        deviations[dtype] = {
             "differ": [n for n, row in zip(sizes, first, strict=True) if (row != first[0]).any()],
             "largest": max(float(np.max(np.abs(row - first[0]))) for row in first),
         }
-    return found
+    return deviations
 
 
 def attention() -> dict[str, Any]:
@@ -164,7 +168,7 @@ def attention() -> dict[str, Any]:
 
     from jaxdist.core.attention import kernel_check
 
-    found: dict[str, Any] = {}
+    deviations: dict[str, Any] = {}
     device = jax.devices()[0]
     for head_dim, heads, kv_heads in ((64, 12, 12), (128, 16, 8), (96, 8, 8)):
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=jnp.bfloat16)
@@ -172,9 +176,9 @@ def attention() -> dict[str, Any]:
         for use in ("packed", "ring", "packed_ring"):
             one = shapes if use == "packed" else dataclasses.replace(shapes, windows=(0,))
             check = kernel_check.validate_kernel(use, one, device)
-            found[f"{use}_{head_dim}"] = check.rejection_reason or check.errors
-        found[f"ordinary_{head_dim}"] = _ordinary(shapes)
-    return found
+            deviations[f"{use}_{head_dim}"] = check.rejection_reason or check.errors
+        deviations[f"ordinary_{head_dim}"] = _ordinary(shapes)
+    return deviations
 
 
 def _ordinary(shapes: Any) -> dict[str, Any]:
@@ -251,7 +255,7 @@ def losses() -> dict[str, Any]:
         "float32_highest": ("", "float32"),
         "bfloat16": ("", "bfloat16"),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (platform, dtype) in runs.items():
             run = Path(folder) / name
@@ -265,11 +269,11 @@ def losses() -> dict[str, Any]:
             if done.returncode:
                 return {"error": done.stderr[-2000:], "run": name}
             lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-            found[name] = [x["loss"] for x in lines if x["kind"] == "train"]
-    cpu = np.array(found["cpu"])
+            results[name] = [x["loss"] for x in lines if x["kind"] == "train"]
+    cpu = np.array(results["cpu"])
     for name in runs:
-        found[f"difference_{name}"] = float(np.max(np.abs(np.array(found[name]) / cpu - 1)))
-    return found
+        results[f"difference_{name}"] = float(np.max(np.abs(np.array(results[name]) / cpu - 1)))
+    return results
 
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -90,15 +90,15 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float], dict[st
     return name, figures, step.versions
 
 
-def differences(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
+def differences(measured: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
     """Return the differences between two sets of figures of one case, one sentence each.
 
     A class may change by 1 % of the recorded step, so that a single kernel launch does not fail a
     small class. Memory may change by 2 %, and shares of FLOPs by 0.01.
     """
     moved = []
-    for key in sorted({*found, *recorded}):
-        new, old = found.get(key, 0.0), recorded.get(key, 0.0)
+    for key in sorted({*measured, *recorded}):
+        new, old = measured.get(key, 0.0), recorded.get(key, 0.0)
         if key in _MEMORY:
             unit, factor, allowed = "GiB", 1.0, _SHARE_OF_MEMORY * old
         elif key == "again":
@@ -177,9 +177,9 @@ def main() -> None:
     lines = {line.split()[0]: line for line in CASES.strip().splitlines()}
     if unknown := set(options.only) - set(lines):
         parser.error(f"no case {', '.join(sorted(unknown))}. There are {', '.join(lines)}")
-    wanted = [lines[name] for name in lines if not options.only or name in options.only]
+    selected = [lines[name] for name in lines if not options.only or name in options.only]
     rows, same = [], True
-    for line in wanted:
+    for line in selected:
         name, figures, versions = run_case(line, options.flags.split())
         rows.append((name, figures))
         if options.record:

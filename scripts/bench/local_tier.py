@@ -68,7 +68,7 @@ def measure(folder: Path, mb: float, step_s: float, saves: int) -> dict[str, lis
     config = CheckpointConfig(local_dir=str(folder / "disk"))
     writer = Checkpointer(folder / "run", config, log=lambda line: None)
     writer.preflight(state)
-    found: dict[str, list[float]] = {"without": [], "beside": [], "blocked": [], "written": []}
+    measured: dict[str, list[float]] = {"without": [], "beside": [], "blocked": [], "written": []}
     number = 0
     for block in range(2 * (saves + 1)):  # the first of each kind warms up
         saved = block % 2 == 0
@@ -86,13 +86,13 @@ def measure(folder: Path, mb: float, step_s: float, saves: int) -> dict[str, lis
         if block < 2:
             continue
         if saved and events:  # else not written within the block: reported below
-            found["beside"] += seconds
-            found["blocked"].append(events[0]["blocked_s"])
-            found["written"].append(events[0]["written_s"])
+            measured["beside"] += seconds
+            measured["blocked"].append(events[0]["blocked_s"])
+            measured["written"].append(events[0]["written_s"])
         elif not saved:
-            found["without"] += seconds
+            measured["without"] += seconds
     writer.close()
-    return found
+    return measured
 
 
 def make_step(mb: float, step_s: float) -> tuple[Any, Any]:
@@ -124,16 +124,18 @@ def make_step(mb: float, step_s: float) -> tuple[Any, Any]:
     return lambda state: run(state, products), state
 
 
-def report(found: dict[str, list[float]]) -> None:
+def report(measured: dict[str, list[float]]) -> None:
     """Print medians, and the ratio that must stay within 10 %."""
-    without = statistics.median(found["without"])
+    without = statistics.median(measured["without"])
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    print(f"load averages {load}; {len(found['blocked'])} saves written within {BLOCK_STEPS} steps")
-    for name, values in found.items():
+    print(
+        f"load averages {load}; {len(measured['blocked'])} saves written within {BLOCK_STEPS} steps"
+    )
+    for name, values in measured.items():
         median, most = statistics.median(values), max(values)
         line = f"{name:8} median {median:.3f} s, slowest {most:.3f} s, {len(values)} times"
         print(line + f", {median / without:.3f} of a step")
-    mean = statistics.fmean(found["beside"]) / statistics.fmean(found["without"])
+    mean = statistics.fmean(measured["beside"]) / statistics.fmean(measured["without"])
     print(f"mean step beside a save / without: {mean:.3f}")
 
 

@@ -30,9 +30,9 @@ WINDOW = 20
 
 def losses(run: Path, matmul_dtype: str, steps: int, batch: int) -> np.ndarray:
     """Train, and return the loss of each step, nats per token, [steps]."""
-    found = read(run)
-    if len(found) == steps:
-        return found
+    values = read(run)
+    if len(values) == steps:
+        return values
     command = [sys.executable, "-m", "jaxdist.train", "--run-dir", str(run), f"--steps={steps}"]
     command += [f"--train.global-batch-size={batch}", "--monitoring.tracker="]
     command += ["--data.tokenizer=bytes", "--model.vocab-size=256", "--train.seq-len=128"]
@@ -83,10 +83,10 @@ def main() -> int:
     text = table(curves)
     print(text)
     if options.out:
-        asked = " ".join(options.formats)
+        requested = " ".join(options.formats)
         head = (
             f"# Learning with products in fewer bits\n\n`python scripts/bench/matmul_curve.py "
-            f"--formats {asked} --steps {options.steps} --batch {options.batch}`, "
+            f"--formats {requested} --steps {options.steps} --batch {options.batch}`, "
             f"{datetime.date.today()}, 2 shared CPU cores, narrow products emulated. The default "
             "model, means of the training loss.\n\n"
         )

@@ -117,12 +117,12 @@ class Workplace:
         self.cache.mkdir(parents=True)
 
     def run(
-        self, files: list[str], wanted: list[str], usual_s: float, **options: object
+        self, files: list[str], selected: list[str], usual_s: float, **options: object
     ) -> Outcome:
         """Run tests with the planted mutant; discard its changes to the cache."""
         return self.server.run(
             Job(
-                root=str(self.root), files=files, wanted=wanted, cache=str(self._own_cache()),
+                root=str(self.root), files=files, selected=selected, cache=str(self._own_cache()),
                 scratch=str(self.scratch), limit_s=LIMIT * usual_s + 60, **options,
             )
         )  # fmt: skip
@@ -131,23 +131,23 @@ class Workplace:
         """Return a cache with the tests' programs and copied corpora; a mutant may corrupt them."""
         corpora = self.cache / "corpora"
         shutil.rmtree(corpora, ignore_errors=True)
-        for found in PROGRAMS.iterdir() if PROGRAMS.is_dir() else []:
-            if found.name == "corpora":
-                shutil.copytree(found, corpora)
-            elif found.is_dir() and not (self.cache / found.name).exists():
-                (self.cache / found.name).symlink_to(found)
+        for entry in PROGRAMS.iterdir() if PROGRAMS.is_dir() else []:
+            if entry.name == "corpora":
+                shutil.copytree(entry, corpora)
+            elif entry.is_dir() and not (self.cache / entry.name).exists():
+                (self.cache / entry.name).symlink_to(entry)
         return self.cache
 
 
 def digest_of(*paths: Path) -> str:
     """Return a digest of the contents of files."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
-        whole.update(path.read_bytes())
-    return whole.hexdigest()[:20]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
 
 
-def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> list[Record]:
+def records(work: Path, workplaces: Sequence[Workplace], only: Sequence[str]) -> list[Record]:
     """Return the lines that each test file runs; cached in `work` while nothing changes."""
     watched = sorted({str(f.relative_to(ROOT)) for room in ROOMS for f in files_of(room)})
     package = digest_of(*sorted((ROOT / "jaxdist").rglob("*.py")), *_helpers())
@@ -160,26 +160,26 @@ def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> lis
     ]
     kept = {path: folder / f"{path.stem}-{digest_of(path)}.json" for path in tests}
     todo = sorted((path for path in tests if not kept[path].exists()), key=_size, reverse=True)
-    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(workplaces)) as pool:
         free: queue.Queue[Workplace] = queue.Queue()
-        for place in places:
-            free.put(place)
+        for workplace in workplaces:
+            free.put(workplace)
 
         def record(path: Path) -> None:
-            place = free.get()
+            workplace = free.get()
             name = f"tests/{path.name}"
-            found = place.run([name], [], 150.0, watched=watched)
-            free.put(place)
-            if found.failed and not found.tests:  # the next sweep tries again
-                print(f"{name} LEFT OUT, no test is green: {found.failed}", flush=True)
+            outcome = workplace.run([name], [], 150.0, watched=watched)
+            free.put(workplace)
+            if outcome.failed and not outcome.tests:  # the next sweep tries again
+                print(f"{name} LEFT OUT, no test is green: {outcome.failed}", flush=True)
                 return
             print(
-                f"{name}: {len(found.tests)} tests, {found.seconds:.0f} s"
-                + (f"; left out as red: {found.failed} …" if found.failed else ""),
+                f"{name}: {len(outcome.tests)} tests, {outcome.seconds:.0f} s"
+                + (f"; left out as red: {outcome.failed} …" if outcome.failed else ""),
                 flush=True,
             )
             written = kept[path].with_suffix(".part")
-            written.write_text(json.dumps(dataclasses.asdict(found)))
+            written.write_text(json.dumps(dataclasses.asdict(outcome)))
             written.rename(kept[path])
 
         list(pool.map(record, todo))
@@ -198,10 +198,12 @@ def _helpers() -> list[Path]:
 
 
 def _read_record(file: str, path: Path) -> Record:
-    found = Outcome(**json.loads(path.read_text()))
-    names = found.names
-    blocks = {test: frozenset(names[n] for n in found.blocks.get(test, [])) for test in found.tests}
-    return Record(file=file, collected_s=found.collected_s, tests=found.tests, blocks=blocks)
+    outcome = Outcome(**json.loads(path.read_text()))
+    names = outcome.names
+    blocks = {
+        test: frozenset(names[n] for n in outcome.blocks.get(test, [])) for test in outcome.tests
+    }
+    return Record(file=file, collected_s=outcome.collected_s, tests=outcome.tests, blocks=blocks)
 
 
 @functools.cache
@@ -258,8 +260,8 @@ def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
     )
     if not ranked:  # module-level statements, or code run only by other processes
         closest = near(mutant.file, [one.file for one in recorded])[:MOST_FILES]
-        whole = [next(one for one in recorded if one.file == file) for file in closest]
-        yield from filter(None, (_rest(whole[:2], set()), _rest(whole[2:], set())))
+        complete = [next(one for one in recorded if one.file == file) for file in closest]
+        yield from filter(None, (_rest(complete[:2], set()), _rest(complete[2:], set())))
         return
     chosen: list[str] = []
     files: list[str] = []
@@ -273,22 +275,22 @@ def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
         chosen.append(test)
         total_s += cost_s
     yield files, chosen, total_s
-    whole, total_s = [], 0.0
+    complete, total_s = [], 0.0
     for one in {id(one): one for *_, one in ranked}.values():
-        if not whole or (total_s + one.seconds <= FILES_S and len(whole) < MOST_FILES):
-            whole.append(one)
+        if not complete or (total_s + one.seconds <= FILES_S and len(complete) < MOST_FILES):
+            complete.append(one)
             total_s += one.seconds
-    yield from filter(None, [_rest(whole, set(chosen))])
+    yield from filter(None, [_rest(complete, set(chosen))])
 
 
-def _rest(whole: Sequence[Record], done: set[str]) -> Round | None:
+def _rest(complete: Sequence[Record], done: set[str]) -> Round | None:
     """Return the tests of files that are not done; None without any."""
-    left = {one.file: [test for test in one.tests if test not in done] for one in whole}
+    left = {one.file: [test for test in one.tests if test not in done] for one in complete}
     left = {file: tests for file, tests in left.items() if tests}
     if not left:
         return None
-    wanted = [test for tests in left.values() for test in tests]
-    return list(left), wanted, sum(one.seconds for one in whole)
+    selected = [test for tests in left.values() for test in tests]
+    return list(left), selected, sum(one.seconds for one in complete)
 
 
 def try_mutant(
@@ -307,28 +309,28 @@ def try_mutant(
         closest = near(mutant.file, [one.file for one in recorded])
         closest = [f for f in closest if "mark.slow" in (ROOT / f).read_text()][:2]
         steps += [((closest, [], 60.0), True)] if closest else []
-    place = free.get()
+    workplace = free.get()
     if time.monotonic() > end:
-        free.put(place)
+        free.put(workplace)
         return None
     seconds, last, killed_by = 0.0, 0, ""
     files: list[str] = []
-    wanted: list[str] = []
+    selected: list[str] = []
     try:
-        text = mutant.plant(place.root)
+        text = mutant.plant(workplace.root)
         try:
-            for last, ((files, wanted, usual_s), is_slow) in enumerate(steps, 1):  # noqa: B007
-                found = place.run(files, wanted, usual_s, slow=is_slow)
-                seconds += found.seconds
-                if found.code not in (0, NO_TEST):
-                    killed_by = found.failed
+            for last, ((files, selected, usual_s), is_slow) in enumerate(steps, 1):  # noqa: B007
+                outcome = workplace.run(files, selected, usual_s, slow=is_slow)
+                seconds += outcome.seconds
+                if outcome.code not in (0, NO_TEST):
+                    killed_by = outcome.failed
                     break
         finally:
-            (place.root / mutant.file).write_text(text)
+            (workplace.root / mutant.file).write_text(text)
     finally:
-        free.put(place)
+        free.put(workplace)
     return Result(
-        mutant=mutant, files=files, num_tests=len(wanted), round=last, killed_by=killed_by,
+        mutant=mutant, files=files, num_tests=len(selected), round=last, killed_by=killed_by,
         seconds=round(seconds, 1),
     )  # fmt: skip
 
@@ -341,17 +343,17 @@ def red_alone(killers: Iterable[str], free: queue.Queue[Workplace]) -> list[str]
             by_file[test.partition("::")[0]].append(test)
 
     def check(file: str) -> list[str]:
-        place = free.get()
+        workplace = free.get()
         try:
             red: list[str] = []
-            while wanted := [test for test in by_file[file] if test not in red]:
-                found = place.run([file], wanted, 60.0)
-                if found.failed not in wanted:
+            while selected := [test for test in by_file[file] if test not in red]:
+                outcome = workplace.run([file], selected, 60.0)
+                if outcome.failed not in selected:
                     return red
-                red.append(found.failed)
+                red.append(outcome.failed)
             return red
         finally:
-            free.put(place)
+            free.put(workplace)
 
     with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
         return [test for red in pool.map(check, sorted(by_file)) for test in red]
@@ -380,8 +382,8 @@ def read_results(path: Path) -> dict[Mutant, Result]:
     """Return the results of earlier runs; later lines win."""
     if not path.exists():
         return {}
-    found = map(json.loads, path.read_text().splitlines())
-    read = [Result(**{**record, "mutant": Mutant(**record["mutant"])}) for record in found]
+    rows = map(json.loads, path.read_text().splitlines())
+    read = [Result(**{**record, "mutant": Mutant(**record["mutant"])}) for record in rows]
     return {result.mutant: result for result in read}
 
 
@@ -429,27 +431,30 @@ def in_turn(chosen: Iterable[Mutant]) -> list[Mutant]:
 
 
 def sweep(
-    options: argparse.Namespace, places: list[Workplace], known: dict[Mutant, Result], log: Path
+    options: argparse.Namespace,
+    workplaces: list[Workplace],
+    earlier: dict[Mutant, Result],
+    log: Path,
 ) -> list[Result]:
     """Try new mutants; return all results of the sample except kills by failing tests."""
     end = time.monotonic() + 60 * options.minutes
     chosen = in_turn(sample(options.only or [*ROOMS], options.count, options.seed))
-    recorded = records(options.work, places, options.tests)
+    recorded = records(options.work, workplaces, options.tests)
     free: queue.Queue[Workplace] = queue.Queue()
-    for place in places:
-        free.put(place)
-    todo = [m for m in chosen if m not in known or (options.again and not known[m].killed_by)]
-    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+    for workplace in workplaces:
+        free.put(workplace)
+    todo = [m for m in chosen if m not in earlier or (options.again and not earlier[m].killed_by)]
+    with concurrent.futures.ThreadPoolExecutor(len(workplaces)) as pool:
         tried = [pool.submit(try_mutant, m, recorded, options.slow, free, end) for m in todo]
         for done in concurrent.futures.as_completed(tried):
             if (result := done.result()) is None:
                 continue
-            known[result.mutant] = result
-            said = "killed  " if result.killed_by else "SURVIVED"
-            print(said, result.mutant, f"{result.seconds:.1f} s", result.killed_by, flush=True)
+            earlier[result.mutant] = result
+            verdict = "killed  " if result.killed_by else "SURVIVED"
+            print(verdict, result.mutant, f"{result.seconds:.1f} s", result.killed_by, flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-    results = [known[mutant] for mutant in chosen if mutant in known]
+    results = [earlier[mutant] for mutant in chosen if mutant in earlier]
     red = set(red_alone({result.killed_by for result in results}, free))
     for test in sorted(red):
         print(f"red without a mutant, so it proves nothing: {test}", file=sys.stderr)
@@ -469,7 +474,7 @@ def main() -> int:
         clones(options.workers) as copies,
         servers(options.workers) as started,
     ):
-        places = []
+        workplaces = []
         for number, server in enumerate(started):
             root = copies.get()
             compileall.compile_dir(
@@ -477,8 +482,8 @@ def main() -> int:
                 quiet=1,
                 invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
             )  # valid again after a mutant is removed
-            places.append(Workplace(server, root, Path(folder) / str(number)))
-        results = sweep(options, places, read_results(log), log)
+            workplaces.append(Workplace(server, root, Path(folder) / str(number)))
+        results = sweep(options, workplaces, read_results(log), log)
     text = table(results)
     if options.out:
         options.out.write_text(_head(options, commit) + text)

@@ -59,11 +59,11 @@ def read(run: Path) -> list[tuple[float, float]]:
 
 
 def compare(
-    found: list[tuple[float, float]], expected: list[list[float]]
+    measured: list[tuple[float, float]], expected: list[list[float]]
 ) -> tuple[int, float, float]:
     """Return the number of bit-identical steps, and relative loss differences: largest, first."""
-    same = sum(list(a) == list(b) for a, b in zip(found, expected, strict=True))
-    distances = [abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)]
+    same = sum(list(a) == list(b) for a, b in zip(measured, expected, strict=True))
+    distances = [abs(a[0] - b[0]) / b[0] for a, b in zip(measured, expected, strict=True)]
     return same, max(distances), distances[0]
 
 
@@ -77,15 +77,15 @@ def main() -> int:
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"runs": {}}
     lines = ["| run | steps with the same bits | first loss differs by | largest difference |"]
     lines += ["|---|---|---|---|"]
-    worst, found = 0.0, {}
+    worst, runs = 0.0, {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
-            found[name] = losses(name, Path(folder))
+            runs[name] = losses(name, Path(folder))
             if name not in recorded["runs"]:
                 continue
-            same, largest, first = compare(found[name], recorded["runs"][name])
+            same, largest, first = compare(runs[name], recorded["runs"][name])
             worst = max(worst, largest)
-            lines.append(f"| {name} | {same} of {len(found[name])} | {first:.1e} | {largest:.1e} |")
+            lines.append(f"| {name} | {same} of {len(runs[name])} | {first:.1e} | {largest:.1e} |")
             print(lines[-1], flush=True)
     if options.record:
         head = ["git", "rev-parse", "--short", "HEAD"]
@@ -95,7 +95,7 @@ def main() -> int:
             "python": platform.python_version(),
             "jax": version("jax"),
         }
-        RECORDED.write_text(json.dumps({**made, "runs": recorded["runs"] | found}, indent=1) + "\n")
+        RECORDED.write_text(json.dumps({**made, "runs": recorded["runs"] | runs}, indent=1) + "\n")
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
     return int(worst > 2e-5)

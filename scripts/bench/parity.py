@@ -63,10 +63,12 @@ def history(
     return [(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
 
 
-def distance(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> list[float]:
+def distance(
+    measured: list[tuple[float, float]], expected: list[tuple[float, float]]
+) -> list[float]:
     """Return relative differences: first loss, first gradient norm, largest of any loss."""
-    losses = [abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(found, expected, strict=True)]
-    return [losses[0], abs(found[0][1] - expected[0][1]) / expected[0][1], max(losses)]
+    losses = [abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(measured, expected, strict=True)]
+    return [losses[0], abs(measured[0][1] - expected[0][1]) / expected[0][1], max(losses)]
 
 
 def main() -> int:

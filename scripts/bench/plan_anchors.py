@@ -94,8 +94,8 @@ def measure(row: Row) -> tuple[float, float, float]:
     """Return published and estimated tokens/s/GPU, and the error."""
     job = job_of(row)
     published = tokens_per_gpu(row, job)
-    found = estimate_time(job).tokens_per_s / job.spec.num_devices
-    return published, found, found / published - 1
+    estimated = estimate_time(job).tokens_per_s / job.spec.num_devices
+    return published, estimated, estimated / published - 1
 
 
 METHOD = """
@@ -202,8 +202,8 @@ def table() -> str:
         *_summary({**results(), "All": list(itertools.chain(*results().values()))}),
         MISSES,
     ]
-    for title, found in results().items():
-        lines += [f"## {title}", "", *_section(found), ""]
+    for title, section in results().items():
+        lines += [f"## {title}", "", *_section(section), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -213,11 +213,11 @@ def _summary(sections: dict[str, list[Result]]) -> list[str]:
         "| rows | number | within 15 % | median of \\|error\\| | largest | kernel not named |",
         "|---|---|---|---|---|---|",
     ]
-    for title, found in sections.items():
-        errors = [error for *_, error in found]
-        unnamed = [measure(_unnamed(row))[2] for row, *_ in found]
+    for title, section in sections.items():
+        errors = [error for *_, error in section]
+        unnamed = [measure(_unnamed(row))[2] for row, *_ in section]
         lines.append(
-            f"| {title} | {len(found)} | {_within(errors)} | "
+            f"| {title} | {len(section)} | {_within(errors)} | "
             f"{percent(statistics.median(map(abs, errors)))} | {percent(max(map(abs, errors)))} | "
             f"{_within(unnamed)} |"
         )
@@ -234,7 +234,7 @@ def _within(errors: list[float]) -> str:
     return f"{number} ({percent(number / len(errors), digits=0)})"
 
 
-def _section(found: list[Result]) -> list[str]:
+def _section(section: list[Result]) -> list[str]:
     return [
         "| source | fit | run | GPU | mesh | rows × microbatches | remat | attention | published "
         "| estimated | error | assumed |",
@@ -244,7 +244,7 @@ def _section(found: list[Result]) -> list[str]:
             f"{row.mesh} | {row.micro_rows} × {row.microbatches} | {row.remat} | "
             f"{row.engine.attention} | {published:,.0f} | {estimated:,.0f} | "
             f"{percent(error, sign=True)} | {row.assumed} |"
-            for row, published, estimated, error in found
+            for row, published, estimated, error in section
         ),
     ]
 

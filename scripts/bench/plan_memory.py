@@ -118,11 +118,11 @@ class Case:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    found = []
+    shipped = []
     for line in CASES.strip().splitlines():
         name, gpus, config, *flags = line.split()
-        found.append(Case(name, gpus, config, tuple(flags)))
-    return found
+        shipped.append(Case(name, gpus, config, tuple(flags)))
+    return shipped
 
 
 def compiled(case: Case) -> dict[str, Any]:

@@ -102,11 +102,11 @@ class _Changes(ast.NodeVisitor):
     """Collects (node, kind, changed source) of a module, except types and messages."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[ast.expr | ast.stmt, str, str]] = []
+        self.faults: list[tuple[ast.expr | ast.stmt, str, str]] = []
 
     def _add(self, node: ast.expr, kind: str, new: ast.expr | str) -> None:
         text = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
-        self.found.append((node, kind, f"({text})"))
+        self.faults.append((node, kind, f"({text})"))
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         words = any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right))
@@ -118,7 +118,7 @@ class _Changes(ast.NodeVisitor):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub) and not _is_list(node.value):
             other = ast.AugAssign(node.target, _OPERATORS[type(node.op)](), node.value)
-            self.found.append((node, "arithmetic", ast.unparse(ast.fix_missing_locations(other))))
+            self.faults.append((node, "arithmetic", ast.unparse(ast.fix_missing_locations(other))))
         self.visit(node.value)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -238,7 +238,7 @@ def mutants_of(room: str, file: Path) -> Iterator[Mutant]:
     changes = _Changes()
     changes.visit(ast.parse(text))
     name = str(file.relative_to(ROOT))
-    for node, kind, new in changes.found:
+    for node, kind, new in changes.faults:
         start = lines[node.lineno - 1] + node.col_offset
         end = lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         old = text.encode()[start:end].decode()
@@ -251,7 +251,7 @@ def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """Return about `count` mutants, equally many per room; deterministic for code and seed."""
     drawn = []
     for room in rooms:
-        found = [mutant for file in files_of(room) for mutant in mutants_of(room, file)]
-        share = min(len(found), -(-count // len(rooms)))
-        drawn += random.Random(f"{seed} {room}").sample(found, share)
+        mutants = [mutant for file in files_of(room) for mutant in mutants_of(room, file)]
+        share = min(len(mutants), -(-count // len(rooms)))
+        drawn += random.Random(f"{seed} {room}").sample(mutants, share)
     return drawn

@@ -57,11 +57,11 @@ def main() -> int:
     parser.add_argument("--only", choices=WAYS, help="one of the ways")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    found = {}
+    results = {}
     for way in [arguments.only] if arguments.only else WAYS:
         with tempfile.TemporaryDirectory(prefix="bench-restart-") as folder:
-            found[way] = measure(Path(folder), WAYS[way], arguments.kills)
-    text = page(found, arguments.kills)
+            results[way] = measure(Path(folder), WAYS[way], arguments.kills)
+    text = page(results, arguments.kills)
     arguments.out.write_text(text)
     print(text)
     return 0
@@ -74,7 +74,7 @@ def measure(folder: Path, flags: list[str], kills: int) -> list[dict[str, float]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAXDIST_CACHE": str(folder / "cache")}
     with open(folder / "console.log", "wb") as console:
         job = subprocess.Popen(command, stdout=console, stderr=console, env=environ)
-    began, metrics, found = time.monotonic(), folder / "run" / "metrics.jsonl", []
+    began, metrics, restarted = time.monotonic(), folder / "run" / "metrics.jsonl", []
     try:
         for number in range(kills):
             wait_for(job, folder, lambda n=number: saves(metrics) > n)  # one since the last start
@@ -85,12 +85,12 @@ def measure(folder: Path, flags: list[str], kills: int) -> list[dict[str, float]
             killed_at = time.time()
             os.kill(victims[number % NUM_PROCESSES], signal.SIGKILL)
             wait_for(job, folder, lambda n=number: len(restarts(metrics)) > n)
-            found.append(parts_of(restarts(metrics)[number], killed_at))
-            print(found[-1], flush=True)
+            restarted.append(parts_of(restarts(metrics)[number], killed_at))
+            print(restarted[-1], flush=True)
     finally:
         job.terminate()
         job.wait(timeout=120)
-    return found
+    return restarted
 
 
 def parts_of(restart: dict[str, Any], killed_at: float) -> dict[str, float]:
@@ -135,7 +135,7 @@ def saves(metrics: Path) -> int:
     return count + saved
 
 
-def page(found: dict[str, list[dict[str, float]]], kills: int) -> str:
+def page(results: dict[str, list[dict[str, float]]], kills: int) -> str:
     """Return the results as Markdown."""
     versions = f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}"
     lines = [
@@ -149,7 +149,7 @@ def page(found: dict[str, list[dict[str, float]]], kills: int) -> str:
         "| new processes | " + " | ".join(PARTS) + " | total | fastest, slowest |",
         "|---|" + "---|" * (len(PARTS) + 2),
     ]
-    for way, kills_of in found.items():
+    for way, kills_of in results.items():
         cells = [f"{statistics.median(one[name] for one in kills_of):.2f}" for name in PARTS]
         totals = [one["total"] for one in kills_of]
         ends = f"{min(totals):.2f}, {max(totals):.2f}"

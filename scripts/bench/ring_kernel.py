@@ -45,7 +45,7 @@ def main() -> int:
     )
     groups = args.groups
     ring = jax.jit(lambda *x: round_the_ring(*x, groups))
-    found = {
+    measured = {
         "seq_len": args.seq_len,
         "groups": groups,
         "device": jax.devices()[0].device_kind,
@@ -53,9 +53,9 @@ def main() -> int:
         "ring_ms": 1e3 * seconds(ring, query, key, value, cotangent),
         "one_call_ms": 1e3 * seconds(jax.jit(one_call), query, key, value, cotangent),
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(measured, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(measured, indent=1) + "\n")
     return 0
 
 
@@ -82,11 +82,11 @@ def round_the_ring(
         # As in the ring: a bool that is only available at run time.
         others = [(j, jnp.bool_(j < i)) for j in range(groups) if j != i]
         mine = Queries(own, None)
-        found = zigzag.forward(mine, keys[i], True, None)
+        merged = zigzag.forward(mine, keys[i], True, None)
         for j, earlier in others:
-            found = blockwise.merge(found, zigzag.forward(mine, keys[j], True, earlier))
-        out.append(found.out.astype(own.dtype))
-        over_all = GlobalAttention(out[i], pull, found.lse)
+            merged = blockwise.merge(merged, zigzag.forward(mine, keys[j], True, earlier))
+        out.append(merged.out.astype(own.dtype))
+        over_all = GlobalAttention(out[i], pull, merged.lse)
         for j, e, half in ((j, e, n) for j, e in [(i, None), *others] for n in (0, 1)):
             part = zigzag.backward(mine, keys[j], over_all, True, e, half)
             dq, dk, dv = zigzag.scatter_to_positions(part, True, e, half)

@@ -146,7 +146,7 @@ class _Roofline:
         """Return the totals of one run of a computation."""
         total = _Total()
         awaited: dict[str, tuple[float, tuple[str, ...]]] = {}
-        for place, instruction in enumerate(self.module.computations[name]):
+        for index, instruction in enumerate(self.module.computations[name]):
             opcode = instruction.opcode
             called = self.module.called(instruction)
             if opcode == "while":
@@ -159,7 +159,7 @@ class _Roofline:
             elif opcode == "call":
                 for child in called:
                     total.repeat(self.run(child), 1)
-            elif (collective := self._collective(name, place)) is not None:
+            elif (collective := self._collective(name, index)) is not None:
                 seconds, axes, asynchronous = collective
                 end = max(total.clock, total.links_free) + seconds
                 total.links_free = end
@@ -249,8 +249,8 @@ class _Roofline:
         assert dims is not None, instruction
 
         def numbers(key: str) -> list[int]:
-            found = re.search(rf'"{key}":\[([^\]]*)\]', dims[1])
-            return [int(n.strip('"')) for n in found[1].split(",") if n] if found else []
+            match = re.search(rf'"{key}":\[([^\]]*)\]', dims[1])
+            return [int(n.strip('"')) for n in match[1].split(",") if n] if match else []
 
         shared = math.prod(left.dims[i] for i in numbers("lhs_contracting_dimensions"))
         batch = math.prod(left.dims[i] for i in numbers("lhs_batch_dimensions"))
@@ -272,26 +272,26 @@ class _Roofline:
 
     def _factors(self, computation: str) -> list[Shape]:
         """Return the operands of the matmuls of a fusion, including nested fusions."""
-        found: list[Shape] = []
+        shapes: list[Shape] = []
         for instruction in self.module.computations[computation]:
             if instruction.opcode == "dot":
-                found += self._inputs(computation, instruction)
+                shapes += self._inputs(computation, instruction)
             else:
                 for inner in self.module.called(instruction):
-                    found += self._factors(inner)
-        return found
+                    shapes += self._factors(inner)
+        return shapes
 
     def _dot_flops(self, computation: str, dot: HloInstruction) -> float:
         left = self._inputs(computation, dot)[0]
-        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-        shared = [int(n) for n in found[1].split(",") if n] if found else []
+        match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+        shared = [int(n) for n in match[1].split(",") if n] if match else []
         return 2.0 * math.prod(dot.shapes[0].dims) * math.prod(left.dims[i] for i in shared)
 
     # -- bytes -------------------------------------------------------------------------------------
 
     def _inputs(self, name: str, instruction: HloInstruction) -> list[Shape]:
-        found = (self.defined[name].get(operand) for operand in instruction.operand_names)
-        return [shape for operand in found if operand is not None for shape in operand.shapes]
+        operands = (self.defined[name].get(operand) for operand in instruction.operand_names)
+        return [shape for operand in operands if operand is not None for shape in operand.shapes]
 
     def _plain_bytes(self, name: str, instruction: HloInstruction) -> float:
         written = _bytes(instruction)
@@ -326,22 +326,22 @@ class _Roofline:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _collective(self, name: str, place: int) -> tuple[float, tuple[str, ...], bool] | None:
+    def _collective(self, name: str, index: int) -> tuple[float, tuple[str, ...], bool] | None:
         """Return (seconds on the links, axes, is asynchronous) if this starts a collective."""
         instructions = self.module.computations[name]
-        instruction = inner = instructions[place]
+        instruction = inner = instructions[index]
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "async-start":
             for child in self.module.called(instruction):
-                for found in self.module.computations[child]:
-                    if found.opcode in KINDS:
-                        inner, kind = found, found.opcode
+                for one in self.module.computations[child]:
+                    if one.opcode in KINDS:
+                        inner, kind = one, one.opcode
         if kind not in KINDS:
             return None
         groups, axes = groups_and_axes(inner, kind, self.mesh)
         result = inner
         if inner is instruction and instruction.opcode != kind:
-            result = instructions[end_of(instructions, place)]
+            result = instructions[end_of(instructions, index)]
         size = 2 if kind == "collective-permute" else len(groups[0])
         if size == 1:
             return 0.0, axes, False

@@ -54,8 +54,8 @@ def row(name: object, libc: ctypes.CDLL, page: Path) -> str:
     libc.malloc_info(0, stream)
     libc.fclose(stream)
     text = page.read_text()
-    whole = text[text.rindex("</heap>") :]  # totals follow the last arena
-    size = lambda pattern: int(re.search(pattern + r'"? (?:count="\d+" )?size="(\d+)"', whole)[1])
+    totals = text[text.rindex("</heap>") :]  # totals follow the last arena
+    size = lambda pattern: int(re.search(pattern + r'"? (?:count="\d+" )?size="(\d+)"', totals)[1])
     held, mapped = size('<system type="current'), size('<total type="mmap')
     free = size('<total type="fast') + size('<total type="rest')
     resident = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())

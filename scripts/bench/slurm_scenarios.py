@@ -72,7 +72,7 @@ def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
     plan = runtime.resolve(os.environ)
     print("took", plan.process_id, os.environ["CUDA_VISIBLE_DEVICES"], plan.local_device_ids)
     """
-    wanted = {
+    programs = {
         "node": ({"gpus_per_node": 2}, {"0 0,1 None", "1 0,1 None"}),
         "gpu": (
             {"gpus_per_node": 2, "tasks_per_node": 2},
@@ -83,11 +83,11 @@ def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
             {"0 0 None", "1 1 None", "2 0 None", "3 1 None"},
         ),
     }
-    for name, (fields, lines) in wanted.items():
+    for name, (fields, lines) in programs.items():
         job_id = submit(cluster, f"gpus-{name}", body, **fields)
         assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-        said = cluster.output(job_id).splitlines()
-        assert {line[5:] for line in said if line.startswith("took ")} == lines
+        output_lines = cluster.output(job_id).splitlines()
+        assert {line[5:] for line in output_lines if line.startswith("took ")} == lines
 
 
 def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
@@ -96,8 +96,8 @@ def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(clust
     fields = {"nodes": "2-4", "tasks_per_node": 2, "cpus_per_task": 2}
     job_id = submit(cluster, "idle", body, **fields)
     assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-    said = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
-    assert said == {f"task n{node} {local}" for node in (1, 2, 3) for local in (0, 1)}
+    lines = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
+    assert lines == {f"task n{node} {local}" for node in (1, 2, 3) for local in (0, 1)}
 
 
 def test_a_job_whose_node_is_lost_goes_on_with_another(tmp_path_factory):
@@ -149,7 +149,7 @@ def train(cluster, name: str) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster) -> dict[int, str]:
+def uninterrupted(cluster) -> dict[int, str]:
     """Return the losses of uninterrupted training."""
     run, job_id = train(cluster, "whole")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
@@ -157,7 +157,7 @@ def whole(cluster) -> dict[int, str]:
     return losses(run)
 
 
-def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, whole):
+def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, uninterrupted):
     """Cancel training on two nodes and resubmit the script: the losses are bit-identical."""
     run, first = train(cluster, "parted")
     wait_for(run / "checkpoints/40", cluster, first)
@@ -166,29 +166,29 @@ def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster,
     assert 40 <= max(losses(run)) < 120, "it had ended before it was cancelled"
     _, job_id = train(cluster, "parted")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_training_of_which_a_process_is_killed_is_queued_again(cluster, whole, number):
+def test_training_of_which_a_process_is_killed_is_queued_again(cluster, uninterrupted, number):
     """After SIGKILL of one process the job requeues itself; the losses are bit-identical."""
     run, job_id = train(cluster, f"killed-{number}")
     wait_for(run / "checkpoints/40", cluster, job_id)
     os.kill(process_of(job_id, number), signal.SIGKILL)
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
-    assert losses(run) == whole
+    assert losses(run) == uninterrupted
 
 
 def process_of(job_id: str, number: int) -> int:
     """Return the pid of a training process, by its number in the job."""
-    place = {f"SLURM_JOB_ID={job_id}", f"SLURM_PROCID={number}"}
+    variables = {f"SLURM_JOB_ID={job_id}", f"SLURM_PROCID={number}"}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (process / "cmdline").read_text().split("\0")
             if "jaxdist.train" in words and "srun" not in words[0]:
                 environ = set((process / "environ").read_text(errors="replace").split("\0"))
-                if place <= environ:
+                if variables <= environ:
                     return int(process.name)
     raise LookupError(f"no training process {number} of job {job_id}")
 
@@ -206,9 +206,9 @@ def test_the_runs_of_a_sweep_are_the_tasks_of_an_array(cluster):
     tasks = [f"{job_id}_{task}" for task in range(2)]
     for task in tasks:
         assert cluster.wait(task, timeout_s=300) == "COMPLETED", cluster.output(task)
-    found = sorted(runs.glob("*/metrics.jsonl"))
-    assert [sorted(losses(path.parent)) for path in found] == [[1, 2, 3, 4, 5]] * 2
-    ended = [json.loads((path.parent / "summary.json").read_text()) for path in found]
+    files = sorted(runs.glob("*/metrics.jsonl"))
+    assert [sorted(losses(path.parent)) for path in files] == [[1, 2, 3, 4, 5]] * 2
+    ended = [json.loads((path.parent / "summary.json").read_text()) for path in files]
     assert {summary["exit_reason"] for summary in ended} == {"finished"}
     done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("already finished") == 2, done.stdout

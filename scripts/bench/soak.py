@@ -55,11 +55,13 @@ def main() -> int:
     parser.add_argument("--only", choices=VARIANTS, help="one of the jobs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    found = {}
+    results = {}
     for name in [arguments.only] if arguments.only else VARIANTS:
         with tempfile.TemporaryDirectory(prefix="bench-soak-") as folder:
-            found[name] = soak(Path(folder), VARIANTS[name], arguments.minutes, arguments.sample_s)
-        arguments.out.write_text(page(found, arguments.minutes))
+            results[name] = soak(
+                Path(folder), VARIANTS[name], arguments.minutes, arguments.sample_s
+            )
+        arguments.out.write_text(page(results, arguments.minutes))
     print(arguments.out.read_text())
     return 0
 
@@ -113,7 +115,7 @@ def sample(launcher: int) -> dict[str, int]:
 
 def training_processes(launcher: int) -> list[Path]:
     """Return the /proc directories of the training processes below the launcher."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
@@ -121,8 +123,8 @@ def training_processes(launcher: int) -> list[Path]:
         except (OSError, ValueError):
             continue
         if parent == launcher and b"jaxdist.train" in words:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def slope_per_minute(times: list[float], values: list[float]) -> float:
@@ -130,7 +132,7 @@ def slope_per_minute(times: list[float], values: list[float]) -> float:
     return float(np.polyfit(np.asarray(times) - times[0], values, 1)[0] * 60)
 
 
-def page(found: dict[str, dict[str, Any]], minutes: float) -> str:
+def page(results: dict[str, dict[str, Any]], minutes: float) -> str:
     """Return the results as Markdown."""
     versions = f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}"
     lines = [
@@ -144,12 +146,12 @@ def page(found: dict[str, dict[str, Any]], minutes: float) -> str:
         "2nd half | threads | open files | median step, 1st and last tenth |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *(row(name, one) for name, one in found.items())]) + "\n"
+    return "\n".join([*lines, *(row(name, one) for name, one in results.items())]) + "\n"
 
 
-def row(name: str, found: dict[str, Any]) -> str:
+def row(name: str, result: dict[str, Any]) -> str:
     """Return one line of the table."""
-    samples, records = found["samples"], found["records"]
+    samples, records = result["samples"], result["records"]
     half = len(samples) // 2
     times = [one["time"] for one in samples]
     memory = [one["memory"] / 1e6 for one in samples]

@@ -318,9 +318,9 @@ def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> 
             starts = np.zeros((batch, seq), np.int32)
             for row in starts:
                 row[rng.choice(np.arange(1, seq), documents - 1, replace=False)] = 1
-            place = np.arange(seq, dtype=np.int32)
+            position = np.arange(seq, dtype=np.int32)
             rows["segments"] = 1 + np.cumsum(starts, 1, dtype=np.int32)
-            rows["positions"] = place - np.maximum.accumulate(starts * place, axis=1)
+            rows["positions"] = position - np.maximum.accumulate(starts * position, axis=1)
         batches.append(jax.device_put(rows, sharding))
     return batches
 
@@ -328,12 +328,12 @@ def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> 
 def memory(ours: Ours) -> dict[str, float]:
     """Return memory planned by the compiler, and measured memory if the device reports it."""
     plan = ours.compiled.memory_analysis()
-    found = {
+    measured = {
         "argument_gb": plan.argument_size_in_bytes / 1e9,
         "temporary_gb": plan.temp_size_in_bytes / 1e9,
     }
     peak = device_memory(jax.devices()[:1]).get("memory_peak_bytes")
-    return found | ({"peak_gb": peak / 1e9} if peak else {})
+    return measured | ({"peak_gb": peak / 1e9} if peak else {})
 
 
 def table(report: dict) -> str:

@@ -196,7 +196,7 @@ def watch(case: Case, folder: Path, signal_server: Callable[[int], None]) -> End
     return ended
 
 
-def page(found: list[Ended]) -> str:
+def page(endings: list[Ended]) -> str:
     """Return the results as Markdown."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = [
@@ -211,17 +211,17 @@ def page(found: list[Ended]) -> str:
         "| processes | the server is | closing block | exit of each process | exit codes | bound |",
         "|---|---|---|---|---|---|",
     ]
-    for ended in found:
+    for ended in endings:
         case = ended.case
-        told = "none" if ended.work_s is None else f"{ended.work_s:.1f} s"
+        work = "none" if ended.work_s is None else f"{ended.work_s:.1f} s"
         exits = ", ".join(f"{seconds:.1f} s" for seconds in ended.exit_s)
         server = f"{case.harm} at the {case.moment}" if case.harm else "there"
         lines.append(
-            f"| {case.processes} | {server} | {told} | {exits} | "
+            f"| {case.processes} | {server} | {work} | {exits} | "
             f"{', '.join(map(str, ended.codes))} | {case.limit_s()} s |"
         )
-    wrong = sum(not ended.is_right for ended in found)
-    return "\n".join([*lines, "", f"{len(found)} runs, {wrong} not as they should be.", ""])
+    wrong = sum(not ended.is_right for ended in endings)
+    return "\n".join([*lines, "", f"{len(endings)} runs, {wrong} not as they should be.", ""])
 
 
 def commit() -> str:
@@ -238,17 +238,17 @@ def main() -> int:
     parser.add_argument("--only", choices=("alone", "two", "gone"), help="one kind of runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="page of the results of all")
     options = parser.parse_args()
-    found = []
+    endings = []
     with tempfile.TemporaryDirectory(prefix="bench-ends-") as folder:
         for case in CASES:
             if options.only in (None, case.kind):
-                found.append(run(case, Path(folder)))
-                print(found[-1], flush=True)
-    text = page(found)
+                endings.append(run(case, Path(folder)))
+                print(endings[-1], flush=True)
+    text = page(endings)
     print(text)
     if not options.only:
         options.out.write_text(text)
-    return 0 if all(ended.is_right for ended in found) else 1
+    return 0 if all(ended.is_right for ended in endings) else 1
 
 
 if __name__ == "__main__":

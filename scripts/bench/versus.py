@@ -246,7 +246,7 @@ def report(races: dict[str, Race], settings: Settings, machine: dict[str, str]) 
         lines += ["", f"## {shape_name}", "", describe(race.shape), "", *details(race)]
     lines += ["", "## Conditions", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()]
-    lines += [f"- {name}: {found}" for name, found in versions(races).items()]
+    lines += [f"- {name}: {result}" for name, result in versions(races).items()]
     return "\n".join([*lines, *explanation(settings)]) + "\n"
 
 
@@ -290,12 +290,12 @@ def details(race: Race) -> list[str]:
     lines = row_of(*columns, "loss of the first steps", "of the last")
     lines += row_of(*("---" for _ in range(len(columns) + 2)))
     for name, contender in race.running.items():
-        found = speeds(race, name)
+        result = speeds(race, name)
         first = contender.losses[: race.settings.warmup_steps]
         lines += row_of(
             name,
-            f"{statistics.median(found):,.0f}",
-            f"{min(found):,.0f}–{max(found):,.0f}",
+            f"{statistics.median(result):,.0f}",
+            f"{min(result):,.0f}–{max(result):,.0f}",
             ratio(race, name),
             f"{contender.facts['parameters']:,.0f}",
             ", ".join(f"{loss:.3f}" for loss in first),
@@ -308,14 +308,14 @@ def details(race: Race) -> list[str]:
 
 def versions(races: dict[str, Race]) -> dict[str, str]:
     """Return contender -> its reported versions and threads."""
-    found = {}
+    result = {}
     for race in races.values():
         for name, contender in race.running.items():
             facts = contender.facts
             parts = [f"{key} {value}" for key, value in facts["versions"].items()]
             parts += [f"{facts['threads']} threads"] if "threads" in facts else []
-            found[name] = ", ".join(parts) or "no versions given"
-    return found
+            result[name] = ", ".join(parts) or "no versions given"
+    return result
 
 
 def explanation(settings: Settings) -> list[str]:
@@ -331,12 +331,12 @@ def explanation(settings: Settings) -> list[str]:
 def conditions() -> dict[str, str]:
     """Return the current conditions of the machine."""
     names = [name for name in ("XLA_FLAGS", "OMP_NUM_THREADS") if name in os.environ]
-    given = [f"{name}={os.environ[name]}" for name in names]
+    variables = [f"{name}={os.environ[name]}" for name in names]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "environment": " ".join(given) or "no XLA_FLAGS, no OMP_NUM_THREADS",
+        "environment": " ".join(variables) or "no XLA_FLAGS, no OMP_NUM_THREADS",
         "load average before": load(),
     }
 
@@ -349,8 +349,8 @@ def load() -> str:
 def processor() -> str:
     """Return the name of the processor."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
     return platform.processor() or platform.machine()
 
 
@@ -361,28 +361,28 @@ def commands_of(pythons: list[str], rivals: list[str]) -> dict[str, list[str]]:
         ValueError: the errors in `--python` and `--rival`, one line each.
     """
     interpreters, problems = dict.fromkeys(BUILT_IN, sys.executable), []
-    for given in pythons:
-        name, _, python = given.partition("=")
+    for option in pythons:
+        name, _, python = option.partition("=")
         if name not in BUILT_IN or not python:
-            problems.append(f"--python {given}: write NAME=PYTHON, NAME of {', '.join(BUILT_IN)}")
+            problems.append(f"--python {option}: write NAME=PYTHON, NAME of {', '.join(BUILT_IN)}")
         elif not shutil.which(python):
-            problems.append(f"--python {given}: {python} is no program")
+            problems.append(f"--python {option}: {python} is no program")
         interpreters[name] = python
     commands = {
         name: [interpreters[name], str(HERE / script), *arguments]
         for name, (script, *arguments) in BUILT_IN.items()
     }
-    for given in rivals:
-        name, python, words = read_rival(given)
+    for rival in rivals:
+        name, python, words = read_rival(rival)
         is_script = bool(words) and words[0].endswith(".py")
         if not words:
-            problems.append(f"--rival {given}: write NAME=PYTHON:SCRIPT.py or NAME=PYTHON:MODULE")
+            problems.append(f"--rival {rival}: write NAME=PYTHON:SCRIPT.py or NAME=PYTHON:MODULE")
         elif not shutil.which(python):
-            problems.append(f"--rival {given}: {python} is no program")
+            problems.append(f"--rival {rival}: {python} is no program")
         elif is_script and not Path(words[0]).is_file():
-            problems.append(f"--rival {given}: there is no file {words[0]}")
+            problems.append(f"--rival {rival}: there is no file {words[0]}")
         elif name in commands:
-            problems.append(f"--rival {given}: there is a contender {name}; take another name")
+            problems.append(f"--rival {rival}: there is a contender {name}; take another name")
         else:
             commands[name] = [python, *words] if is_script else [python, "-m", *words]
     if problems:
@@ -390,9 +390,9 @@ def commands_of(pythons: list[str], rivals: list[str]) -> dict[str, list[str]]:
     return commands
 
 
-def read_rival(given: str) -> tuple[str, str, list[str]]:
+def read_rival(rival: str) -> tuple[str, str, list[str]]:
     """Return name, interpreter, and program with its arguments; [] if it cannot be parsed."""
-    name, _, rest = given.partition("=")
+    name, _, rest = rival.partition("=")
     python, _, program = rest.partition(":")
     try:
         return name, python, shlex.split(program) if name and python else []

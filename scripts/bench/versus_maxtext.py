@@ -78,9 +78,9 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
     """Build model, optimizer and step as MaxText's `train_loop` does."""
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    given = [word for word in sys.argv[1:-1] if "=" in word]
+    overrides = [word for word in sys.argv[1:-1] if "=" in word]
     words = [f"{name}={value}" for name, value in settings(job).items()]
-    config = pyconfig.initialize([sys.argv[0], str(base), *words, *given])
+    config = pyconfig.initialize([sys.argv[0], str(base), *words, *overrides])
     _, _, shardings, _, mesh, *_, module = train_utils.setup_train_loop(config, None)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module.model, nnx.Param)))
     graph, state = nnx.split(module)

@@ -76,9 +76,9 @@ class Contender:
             LeftOut: it crashed or hung, or its model differs.
         """
         self.facts = self._answer(timeout_s, "parameters")
-        found = self.facts["parameters"]
-        if not abs(found / num_params - 1) <= 0.01:
-            raise LeftOut(f"has {found:,} parameters, the others {num_params:,}")
+        count = self.facts["parameters"]
+        if not abs(count / num_params - 1) <= 0.01:
+            raise LeftOut(f"has {count:,} parameters, the others {num_params:,}")
         if not isinstance(self.facts.setdefault("versions", {}), dict):
             raise LeftOut(f"answered versions {self.facts['versions']!r}, not names with versions")
 

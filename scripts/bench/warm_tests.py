@@ -52,7 +52,7 @@ class Job:
     Attributes:
         root: the checkout.
         files: test files, in order.
-        wanted: ids of the tests to run; empty = all tests of the files.
+        selected: ids of the tests to run; empty = all tests of the files.
         slow: True = run only tests marked slow, False = only the others.
         watched: modules, below the root, whose blocks are recorded.
         cache: value of JAXDIST_CACHE.
@@ -62,7 +62,7 @@ class Job:
 
     root: str
     files: list[str]
-    wanted: list[str]
+    selected: list[str]
     slow: bool = False
     watched: list[str] = dataclasses.field(default_factory=list)
     cache: str
@@ -95,15 +95,15 @@ class Outcome:
 
 def bodies_of(tree: ast.Module) -> list[list[ast.stmt]]:
     """Return the blocks of a module's functions, each as its original list of statements."""
-    found: dict[int, list[ast.stmt]] = {}
+    groups: dict[int, list[ast.stmt]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
                 for name in ("body", "orelse", "finalbody"):
                     part = getattr(node, name, None)
                     if isinstance(part, list) and part:
-                        found[id(part)] = part
-    return list(found.values())
+                        groups[id(part)] = part
+    return list(groups.values())
 
 
 def block_at(tree: ast.Module, line: int) -> int:
@@ -157,17 +157,17 @@ def _module_name(file: str) -> str:
 class _Notes:
     """A pytest plugin: selects tests, and records their times, blocks and the first failure."""
 
-    def __init__(self, wanted: list[str]) -> None:
-        self.wanted = set(wanted)
+    def __init__(self, selected: list[str]) -> None:
+        self.selected = set(selected)
         self.outcome = Outcome()
         self.began = time.monotonic()
         self.ran: set[str] = set()
-        self.is_whole = True
-        self._places: dict[str, int] = {}
+        self.is_complete = True
+        self._positions: dict[str, int] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        if self.wanted:
-            items[:] = [item for item in items if item.nodeid in self.wanted]
+        if self.selected:
+            items[:] = [item for item in items if item.nodeid in self.selected]
         self.outcome.collected_s = time.monotonic() - self.began
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -177,23 +177,23 @@ class _Notes:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.ran.clear()
         self.outcome.tests[nodeid] = 0.0
-        self.is_whole = True
+        self.is_complete = True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         tests, name = self.outcome.tests, report.nodeid
         tests[name] = round(tests[name] + report.duration, 3)
-        self.is_whole &= report.passed
+        self.is_complete &= report.passed
         if report.failed:
             self.outcome.failed = self.outcome.failed or name
-        if report.when == "teardown" and not self.is_whole:
+        if report.when == "teardown" and not self.is_complete:
             del tests[name]
         elif report.when == "teardown" and self.ran:
             for block in self.ran:
-                self._places.setdefault(block, len(self._places))
-            self.outcome.blocks[name] = sorted(self._places[block] for block in self.ran)
+                self._positions.setdefault(block, len(self._positions))
+            self.outcome.blocks[name] = sorted(self._positions[block] for block in self.ran)
 
     def result(self) -> Outcome:
-        self.outcome.names = list(self._places)
+        self.outcome.names = list(self._positions)
         return self.outcome
 
 
@@ -204,7 +204,7 @@ def run_here(job: Job, codes: dict[str, CodeType], results: Path) -> int:
     os.chdir(job.root)
     sys.path.insert(0, job.root)
     os.environ.update(PYTHONPATH=job.root, JAXDIST_CACHE=job.cache)
-    notes = _Notes(job.wanted)
+    notes = _Notes(job.selected)
     if codes:
         builtins.__ran__ = notes.ran.add  # type: ignore[attr-defined]
         sys.meta_path.insert(0, _Watched(Path(job.root), codes))
@@ -287,13 +287,13 @@ def serve() -> int:
     for name in SLOW_IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    known: dict[tuple[str, str], CodeType] = {}
+    programs: dict[tuple[str, str], CodeType] = {}
     for line in sys.stdin:
         job = Job(**json.loads(line))
         for file in job.watched:
-            if (job.root, file) not in known:
-                known[job.root, file] = watched_code(Path(job.root), file)
-        codes = {file: known[job.root, file] for file in job.watched}
+            if (job.root, file) not in programs:
+                programs[job.root, file] = watched_code(Path(job.root), file)
+        codes = {file: programs[job.root, file] for file in job.watched}
         print(json.dumps(dataclasses.asdict(run_in_child(job, codes))), file=replies, flush=True)
     return 0
 

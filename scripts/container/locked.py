@@ -18,19 +18,19 @@ OWN = ("jaxdist", "pip")  # jaxdist is what is locked, and pip what installs it
 
 def main() -> int:
     """Compare what is installed."""
-    found = {str(each.metadata["Name"]): each.version for each in distributions()}
-    wrong = differences(found, Path(sys.argv[1]).read_text())
-    print("\n".join([*wrong, f"{len(found)} packages, {len(wrong)} not as locked"]))
+    installed = {str(each.metadata["Name"]): each.version for each in distributions()}
+    wrong = differences(installed, Path(sys.argv[1]).read_text())
+    print("\n".join([*wrong, f"{len(installed)} packages, {len(wrong)} not as locked"]))
     return 1 if wrong else 0
 
 
-def differences(found: Mapping[str, str], lock: str) -> list[str]:
+def differences(installed: Mapping[str, str], lock: str) -> list[str]:
     """One line for each package (name -> version) that is not in a lock file or not as it says."""
     entries = [Requirement(line) for line in lock.splitlines() if re.match(r"\w", line)]
     holds = {x.name: x.specifier for x in entries if x.marker is None or x.marker.evaluate()}
     lines = []
-    for given, version in sorted(found.items()):
-        name = re.sub("[-_.]+", "-", given).lower()
+    for package, version in sorted(installed.items()):
+        name = re.sub("[-_.]+", "-", package).lower()
         if name in OWN:
             continue
         if name not in holds:
