@@ -1,6 +1,6 @@
 """`python -m jaxdist.train`: train a model.
 
-With no arguments it trains a small byte-level decoder on the source text of this machine's own
+With no arguments it trains a small decoder on the source text of this machine's own
 Python standard library, on whatever devices there are. `--config FILE --try` trains the
 architecture of a config on the same text, scaled down to minutes on two cores.
 """
