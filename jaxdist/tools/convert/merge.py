@@ -20,8 +20,6 @@ from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, CheckpointWriter
 from jaxdist.config import settings_of_run
 from jaxdist.core.weights import CompositeWeight
 from jaxdist.models.adapters import LoraConfig, merge
-from jaxdist.core.weights import base_of
-from jaxdist.models.adapters import LoraConfig, LoraWeight, merge
 from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError, setting, write_toml
