@@ -379,10 +379,11 @@ class DecoderCosts(ModelCosts):
         stream = 5 * self.d_model  # norms, residual, gradients between attention and MLP
         # Scores, probabilities and their gradients, without a fused kernel.
         scores = 3 * attention.score_bytes(job)
-        elements = job.tokens * (mlp + stream) + 2 * self.expert_rows
-        copied = (job.compute_bytes + WIDE) * min(
-            COPIED, self._expert_blocks * max(self._expert_matrices)
-        )
+        # The first exchange of experts and the loop over further rounds have separate buffers.
+        loops = 1 + (job.spec[EXPERT] > 1)
+        elements = job.tokens * (mlp + stream) + loops * 2 * self.expert_rows
+        matrices = min(COPIED, self._expert_blocks * max(self._expert_matrices))
+        copied = loops * (job.compute_bytes + WIDE) * matrices
         return job.compute_bytes * elements + copied + scores + self._context_extra()
 
     def _context_extra(self) -> int:
