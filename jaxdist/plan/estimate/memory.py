@@ -155,8 +155,8 @@ def _phases(job: Job) -> dict[str, Parts]:
     # Gradients of fp8 layers are a separate array until they are merged.
     layers = job.only_trained(job.layers)
     # Compiled programs copy gradients of the experts' first matrices to another layout.
-    turned = [w for w in layers if "experts" in w.dims and None in w.dims]
-    copied = job.total(layers, "param") + job.total(turned, "param")
+    moved = [w for w in layers if "experts" in w.dims and None in w.dims]
+    copied = job.total(layers, "param") + job.total(moved, "param")
     layer_grads = {"layer gradients": WIDE * (copied + middle)}
     # Gradient buffers of gathered weights are zeroed before the loss, the others after it.
     gathered = [weight for weight in layers if job.is_gathered(weight)]
