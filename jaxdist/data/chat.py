@@ -68,15 +68,13 @@ class BadRecord(ValueError):
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
     """Return the `messages` of a record; at least one must be the assistant's.
 
-    With `answered=False` the last message must be the user's. Raises `BadRecord` if `messages` is
-    not a list of {"role", "content"} with text, or if no token would be in the loss.
+    Records of ShareGPT and Alpaca are translated. With `answered=False` the last message must be
+    the user's. Raises `BadRecord` if `messages` is not a list of {"role", "content"} with text, or
+    if no token would be in the loss.
     """
+    if "messages" not in record:
+        record = _translated(record)
     messages = record.get("messages")
-    if "messages" not in record and isinstance(record.get("conversations"), list):
-        raise BadRecord(
-            "holds ShareGPT's 'conversations' instead of 'messages'. Write each "
-            '{"from", "value"} as {"role", "content"}, human as user and gpt as assistant.'
-        )
     if not isinstance(messages, list) or not messages:
         have = ", ".join(record)
         raise BadRecord(f"has no list 'messages' (keys: {have}). Use data.records=text for text.")
@@ -88,6 +86,46 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
     if answered and not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("has no assistant message: there is nothing to learn.")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+_SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "system": "system",
+}  # fmt: skip
+"""`from` of ShareGPT -> role."""
+
+
+def _translated(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of ShareGPT or Alpaca with `messages`; others are returned unchanged.
+
+    ShareGPT has turns {"from", "value"} in `conversations`, and optionally `system`. Alpaca has
+    `instruction`, an optional `input` that follows it after an empty line, and `output`; its
+    `text` repeats them.
+    """
+    if isinstance(turns := record.get("conversations"), list):
+        rest = {name: x for name, x in record.items() if name not in ("conversations", "system")}
+        system = record.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
+        return {**rest, "messages": messages + [_message_of(turn) for turn in turns]}
+    if {"instruction", "output"} <= record.keys():
+        used = ("instruction", "input", "output", "text")
+        rest = {name: x for name, x in record.items() if name not in used}
+        parts = [part for part in (record["instruction"], record.get("input")) if part]
+        if all(isinstance(part, str) for part in parts):
+            user = {"role": "user", "content": "\n\n".join(parts)}
+            answer = {"role": "assistant", "content": record["output"]}
+            return {**rest, "messages": [user, answer]}
+    return record
+
+
+def _message_of(turn: Any) -> Any:
+    """Return a turn of ShareGPT as a message; anything else unchanged, for the error."""
+    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+        return turn
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    speaker = turn["from"]
+    role = _SPEAKERS.get(speaker.lower(), speaker) if isinstance(speaker, str) else speaker
+    return {"role": role, "content": turn["value"], **rest}
 
 
 def check_messages(messages: Sequence[Any]) -> None:

@@ -65,7 +65,8 @@ class DataConfig:
     records: Literal["text", "chat", "completion", "preference", "labeled"] = setting(
         "text",
         "content of a JSON line or Parquet row. text: a text in text_field; chat: a conversation, "
-        '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
+        '{"messages": [{"role": "user", "content": "..."}, ...]}, or a record of ShareGPT '
+        '("conversations") or Alpaca ("instruction", "output"); completion: {"prompt": "...", '
         '"completion": "..."}; preference: {"prompt", "chosen", "rejected"} and labeled: '
         '{"prompt", "completion", "label": true}, as texts or lists of messages, for '
         "objective.kind. Except with text, only answers (and the token that ends them) count in "

@@ -223,8 +223,11 @@ def _read_lines(path: DataFile, stream: BinaryIO, raw: BinaryIO, field: str) -> 
             yield TextPiece(record[field], True, raw.tell())
 
 
+_CONVERSATIONS = ("messages", "conversations", "instruction")
+
+
 def _other_kind(record: Any) -> str:
-    if isinstance(record, dict) and not record.keys().isdisjoint(("messages", "conversations")):
+    if isinstance(record, dict) and not record.keys().isdisjoint(_CONVERSATIONS):
         return ", or data.records=chat for conversations"
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
         return ", or data.records=completion for prompts and completions"

@@ -143,7 +143,7 @@ class RecordEncoder:
 
 
 _COLUMNS: dict[RecordKind, list[str]] = {
-    "chat": ["messages"],
+    "chat": [],  # `messages`, or those of ShareGPT or Alpaca
     "completion": ["prompt", "completion"],
     "preference": ["chosen", "rejected"],
     "labeled": ["prompt", "completion", "label"],
