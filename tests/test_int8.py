@@ -14,6 +14,7 @@ from tiny import CONFIGS, Case, initial_state, layout_of, make_update, model_of
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import RunConfig
+from jaxdist.core.block_weights import dynamic_map
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
@@ -22,7 +23,7 @@ from jaxdist.core.step import TrainConfig
 from jaxdist.core.step.train_step import make_update as make_step_update
 from jaxdist.core.types import Dims
 from jaxdist.optim import OptimConfig, make_optimizer
-from jaxdist.optim.int8 import BLOCK, dequantize, dynamic_map, quantize
+from jaxdist.optim.int8 import BLOCK, dequantize, quantize
 from jaxdist.run.setup import assemble
 
 RECORDED = dict(np.load(Path(__file__).with_name("bitsandbytes_adamw.npz")))

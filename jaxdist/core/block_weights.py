@@ -19,6 +19,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, Literal, TypeAlias
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from jaxdist.core.types import Array, Dims, Storage
 from jaxdist.core.weights import CompositeWeight, Parameter, SumOver
@@ -52,25 +53,27 @@ NF4 = np.array(
 )  # fmt: skip
 
 
-def _dynamic_codes() -> np.ndarray:
-    """Return the values of a scale in 8 bits, float32 [256], ascending.
+@functools.cache
+def dynamic_map(is_signed: bool) -> Float32[np.ndarray, "codes=256"]:
+    """Return the values of the codes, sorted, from the largest magnitude 1 down to 0.
 
-    They have a sign, a power of ten, and a fraction with more digits for larger powers. Fractions
-    are rounded as PyTorch's `linspace` does: with a fused multiply-add, from both ends.
+    Decade i of seven, 10^(i - 7) to 10^(i - 6), has the centers of 2^i equal intervals for each
+    sign, or 2^(i + 1) without signs (Dettmers et al. 2022, section 1.3).
     """
-    values = [np.float32(0), np.float32(1)]
-    low = np.float32(0.1)
-    for power in range(7):
-        count = 2**power
-        step, index = float((np.float32(1) - low) / np.float32(count)), np.arange(count + 1)
-        from_low, from_high = float(low) + step * index, 1 - step * (count - index)
-        edges = np.where(index < (count + 1) // 2, from_low, from_high).astype(np.float32)
-        means = np.float32(10.0 ** (power - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
-        values += [*means, *-means]
-    return np.sort(np.array(values, np.float32))
+    values = [0.0, 1.0]
+    for i in range(7):
+        count = 2 ** (i + (not is_signed))
+        # bitsandbytes computes the borders with PyTorch's linspace, which starts at both ends.
+        step = float((np.float32(1) - np.float32(0.1)) / np.float32(count))
+        index = np.arange(count + 1)
+        up, down = np.float32(0.1) + step * index, 1 - step * index[::-1]
+        borders = np.where(index < (count + 1) // 2, up, down).astype(np.float32)
+        centers = np.float32(10.0 ** (i - 6)) * ((borders[:-1] + borders[1:]) / np.float32(2))
+        values += [*centers, *(-centers if is_signed else [])]
+    return np.sort(np.asarray(values, np.float32))
 
 
-DYNAMIC = _dynamic_codes()
+DYNAMIC = dynamic_map(True)
 """The values of a scale in 8 bits, float32 [256]."""
 
 _GRID = 32767.5  # bitsandbytes on CPUs rounds to 65,536 steps before it looks up a code

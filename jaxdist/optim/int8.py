@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Float32, Shaped
 
+from jaxdist.core.block_weights import dynamic_map
 from jaxdist.core.types import Array, Params
 from jaxdist.optim.adafactor import absent
 
@@ -175,26 +176,6 @@ def _from_blocks(
     outer = _outer_dims(shape, is_stacked)
     flat = blocks.reshape(*shape[:outer], -1)
     return flat[..., : math.prod(shape[outer:])].reshape(shape)
-
-
-@functools.cache
-def dynamic_map(is_signed: bool) -> Float32[np.ndarray, "codes=256"]:
-    """Return the values of the codes, sorted, from the largest magnitude 1 down to 0.
-
-    Decade i of seven, 10^(i - 7) to 10^(i - 6), has the centers of 2^i equal intervals for each
-    sign, or 2^(i + 1) without signs (Dettmers et al. 2022, section 1.3).
-    """
-    values = [0.0, 1.0]
-    for i in range(7):
-        count = 2 ** (i + (not is_signed))
-        # bitsandbytes computes the borders with PyTorch's linspace, which starts at both ends.
-        step = float((np.float32(1) - np.float32(0.1)) / np.float32(count))
-        index = np.arange(count + 1)
-        up, down = np.float32(0.1) + step * index, 1 - step * index[::-1]
-        borders = np.where(index < (count + 1) // 2, up, down).astype(np.float32)
-        centers = np.float32(10.0 ** (i - 6)) * ((borders[:-1] + borders[1:]) / np.float32(2))
-        values += [*centers, *(-centers if is_signed else [])]
-    return np.sort(np.asarray(values, np.float32))
 
 
 @functools.cache
