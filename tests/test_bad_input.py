@@ -94,7 +94,7 @@ MESH = {  # tests/test_mesh.py covers the notation
     "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "15 or 18"),
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64",
-        "Use --train.num-microbatches 4, train.global_batch_size=64"),
+        "Use --train.num-microbatches 4, a batch of 64"),
     "fsdp width": (
         ["--mesh=fsdp=32", "--model.d_model=240"],
         "fsdp=32 does not divide model.d_model=240", "Legal"),

@@ -94,16 +94,16 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
     size, unit = workload.rows_per_example, "rows"
     if size > 1:
         sizes, unit = f"{sizes} × rows_per_example={size} of the objective", "complete examples"
-    fixes = [f"train.global_batch_size={f'{down} or ' if down else ''}{up}"]
+    fix = f"{f'{down} or ' if down else ''}{up}"
     if batch % (rows // workload.num_microbatches) == 0 and spec[PIPELINE] == 1:
         most = batch // (rows // workload.num_microbatches)
         distance = lambda count: abs(count - workload.num_microbatches)
         count = min((c for c in range(1, most + 1) if most % c == 0), key=distance)
-        fixes.insert(0, f"--train.num-microbatches {count}")
+        fix = f"--train.num-microbatches {count}, a batch of {fix}"
     yield (
         f"train.global_batch_size={batch} is not a multiple of {rows} ({sizes} × "
         f"microbatches={workload.num_microbatches}): every device takes the same number of {unit}. "
-        f"Use {', '.join(fixes)}, or a smaller "
+        f"Use {fix}, or a smaller "
         f"{' × '.join(axis.short for axis in replicas)}."
     )
 
