@@ -58,9 +58,13 @@ def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
 
 
 def watch_failures() -> None:
-    """Start threads that end this process when another one announces its failure or is lost."""
+    """Start threads that end this process when another one announces its failure or is lost.
+
+    Without the launcher, a thread also reports that jax aborts this process.
+    """
     threading.Thread(target=_watch, name="jaxdist-failures", daemon=True).start()
-    if sys.platform == "linux":
+    # The launcher reads from the signal and jax's lines which process was lost.
+    if sys.platform == "linux" and "JAXDIST_LOG_DIR" not in os.environ:
         libc = ctypes.CDLL(None)
         libc.sysv_signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         libc.sysv_signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
