@@ -1,10 +1,9 @@
 """Products of rows, sorted by group, with one matrix per group (the products of experts).
 
 Rows are multiplied in blocks, each of which has rows of one group. Work and memory are those of the
-rows, not rows times groups: `lax.ragged_dot` expands to that on CPUs and on NVIDIA GPUs
-(`scripts/bench/results/experts.md`). On CPUs a loop runs the blocks that have rows. On GPUs a loop
-would start several small kernels for each block, so many blocks are one batched product, for which
-their matrices are copied.
+rows, not rows times groups: `lax.ragged_dot` expands to that on CPUs and on NVIDIA GPUs. On CPUs a
+loop runs the blocks that have rows. On GPUs a loop would start several small kernels for each
+block, so many blocks are one batched product, for which their matrices are copied.
 """
 
 from __future__ import annotations
