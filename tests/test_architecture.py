@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 59_230,
-    "package code lines": 41_710,
-    "test lines": 44_140,
+    "package lines": 62_500,
+    "package code lines": 44_500,
+    "test lines": 46_500,
     "two-way folder pairs": 0,
     "settings of a run": 144,
 }
