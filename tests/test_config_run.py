@@ -15,7 +15,7 @@ from refusals import missing, refused
 
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
-from jaxdist.config import RunConfig, read_run, stored_run
+from jaxdist.config import RunConfig, parse_run, read_run, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model
 from jaxdist.data.tokenizer import tokenizer_file
@@ -346,6 +346,33 @@ def test_the_old_switch_of_tensorboard_is_an_item_of_the_trackers(tmp_path, line
     assert config.monitoring.tracker == trackers
     again = read_run(["--monitoring.tensorboard=false"], command="test", base=config)
     assert again.monitoring.tracker == [name for name in trackers if name != "tensorboard"]
+
+
+@pytest.mark.parametrize(
+    "line, flags, value",
+    [
+        ("true", [], "host"),
+        ("false", [], "none"),
+        ("'host'", [], "host"),
+        ("false", ["--train.offload-optimizer", "true"], "host"),
+        ("true", ["--train.offload-optimizer=false"], "none"),
+        ("false", ["--train.offload-optimizer", "--steps=8"], "host"),
+        ("false", ["--train.offload-optimizer", "host"], "host"),
+    ],
+)
+def test_the_old_switch_of_offloading_names_the_host(tmp_path, line, flags, value):
+    file = tmp_path / "config.toml"
+    file.write_text(f"[train]\noffload_optimizer = {line}\n")
+    config = read_run([f"--config={file}", *flags], command="test")
+    assert config.train.offload_optimizer == value
+    if not flags:
+        assert stored_run(file).train.offload_optimizer == value
+        assert parse_run(write_toml(config), "a run") == config
+
+
+def test_an_unknown_place_for_moments_is_rejected():
+    with refused("train.offload_optimizer='gpu'", "flag --train.offload-optimizer", num_problems=1):
+        read_run(["--train.offload-optimizer=gpu"], command="test")
 
 
 def test_the_settings_reference_is_up_to_date():

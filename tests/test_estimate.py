@@ -119,7 +119,7 @@ def test_state_bytes_match_the_shardings(mesh, zero, optimizer, frozen, ema_deca
 
 
 def test_offloaded_moments_are_on_the_device_only_during_the_update():
-    here, away = job("fsdp=8"), job("fsdp=8", train={"offload_optimizer": True})
+    here, away = job("fsdp=8"), job("fsdp=8", train={"offload_optimizer": "host"})
     a, b = estimate_memory(here), estimate_memory(away)
     assert b.state_bytes < a.state_bytes
     assert b.host_bytes == a.state["optimizer moments"]

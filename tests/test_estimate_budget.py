@@ -162,7 +162,7 @@ def test_the_default_mesh_follows_the_estimate():
 
 def test_pinned_host_memory_is_checked_for_each_process_and_host(monkeypatch):
     """8B on 8 GPUs offloads 60 GiB of moments in all; XLA's own limit is 64 GiB a process."""
-    config, spec = run(offload_optimizer=True, remat="full"), MeshSpec(fsdp=8)
+    config, spec = run(offload_optimizer="host", remat="full"), MeshSpec(fsdp=8)
     budget = Budget.of(config, spec, gpus(8, 72), None)
     pinned = 8 * budget.memory.host_bytes / GIB
     assert budget.own_gpus == 8 and 59 < pinned < 61
@@ -179,7 +179,7 @@ def test_pinned_host_memory_is_checked_for_each_process_and_host(monkeypatch):
     monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "8")
     Budget.of(config, spec, one_each, None, hosts).check()
     monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 50 * GIB)
-    with refused("50.0 GiB", "--train.offload-optimizer=false"):
+    with refused("50.0 GiB", "--train.offload-optimizer=none"):
         Budget.of(config, spec, one_each, None, hosts).check()
 
 

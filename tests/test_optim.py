@@ -460,6 +460,13 @@ def test_every_problem_is_reported_and_the_default_has_none():
     assert len(problems_of(OptimConfig(peak_lr=-1.0, beta1=2.0, max_grad_norm=-1.0), "optim")) == 3
 
 
+def test_adafactor_rejects_moments_in_8_bits():
+    (problem,) = problems_of(OptimConfig(optimizer="adafactor", moment_dtype="int8"), "optim")
+    assert "optim.moment_dtype='int8'" in problem and "optim.optimizer='adafactor'" in problem
+    for changes in ({"optimizer": "adafactor"}, {"optimizer": "muon", "moment_dtype": "int8"}):
+        assert problems_of(OptimConfig(**changes), "optim") == []
+
+
 # ---- groups ----
 
 

@@ -365,7 +365,7 @@ def test_stages_and_offloaded_state_are_counted_before_compiling():
     devices = jax.devices()[:2]
     parts = assemble(config, devices)
     assert compiler._host_bytes(parts) == 0
-    offloaded = dataclasses.replace(train, offload_optimizer=True)
+    offloaded = dataclasses.replace(train, offload_optimizer="host")
     moments = compiler._host_bytes(assemble(dataclasses.replace(config, train=offloaded), devices))
     sizes = [shard_bytes(leaf) for leaf in jax.tree.leaves(parts.abstract_state().params)]
     assert moments == 2 * sum(sizes)

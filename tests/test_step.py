@@ -390,7 +390,7 @@ def test_rows_that_do_not_divide_are_refused():
 
 def test_offloaded_moments_live_in_host_memory():
     case = Case("learned", "dp=2")
-    step, state = step_of(case, offload_optimizer=True)
+    step, state = step_of(case, offload_optimizer="host")
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
     assert kinds == {"pinned_host"}
     losses = []

@@ -350,7 +350,7 @@ def step_of(
         case,
         rule=rule,
         loss_scale=loss_scale,
-        offload=config.offload_optimizer,
+        offload=config.offload_optimizer == "host",
         has_ema=bool(ema_decay),
     )
     return step, state

@@ -128,7 +128,7 @@ class StepPlan:
     gradient_barrier: bool
     avoids_donation_copies: bool
     orders_collectives: bool
-    offload_optimizer: bool
+    offload_optimizer: str
     avoids_zeroed_buffers: bool
     memory_bytes: int
     reasons: Mapping[str, str]

@@ -69,7 +69,7 @@ class OptimConfig:
     moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "float32",
         "storage of momentum and first moments; bfloat16 keeps second moments in float32, int8 "
-        "stores both in 8 bits with a scale per 256 values (not in adafactor)",
+        "stores both in 8 bits with a scale per 256 values (not with adafactor)",
     )
     ema_decay: float = setting(
         0.0,
@@ -104,9 +104,16 @@ class OptimConfig:
 
     def problems(self) -> list[str]:
         """Return every violated rule of this section, except bounds of single fields."""
-        if re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
-            return []
-        return [
-            f"optim.lr_scaling={self.lr_scaling} must be none, linear:N or sqrt:N. Use e.g. "
-            "linear:256."
-        ]
+        problems = []
+        if not re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
+            problems.append(
+                f"optim.lr_scaling={self.lr_scaling} must be none, linear:N or sqrt:N. Use e.g. "
+                "linear:256."
+            )
+        if self.optimizer == "adafactor" and self.moment_dtype == "int8":
+            problems.append(
+                "optim.moment_dtype='int8' with optim.optimizer='adafactor': its factored moments "
+                "are small and stay in float32. Leave out optim.moment_dtype, or use adamw, lion, "
+                "sgd or muon."
+            )
+        return problems

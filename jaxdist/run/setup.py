@@ -196,7 +196,7 @@ class Parts:
     def _state_options(self) -> dict[str, Any]:
         return {
             "loss_scale": self.loss_scale,
-            "offload": self.config.train.offload_optimizer,
+            "offload": self.config.train.offload_optimizer == "host",
             "has_ema": bool(self.config.optim.ema_decay),
         }
 

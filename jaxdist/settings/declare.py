@@ -109,14 +109,16 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     required: bool = False,
+    switch: tuple[str, str] | None = None,
 ) -> Any:
     """Declare a field of a settings dataclass.
 
     `doc` is one line of help: effect, unit, special values. The bounds (see `Bounds`) hold for each
-    item of a list. The default of a `required` setting means that it is missing.
+    item of a list. The default of a `required` setting means that it is missing. `switch`: values
+    that replace false and true of a setting that was a switch in older versions.
     """
     bounds = Bounds(ge, gt, le, lt) if (ge, gt, le, lt) != (None,) * 4 else None
-    metadata = {"doc": doc, "bounds": bounds, "required": required}
+    metadata = {"doc": doc, "bounds": bounds, "required": required, "switch": switch}
     if isinstance(default, list | dict):
         copy = lambda: type(default)(default)
         return dataclasses.field(default_factory=copy, metadata=metadata)

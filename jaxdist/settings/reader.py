@@ -309,6 +309,8 @@ class _Reader:
             )
 
     def _set(self, field: Field, one: Input, inside: Path) -> None:
+        if field.switch and (isinstance(one.raw, bool) or one.raw in (None, "true", "false")):
+            one = dataclasses.replace(one, raw=field.switch[one.raw not in (False, "false")])
         is_bare_switch = one.raw is None and field.type is bool
         if one.raw is None and not is_bare_switch:
             self.bad.add(field.name)

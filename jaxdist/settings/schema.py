@@ -32,6 +32,7 @@ class Field:
     doc: str
     bounds: Bounds | None = None
     required: bool = False
+    switch: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:

@@ -56,7 +56,11 @@ class TrainConfig:
         ge=0,
         lt=1,
     )
-    offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
+    offload_optimizer: str = setting(
+        "none",
+        "keep optimizer moments outside GPU memory: none, or host = in host memory",
+        switch=("none", "host"),
+    )
 
     @property
     def accumulation(self) -> int:
@@ -66,6 +70,10 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Return every violated rule of this section."""
         problems = []
+        if self.offload_optimizer not in ("none", "host"):
+            problems.append(
+                f"train.offload_optimizer={self.offload_optimizer!r} is unknown. Use none or host."
+            )
         kind, _, names = self.remat.partition(":")
         if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
             names

@@ -89,7 +89,7 @@ def make_step(
     rule = optimizer.rule
     kept: dict[str, Any] = dict(
         loss_scale=initial_loss_scale(plan.compute_dtype),
-        offload=plan.offload_optimizer,
+        offload=plan.offload_optimizer == "host",
         has_ema=bool(optimizer.ema_decay),
     )
     shardings = state_shardings(model, rule, layout, **kept)
@@ -115,7 +115,7 @@ def make_step(
         optimizer.schedule,
         measure if layer_statistics_steps else None,
         ema_decay=optimizer.ema_decay,
-        fetched_to=opt_shardings(model, rule, layout) if plan.offload_optimizer else None,
+        fetched_to=opt_shardings(model, rule, layout) if kept["offload"] else None,
         avoid_donation_copies=plan.avoids_donation_copies,
     )
     batch_sharding = layout.sharding(layout.batch_spec())

@@ -109,7 +109,7 @@ class Budget:
                 raise ConfigError(
                     f"memory: moments of {gpus} GPUs take {in_bytes(gpus * per_gpu)} of pinned "
                     f"host memory, but {what} {in_bytes(limit)}. Use "
-                    "--train.offload-optimizer=false, fsdp over more GPUs, or a higher limit."
+                    "--train.offload-optimizer=none, fsdp over more GPUs, or a higher limit."
                 )
 
     def compare(self, stats: Any) -> str:

@@ -63,7 +63,8 @@ class Candidate:
         spec = self.job.spec
         before, after = _settings(base, spec), _settings(self.job.config, spec)
         changed = {name: value for name, value in after.items() if value != before[name]}
-        return {"mesh": str(spec)} | {name: str(v).lower() for name, v in changed.items()}
+        texts = {n: str(v).lower() if isinstance(v, bool) else str(v) for n, v in changed.items()}
+        return {"mesh": str(spec)} | texts
 
     def command(self, base: RunConfig) -> str:
         """Return the flags as text, to append to the user's command."""
