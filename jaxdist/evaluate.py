@@ -30,7 +30,9 @@ class EvaluateConfig:
         "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
         "one",
     )
-    sources: list[str] = setting([], "data to evaluate on; empty = the held-out rows of the run")
+    sources: list[str] = setting(
+        [], "data to evaluate on, also as NAME=SOURCE; empty = the held-out rows of the run"
+    )
     tasks: list[str] = setting(
         [],
         "tasks of the lm-evaluation-harness, e.g. hellaswag,arc_easy, instead of data (the extra "

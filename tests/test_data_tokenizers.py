@@ -97,3 +97,24 @@ def test_mismatched_tokenizers_are_refused(tmp_path, bpe):
     (other / "tokenizer.json").write_text(bpe.read_text() + " ")
     check(other, "not the one", sources=(other,))
     check(both[0], "leave data.tokenizer", sources=both[:1], tokenizer=str(bpe))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "code", "pieces"])
+def test_bytes_of_tokens_sum_to_those_of_the_text(kind, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if kind == "pieces":  # in the form of sentencepiece, with bytes for unknown characters
+        vocab = {"\u2581": 0, "a": 1, "b": 2, "é": 3, "\u2581a": 4, "</s>": 5}
+        vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+        inner = Tokenizer(models.BPE(vocab, [("\u2581", "a")], byte_fallback=True))
+        inner.normalizer = normalizers.Replace(" ", "\u2581")
+        inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        inner.add_special_tokens(["</s>"])
+        inner.save(str(tmp_path / "tokenizer.json"))
+        kind = str(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(kind)
+    for text in ("a ab  é", "def f(x):\n\treturn 'ß€\U0001f600'", "\u0120 \u00ad <0x41"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
+    assert tokenizer.token_bytes[tokenizer.end_id] == 0
+    assert len(tokenizer.token_bytes) == tokenizer.vocab_size

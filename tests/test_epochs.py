@@ -4,7 +4,9 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from monitored import scalars
 from refusals import refused
 
 from jaxdist.config import read_run
@@ -12,6 +14,9 @@ from jaxdist.config.command_line import stored_run
 from jaxdist.data import open_datasets
 from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.epochs import with_steps
+from jaxdist.tools.report.page import draw_curves
+from jaxdist.tools.report.runs import read_runs
+from jaxdist.tools.report.table import text_table
 from jaxdist.train import main as train
 
 FLAGS = [
@@ -104,3 +109,26 @@ def test_run_stops_early_and_stays_stopped():
         summary = json.loads(Path("run/summary.json").read_text())
         assert (summary["exit_reason"], summary["step"]) == ("stopped_early", 10)
     assert Path("run/checkpoints/10").is_dir()
+
+
+def test_named_sets_reach_metrics_tensorboard_report_and_log():
+    for name in ("wiki", "code"):
+        Path(f"{name}.txt").write_text("".join(f"{name} {n}\n" * (n % 3) for n in range(200)))
+    flags = [flag for flag in FLAGS if "tracker" not in flag and "interval" not in flag]
+    flags += ["--data.eval_sources=wiki=wiki.txt,code=code.txt", "--eval.interval_steps=2"]
+    assert train([*flags, "--steps=4", "--checkpoint.keep_best=code/loss:1"]) == 0
+    records = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    evals = [record for record in records if record["kind"] == "eval"]
+    assert [record["step"] for record in evals] == [2, 4]
+    last = evals[-1]
+    assert last["wiki/loss"] == last["loss"] != last["code/loss"]
+    assert last["code/bits_per_byte"] == pytest.approx(last["code/loss"] / math.log(2), rel=0.02)
+    log = Path("run/logs/process-0.log").read_text().splitlines()
+    lines = [line for line in log if " eval " in line and "code/loss" in line]
+    assert f"code/loss {last['code/loss']:8.4f}" in lines[-1] and "tokens" not in lines[-1]
+    points = scalars(Path("run/tensorboard"))
+    assert (4, "eval/code/loss", float(np.float32(last["code/loss"]))) in points
+    runs = read_runs(["run"])
+    assert f"{last['code/loss']:.4f}" in text_table(runs)
+    titles = [axes.get_title() for axes in draw_curves(runs, ["red"]).axes]
+    assert {"evaluation loss, code", "evaluation loss, wiki"} <= set(titles)

@@ -151,8 +151,38 @@ def test_mean_is_over_all_weights_and_not_over_batches(held):
     assert result["accuracy"] == pytest.approx(sums["correct"] / sums["weight"], rel=1e-12)
     assert result["tokens"] == sums["weight"]
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-12)
-    assert set(result) == {"loss", "accuracy", "perplexity", "tokens"}
+    rows = held.rows(np.arange(held.num_rows))
+    num_bytes = (rows["weights"] * (rows["targets"] > 0)).sum()  # byte 0 is the end token
+    bits = sums["loss"] / math.log(2) / num_bytes
+    assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert set(result) == {"loss", "accuracy", "perplexity", "bits_per_byte", "tokens"}
     assert len(batches) == -(-held.num_rows // 8)
+
+
+def test_each_named_set_has_its_own_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    files = {}
+    for name in ("a", "b", "c=d"):
+        files[name] = tmp_path / f"{name}.txt"
+        files[name].write_text("".join(f"{name} line {n}\n" * (n % 5) for n in range(120)))
+    paths = [f"{'two=' * (name == 'b')}{file}" for name, file in files.items()]
+    for order in (1, -1):
+        held = open_text(files["a"], seq_len=16, eval_sources=paths[::order])[1]
+        result = evaluated(held)
+        sets = {"": [files["a"], files["c=d"]][::order], "two": [files["b"]]}
+        losses = {}
+        for name, members in sets.items():
+            single = open_text(files["a"], seq_len=16, eval_sources=list(map(str, members)))[1]
+            sums = sums_of({}, single.rows(np.arange(single.num_rows)))
+            losses[name] = sums["loss"] / sums["weight"]
+        assert len(set(losses.values())) == 2
+        assert result["two/loss"] == pytest.approx(losses["two"], rel=1e-12)
+        assert result["loss"] == pytest.approx(losses[""], rel=1e-12)  # its first part is first
+    only = evaluated(open_text(files["a"], seq_len=16, eval_sources=[paths[1]])[1])
+    assert only["loss"] == only["two/loss"] and only["bits_per_byte"] == only["two/bits_per_byte"]
+    monkeypatch.setitem(globals(), "sums_of", lambda params, batch: {"loss": 0.0, "weight": 0.0})
+    with refused("'two'", "data.eval_sources"):
+        evaluated(open_text(files["a"], seq_len=16, eval_sources=[paths[1]])[1])
 
 
 def test_limited_evaluation_counts_only_its_rows(held):

@@ -84,7 +84,7 @@ class CheckpointConfig:
     def problems(self) -> list[str]:
         """Return the errors that the bounds of single fields do not cover."""
         errors = []
-        if not re.fullmatch(r"none|\w+:[1-9][0-9]{0,8}", self.keep_best):
+        if not re.fullmatch(r"none|[\w./-]+:[1-9][0-9]{0,8}", self.keep_best):
             errors.append(
                 f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric "
                 "and a number from 1 on. Use e.g. loss:3 or accuracy:1, or none."

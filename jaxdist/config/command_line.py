@@ -17,7 +17,7 @@ from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.config.run_config import RunConfig
 from jaxdist.config.try_run import describe, scaled_down
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.data.config import DataConfig, settings_of_tokens
+from jaxdist.data.config import DataConfig, settings_of_tokens, split_set
 from jaxdist.data.hub_sets import is_hub_set, pin_commit, without_commit
 from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
 from jaxdist.models.configs import DecoderConfig
@@ -103,7 +103,13 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
             run.data,
             tokenizer=file,
             sources=[_with_set_commit(source, directory) for source in run.data.sources],
-            eval_sources=[_with_set_commit(source, directory) for source in run.data.eval_sources],
+            eval_sources=[
+                f"{name}={source}" if name else source
+                for name, source in (
+                    (name, _with_set_commit(source, directory))
+                    for name, source in run.data.eval_sets
+                )
+            ],
         ),
     )
     return _with_text_format(run, _table_of(directory)) if directory else run
@@ -129,7 +135,8 @@ def _with_set_commit(source: str, directory: str) -> str:
     if not is_hub_set(source):
         return source
     data = _table_of(directory).get("data", {}) if directory else {}
-    for earlier in [*data.get("sources", []), *data.get("eval_sources", [])]:
+    named = [split_set(item)[1] for item in data.get("eval_sources", [])]
+    for earlier in [*data.get("sources", []), *named]:
         if is_hub_set(earlier) and without_commit(earlier) == source:
             return earlier
     return pin_commit(source)

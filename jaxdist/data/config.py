@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from jaxdist.data.shipped_sets import prepare_command
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
+
+_NAMED_SET = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -101,7 +104,10 @@ class DataConfig:
         lt=1,
     )
     eval_sources: list[str] = setting(
-        [], "sources to evaluate on instead of a held-out part of `sources`"
+        [],
+        "sources to evaluate on instead of a held-out part of `sources`. NAME=SOURCE adds a source "
+        "to the set NAME, whose metrics are NAME/loss ...; sources without a name are one set. "
+        "`loss`, early stopping and checkpoint.keep_best are those of the first set",
     )
     image_scaling: Literal["half", "unit", "channel"] = setting(
         "half",
@@ -138,6 +144,11 @@ class DataConfig:
         weighted = ("weights" in (about_tokens(source) or {}) for source in self.sources)
         return self.records != "text" or any(weighted)
 
+    @property
+    def eval_sets(self) -> list[tuple[str, str]]:
+        """Set ("" = without a name) and source of each item of `eval_sources`."""
+        return [split_set(item) for item in self.eval_sources]
+
     def problems(self) -> list[str]:
         """Return the errors that the bounds of single fields do not cover."""
         errors = []
@@ -145,8 +156,9 @@ class DataConfig:
             errors.append(
                 'data.sources is empty: at least one source is needed. Use ["stdlib"] or a path.'
             )
-        for name in ("sources", "eval_sources"):
-            errors += [p for source in getattr(self, name) if (p := _missing(name, source))]
+        named = [("sources", source) for source in self.sources]
+        named += [("eval_sources", source) for _, source in self.eval_sets]
+        errors += [p for name, source in named if (p := _missing(name, source))]
         errors += self._weight_problems() + self._record_problems()
         return errors + self._tokenizer_problems()
 
@@ -169,7 +181,7 @@ class DataConfig:
         if self.records == "text":
             return []
         errors = []
-        if "stdlib" in [*self.sources, *self.eval_sources]:
+        if "stdlib" in [*self.sources, *(source for _, source in self.eval_sets)]:
             errors.append(
                 f'data.records={self.records} with source "stdlib", which is text: records come '
                 "from .jsonl or .parquet files. Set data.sources to them."
@@ -214,6 +226,14 @@ class DataConfig:
                 f"than {SMALLEST_SHARE} of the sum. Raise it, or remove its source."
             ]
         return []
+
+
+def split_set(item: str) -> tuple[str, str]:
+    """Return the set and the source of an item of `data.eval_sources`; "" = without a name."""
+    match = _NAMED_SET.fullmatch(item)
+    if match is None or Path(item).expanduser().exists():  # a path with an equals sign
+        return "", item
+    return match[1], match[2]
 
 
 def _missing(name: str, source: str) -> str:

@@ -38,6 +38,8 @@ class Dataset:
 
     Attributes:
         parts: one per source.
+        names: source of each part of training data, evaluation set ("" = unnamed) of held-out
+            data; () = unnamed.
         weights: share of each part in training; empty = in proportion to size.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
         identity: JSON of everything that rows depend on; `fingerprint` is its digest.
@@ -46,6 +48,7 @@ class Dataset:
 
     kind: Literal["text", "images"]
     parts: tuple[Part, ...]
+    names: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     vocab_size: int
     tokenizer: Tokenizer | None = None
@@ -88,6 +91,22 @@ class Dataset:
                 shape = (len(indices), *values.shape[1:])
                 out.setdefault(name, np.empty(shape, values.dtype))[chosen] = values
         return out
+
+    def sets(self) -> dict[str, Dataset]:
+        """Return the evaluation sets by name, in the order of their first part."""
+        parts: dict[str, list[Part]] = {}
+        for name, part in zip(self.names or ("",) * len(self.parts), self.parts, strict=True):
+            parts.setdefault(name, []).append(part)
+        return {
+            name: dataclasses.replace(self, parts=tuple(some), names=())
+            for name, some in parts.items()
+        }
+
+    @property
+    def token_bytes(self) -> np.ndarray | None:
+        """UTF-8 bytes of each token, float32 [vocab]; None if the tokenizer is not certain."""
+        own = any(isinstance(part, CustomRows) for part in self.parts)
+        return None if own or self.tokenizer is None else self.tokenizer.token_bytes
 
     def describe(self) -> str:
         """Return one line for the log: rows, size, tokenizer, fingerprint."""
@@ -162,8 +181,8 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     )
     held = 0.0 if config.eval_sources else config.eval_fraction
     opened = [_open_corpus(source, encoder) for source in config.sources]
-    others = [_open_corpus(source, encoder) for source in config.eval_sources]
-    sources = [*config.sources, *config.eval_sources]
+    others = [_open_corpus(source, encoder) for _, source in config.eval_sets]
+    sources = [*config.sources, *(source for _, source in config.eval_sets)]
     _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
     _warn_of_old_rules(config, encoder, sources, [*opened, *others])
     split = _splitter(config, [*opened, *others], seq_len)
@@ -173,7 +192,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
             rest.append(_with_rows(held_rows, "held-out part of", source, corpus, seq_len, held))
-    for source, corpus in zip(config.eval_sources, others, strict=True):
+    for (_, source), corpus in zip(config.eval_sets, others, strict=True):
         rows, _ = split.rows(corpus, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
     used = opened[0].tokenizer
@@ -181,7 +200,8 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     dataset = functools.partial(
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
     )
-    return dataset(train, config.mixture_weights), dataset(rest) if rest else None
+    held_out = dataset(rest, names=[name for name, _ in config.eval_sets]) if rest else None
+    return dataset(train, config.mixture_weights, names=config.sources), held_out
 
 
 def _dataset(
@@ -189,6 +209,7 @@ def _dataset(
     parts: Sequence[Part],
     weights: Sequence[float] = (),
     *,
+    names: Sequence[str] = (),
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
@@ -198,6 +219,7 @@ def _dataset(
     return Dataset(
         kind=kind,
         parts=tuple(parts),
+        names=tuple(names),
         weights=tuple(weights),
         vocab_size=vocab_size,
         tokenizer=tokenizer,
@@ -338,17 +360,19 @@ def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     both = [open_cifar(folder, config.image_scaling) for folder in config.sources]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
-        if not all(map(is_cifar, config.eval_sources)):
+        named = [source for _, source in config.eval_sets]
+        if not all(map(is_cifar, named)):
             raise ConfigError(
                 f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
                 "data.sources are. Name folders, or leave eval_sources empty to use the test "
                 "files."
             )
-        held = [open_cifar(folder, config.image_scaling)[1] for folder in config.eval_sources]
+        held = [open_cifar(folder, config.image_scaling)[1] for folder in named]
 
     dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
-    train = dataset([images for images, _ in both], config.mixture_weights)
-    return train, dataset(held) if held else None
+    train = dataset([images for images, _ in both], config.mixture_weights, names=config.sources)
+    names = [name for name, _ in config.eval_sets]
+    return train, dataset(held, names=names) if held else None
 
 
 def _open_custom(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -54,6 +56,7 @@ class ByteTokenizer:
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
         fingerprint: changes whenever a text could be tokenized differently.
+        token_bytes: UTF-8 bytes of each token, 0 for special ones; float32 [vocab_size].
     """
 
     name = "bytes"
@@ -66,6 +69,8 @@ class ByteTokenizer:
     marks_start = False
     stop_ids = frozenset({0})
     fingerprint = "bytes-end0"
+    token_bytes = np.ones(BYTE_VALUES, np.float32)
+    token_bytes[0] = 0
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, uint8 [n], without an end token."""
@@ -177,6 +182,24 @@ class FileTokenizer:
         with self._text_errors():
             ids = [int(t) for t in tokens]
             return self._inner.decode(ids, skip_special_tokens=not show_special)
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of each token, 0 for special ones; float32 [vocab_size]."""
+        steps = json.loads(self.files["tokenizer.json"])
+        steps = [steps.get("decoder") or {}, steps.get("pre_tokenizer") or {}]
+        is_byte_level = '"ByteLevel"' in json.dumps(steps)  # a character of a token is a byte
+        added = self._inner.get_added_tokens_decoder()
+        counts = np.zeros(self.vocab_size, np.float32)
+        for text, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if is_byte_level and id not in added:
+                counts[id] = len(text)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+                counts[id] = 1
+            else:
+                counts[id] = len(text.replace("\u2581", " ").encode())
+        counts[self._special] = 0
+        return counts
 
     def _text_errors(self) -> contextlib.AbstractContextManager[None]:
         return panics_as(

@@ -1,10 +1,14 @@
-"""Evaluation on held-out rows: each row once, on any mesh."""
+"""Evaluation on held-out rows: each row of each set once, on any mesh."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.step import Step
 from jaxdist.core.types import Params
@@ -27,38 +31,84 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the mean loss in nats, perplexity of text, accuracy if counted, and the total weight.
+    """Return the mean loss in nats, perplexity and bits per byte of text, and accuracy if counted.
 
-    The last batch may be ragged (its padding has weight 0). `params` are sharded as in training.
-    `unit` is the key of the total weight. `max_batches` are spread over the dataset; 0 = every row
-    once. Raise `NoLabels` if all weights are 0.
+    `unit` is the key of the total weight. With named sets, `NAME/loss` ... are the metrics of each
+    set, and those without a name are the metrics of the first set. The last batch may be ragged
+    (its padding has weight 0). `params` are sharded as in training. `max_batches` of each set are
+    spread over it; 0 = every row once. Raise `NoLabels` if all weights of a set are 0.
     """
+    results: dict[str, float] = {}
+    for name, rows in dataset.sets().items():
+        sums = _sums(
+            step, params, rows, global_batch_size, max_batches,
+            sizes=rows.token_bytes if unit == "tokens" else None, on_batch=on_batch,
+        )  # fmt: skip
+        means = _means(sums, unit, name)
+        results = results or dict(means)
+        if name:
+            results |= {f"{name}/{metric}": value for metric, value in means.items()}
+    return results
+
+
+def _sums(
+    step: Step,
+    params: Params,
+    dataset: Dataset,
+    global_batch_size: int,
+    max_batches: int,
+    *,
+    sizes: Any,
+    on_batch: Callable[[], None],
+) -> dict[str, float]:
+    """Return the sums of `Step.evaluate`, and the `bytes` of the targets.
+
+    `sizes` are the bytes of each token, float32 [vocab], or None.
+    """
+    sharding = step.batch_sharding
     batches = eval_batches(
         dataset,
         global_batch_size=global_batch_size,
-        sharding=step.batch_sharding,
+        sharding=sharding,
         max_batches=max_batches or None,
     )
+    if sizes is not None:
+        sizes = jax.device_put(sizes, NamedSharding(sharding.mesh, PartitionSpec()))
     count = -(-dataset.num_rows // global_batch_size)
-    totals: dict[str, Any] = {}
+    totals: dict[str, float] = {}
     with Progress("evaluating", min(max_batches or count, count), "batches") as progress:
         for batch in batches:
             sums = step.evaluate(params, batch)
+            if sizes is not None:
+                sums = {**sums, "bytes": _count_bytes(sizes, batch["targets"], batch["weights"])}
             # Python floats: sums over a long evaluation outgrow float32.
             totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
             on_batch()
             progress.advance()
-    weight = totals["weight"]
+    return totals
+
+
+@jax.jit
+def _count_bytes(sizes: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the bytes of the learned targets [batch, seq], from sizes [vocab]; float32 []."""
+    return jnp.sum(sizes[targets] * weights)
+
+
+def _means(sums: dict[str, float], unit: str, name: str) -> dict[str, float]:
+    """Return the metrics of the evaluation set `name` from the sums over its rows."""
+    weight, num_bytes = sums.pop("weight"), sums.pop("bytes", 0.0)
     if not weight:
         raise NoLabels(
-            f"none of the {min(max_batches or count, count)} evaluated batches has a label: all "
-            "weights are 0. Name other data (data.eval_sources, or --sources of jaxdist evaluate), "
-            "or evaluate more batches."
+            f"the evaluated batches{name and f' of set {name!r}'} have no label: all weights are "
+            "0. Name other data (data.eval_sources, or --sources of jaxdist evaluate), or evaluate "
+            "more batches."
         )
-    means = {name: value / weight for name, value in totals.items() if name != "weight"}
+    means = {metric: value / weight for metric, value in sums.items()}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     if unit == "tokens":
         # exp overflows a float at 709 nats; such a loss has no useful perplexity.
         means["perplexity"] = math.exp(min(means["loss"], 700.0))
+        if num_bytes:
+            means["bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
     return {**means, unit: weight}

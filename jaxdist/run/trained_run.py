@@ -100,9 +100,10 @@ class TrainedRun:
         config = self.parts.config
         data = dataclasses.replace(config.data, eval_sources=sources or config.data.eval_sources)
         is_imported = data.tokenizer.endswith("tokenizer.json")  # written at import, if missing
-        made = settings_of_tokens(sources[0]) if sources and is_imported else None
-        if sources and made and not locate(data.tokenizer).exists():
-            data = dataclasses.replace(data, sources=sources, **made[0])
+        named = [source for _, source in data.eval_sets] if sources else []
+        made = settings_of_tokens(named[0]) if named and is_imported else None
+        if made and not locate(data.tokenizer).exists():
+            data = dataclasses.replace(data, sources=named, **made[0])
         _, held_out = open_datasets(
             data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows
         )

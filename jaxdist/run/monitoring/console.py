@@ -95,12 +95,16 @@ def step_line(
 
 
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
-    """Return one line for an evaluation."""
+    """Return one line for an evaluation: with named sets, loss and bits per byte of each."""
     parts = [_progress("eval", record, total_steps)]
+    sets = any("/" in name for name in record)
     for name, value in record.items():
         if name in ("kind", "time", "step") or not isinstance(value, int | float):
             continue
-        text = _bold(f"{value:8.4f}") if name == "loss" else f"{value:.6g}"
+        if sets and not name.endswith(("/loss", "/accuracy", "/bits_per_byte")):
+            continue
+        is_loss = name.rpartition("/")[2] == "loss"
+        text = _bold(f"{value:8.4f}") if is_loss else f"{value:.6g}"
         parts.append(_dim(f"{name} ") + text)
     return "  ".join(parts)
 
@@ -203,6 +207,7 @@ def _losses(summary: Mapping[str, Any]) -> list[str]:
     newest, best = summary.get("eval", {}), summary.get("best_eval")
     if "loss" in newest:
         losses.append(f"{newest['loss']:.4f} eval at step {newest['step']}")
+    losses += [f"{x:.4f} {k.removesuffix('/loss')}" for k, x in newest.items() if "/loss" in k]
     if best and best["step"] != newest["step"]:
         losses.append(f"best {best['loss']:.4f} at step {best['step']}")
     return losses

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxdist.runtime.formatting.numbers import GIB
 from jaxdist.settings import ConfigError
-from jaxdist.tools.report.runs import ReportedRun
+from jaxdist.tools.report.runs import ReportedRun, set_losses
 from jaxdist.tools.report.table import difference_rows, outcome_rows
 
 _CURVES = (
@@ -106,7 +106,9 @@ def draw_curves(
 
     unit = runs[0].unit
     charts = []
-    for title, key, scale in _CURVES:
+    sets = dict.fromkeys(name for run in runs for name in set_losses(run.evals))
+    named = [(f"evaluation loss, {name}", f"{name}/loss", 1.0) for name in sets]
+    for title, key, scale in [*_CURVES[:2], *named, *_CURVES[2:]]:
         lines = [_points(run, key.format(unit=unit), x, scale) for run in runs]
         if any(math.isfinite(y) for line in lines for _, y in line):
             charts.append((title.format(unit=unit), key, lines))
@@ -117,10 +119,11 @@ def draw_curves(
         axes = figure.add_subplot(len(charts), 1, row)
         axes.set(title=title, xlabel="step" if x == "step" else unit)
         axes.grid(alpha=0.3)
-        if log_y and key in _LOGARITHMIC:
+        is_eval = key == "eval" or key.endswith("/loss")
+        if log_y and (is_eval or key in _LOGARITHMIC):
             axes.set_yscale("log")
         for run, color, line in zip(runs, colors, lines, strict=True):
-            _draw(axes, run, color, line, x, "o--" if key == "eval" else "-")
+            _draw(axes, run, color, line, x, "o--" if is_eval else "-")
     return figure
 
 
@@ -136,8 +139,9 @@ def _draw(
 
 
 def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[float, float]]:
-    if key == "eval":
-        return [(_position(run, r["step"], x), scale * r["loss"]) for r in run.evals if "loss" in r]
+    if key == "eval" or key.endswith("/loss"):
+        key = "loss" if key == "eval" else key
+        return [(_position(run, r["step"], x), scale * r[key]) for r in run.evals if key in r]
     points = []
     for record in run.train:
         value = record.get(key)

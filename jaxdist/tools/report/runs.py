@@ -133,6 +133,8 @@ def _outcome(
         "total_steps": starts[-1].get("total_steps") if starts else None,
         "train_loss": train[-1].get("loss") if train else None,
         "eval_loss": evals[-1].get("loss") if evals else None,
+        "eval_bits_per_byte": evals[-1].get("bits_per_byte") if evals else None,
+        "eval_losses": set_losses(evals[-1:]),
         "best_eval_loss": best.get("loss"),
         "best_eval_step": best.get("step"),
         "units": train[-1].get(unit) if train else None,
@@ -146,6 +148,16 @@ def _outcome(
         "starts": len(starts),
         "device_hours": device_hours,
         "cost": device_hours * gpu.price_per_hour if gpu else None,
+    }
+
+
+def set_losses(evals: Sequence[Record]) -> dict[str, float]:
+    """Return the newest loss of each named evaluation set."""
+    return {
+        name.removesuffix("/loss"): value
+        for record in evals
+        for name, value in record.items()
+        if name.endswith("/loss")
     }
 
 

@@ -53,6 +53,9 @@ def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     add("steps", _steps)
     add("train loss", _number("train_loss", "{:.4f}"))
     add("eval loss", _number("eval_loss", "{:.4f}"), "min", "eval_loss")
+    for name in dict.fromkeys(name for run in runs for name in run.outcome["eval_losses"]):
+        add(f"eval loss, {name}", _set_loss(name))
+    add("bits per byte", _number("eval_bits_per_byte", "{:.4f}"))
     add("best eval loss", _best_eval, "min", "best_eval_loss")
     add("trained on", lambda run: _units(run, "units", ""))
     add("speed", lambda run: _units(run, "units_per_s", "/s"), "max", "units_per_s")
@@ -120,6 +123,10 @@ def _number(key: str, pattern: str, scale: float = 1.0) -> Callable[[ReportedRun
 def _steps(run: ReportedRun) -> str:
     step, total = run.outcome["step"], run.outcome["total_steps"]
     return NOTHING if step is None else f"{step}/{total}" if total else str(step)
+
+
+def _set_loss(name: str) -> Callable[[ReportedRun], str]:
+    return lambda run: _cell(run.outcome["eval_losses"].get(name), "{:.4f}".format)
 
 
 def _best_eval(run: ReportedRun) -> str:
