@@ -42,6 +42,10 @@ The data of a shipped config, downloaded and tokenized:
 
     python -m jaxdist.data prepare gpt2_124m
 
+The rows behind a loss spike of a run (`spike --help`):
+
+    python -m jaxdist.data spike runs/NAME 1200
+
 Then train on it:
 
     python -m jaxdist.train --data.sources tokens
@@ -120,6 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if argv[:1] == ["prepare"]:
         prepare(argv[1:], main)
+        return 0
+    if argv[:1] == ["spike"]:
+        from jaxdist.run import spike  # imports jax
+
+        spike.main(argv[1:])
         return 0
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # like Ctrl-C: removes partial output
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -77,20 +77,25 @@ class Dataset:
         With `spans`, return only these positions of each row: [n, positions, ...].
         """
         indices = np.asarray(indices, np.int64)
-        starts = np.cumsum([0] + [part.num_rows for part in self.parts])
-        if len(indices) and not (indices.min() >= 0 and indices.max() < starts[-1]):
-            raise IndexError(f"row {indices.min()}..{indices.max()} of {starts[-1]}")
+        if len(indices) and not (indices.min() >= 0 and indices.max() < self.num_rows):
+            raise IndexError(f"row {indices.min()}..{indices.max()} of {self.num_rows}")
         if len(self.parts) == 1:
             return self.parts[0].rows(indices, spans)
         out: Rows = {}
-        part_of = np.searchsorted(starts, indices, side="right") - 1
+        part_of, offsets = self.part_of(indices)
         for part in np.unique(part_of):
             chosen = part_of == part
-            rows = self.parts[part].rows(indices[chosen] - starts[part], spans)
+            rows = self.parts[part].rows(offsets[chosen], spans)
             for name, values in rows.items():
                 shape = (len(indices), *values.shape[1:])
                 out.setdefault(name, np.empty(shape, values.dtype))[chosen] = values
         return out
+
+    def part_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part of each row and its row number there, int64 [n] from int64 [n]."""
+        starts = np.cumsum([0] + [part.num_rows for part in self.parts])
+        part_of = np.searchsorted(starts, indices, side="right") - 1
+        return part_of, indices - starts[part_of]
 
     def sets(self) -> dict[str, Dataset]:
         """Return the evaluation sets by name, in the order of their first part."""

@@ -44,7 +44,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
     recorded, anomaly = loss_and_norm(history.recorded[step]), history.anomalies.get(step)
-    state, loader = state_before(parts, dataset, run, step, history)
+    state, loader, _ = state_before(parts, dataset, run, step, history)
     with contextlib.closing(loader):
         batch = next(loader)
         history.check(step, loader.first_sample)
@@ -172,8 +172,11 @@ def _is_of(anomaly: Anomaly, record: Record | None) -> bool:
 
 def state_before(
     parts: Parts, dataset: TrainData, run: RunDirectory, step: int, history: History
-) -> tuple[TrainState, Loader]:
-    """Return the state and the loader before a step, recomputed from a checkpoint of the run."""
+) -> tuple[TrainState, Loader, int]:
+    """Return the state and the loader before a step, and the step of the checkpoint in use.
+
+    Steps after the newest valid checkpoint before `step` are repeated. 0 = a new state.
+    """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
     earlier = [done for done in checkpointer.steps() if done < step]
@@ -195,7 +198,7 @@ def state_before(
             history.check(past, loader.first_sample)
             state, _ = parts.step.train(state, batch, history.limit(past))
         stack.pop_all()
-    return state, loader
+    return state, loader, done
 
 
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:

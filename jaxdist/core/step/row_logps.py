@@ -35,22 +35,23 @@ def make_row_values(
     context: Context,
     values_of: Callable[..., dict[str, Array]],
 ) -> Callable[..., dict[str, Array]]:
-    """Make (params, batch, adapters=True) -> name -> a value of each row, float32 [rows].
+    """Make (params, batch, adapters=True) -> name -> values of each row, float32 [rows, ...].
 
-    `values_of` maps (output of the head, this device's rows, context) to name -> float32 [batch],
-    equal on devices that share rows. Rows are those of the global batch. With `adapters=False`,
-    the frozen weights compute them. There is no dropout.
+    `values_of` maps (output of the head, this device's rows, context) to name -> float32
+    [batch, ...], equal on devices that share rows. Rows are those of the global batch. With
+    `adapters=False`, the frozen weights compute them. There is no dropout.
     """
 
     def compute(params: Params, batch: Batch, *, adapters: bool = True) -> dict[str, Array]:
-        """Return the values of a global batch, float32 [rows] each."""
+        """Return the values of a global batch, float32 [rows, ...] each."""
         num_rows = batch["tokens"].shape[0]
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
-            """Return each row's values in elements of their own, float32 [num_rows]."""
+            """Return each row's values in elements of their own, float32 [num_rows, ...]."""
             sums = {}
             for name, own in values_of(output, rows, context).items():
-                zeros = collectives.vary(jnp.zeros(num_rows), tuple(collectives.varying_axes(own)))
+                zeros = jnp.zeros((num_rows, *own.shape[1:]))
+                zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
                 sums[name] = zeros.at[rows["rows"]].set(own)
             return sums
 

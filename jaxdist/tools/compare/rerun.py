@@ -107,7 +107,7 @@ def rerun(
             data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
             own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
             history = read_history(run)
-            state, loader = state_before(own, data[0], run, start + 1, history)
+            state, loader, _ = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)
             batches, diagnose = (
                 _checked_batches(loader, history, start + 1),

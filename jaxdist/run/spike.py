@@ -1,0 +1,188 @@
+"""List the rows behind the loss of a step: `python -m jaxdist.data spike RUN STEP`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core.step.row_logps import make_row_values
+from jaxdist.core.types import Array, Batch, Context, TokenHead
+from jaxdist.data import Dataset, open_datasets
+from jaxdist.run.data_checks import in_examples
+from jaxdist.run.metrics_log import encode
+from jaxdist.run.reference import with_reference
+from jaxdist.run.replay import read_history, state_before
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.setup import Parts
+from jaxdist.run.trained_run import open_run
+from jaxdist.runtime.formatting.numbers import percent
+from jaxdist.runtime.formatting.tables import columns
+from jaxdist.runtime.storage import read_url
+from jaxdist.settings import ConfigError, read_settings, setting
+
+SUMMARY = """\
+List the rows of the batch behind a loss or gradient spike: each row's own loss, its source and the
+part of its text with the highest loss.
+
+    python -m jaxdist.data spike runs/NAME 1200
+
+The losses are those of the state before the step: of the nearest checkpoint at or before it, after
+repeating the steps in between. They have no dropout."""
+
+_NUM_PARTS = 8
+"""A row is divided into as many parts; the excerpt is of the one with the highest loss."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """The step of a run, and the devices."""
+
+    run: str = setting("", "run directory", required=True)
+    step: int = setting(0, "step whose batch is listed", required=True, ge=0)
+    top: int = setting(10, "number of rows to list, those with the highest loss; 0 = all", ge=0)
+    width: int = setting(120, "characters of text for each row", ge=0)
+    mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
+    simulate: int = setting(
+        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
+    )
+    json: bool = setting(False, "print one JSON object instead of text")
+
+
+def main(argv: Sequence[str]) -> None:
+    """List the rows of a step."""
+    config = read_settings(
+        SpikeConfig,
+        argv,
+        command="jaxdist.data spike",
+        summary=SUMMARY,
+        positional=("run", "step"),
+        read_url=read_url,
+    )
+    result = rows_of_step(config)
+    print(encode(result) if config.json else "\n".join(_lines(result)))
+
+
+def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
+    """Return recorded values of the step, the checkpoint in use, and `rows`, highest loss first."""
+    directory = RunDirectory.existing(config.run)
+    history = read_history(directory, config.step)
+    run = open_run(
+        config.run, step=max(0, config.step - 1), mesh=config.mesh, simulate=config.simulate
+    )
+    settings = run.parts.config
+    opened, _ = open_datasets(settings.data, seq_len=settings.train.seq_len, seed=settings.seed)
+    if not isinstance(opened, Dataset) or opened.kind != "text":
+        raise ConfigError(
+            f"data.sources={settings.data.sources} of {directory.path} is "
+            f"{opened.kind if isinstance(opened, Dataset) else 'a stream'}: only rows of text by "
+            "number have losses of their own. Use python -m jaxdist.train --replay RUN:STEP."
+        )
+    parts = run.parts_for(opened.fields)
+    (data,) = with_reference(parts, in_examples(parts, opened))
+    state, loader, checkpoint = state_before(parts, data, directory, config.step, history)
+    with contextlib.closing(loader):
+        batch = next(loader)
+        history.check(config.step, loader.first_sample)
+        numbers = np.array(loader.rows(loader.first_sample))
+    losses, weights = row_losses(parts, state.params, batch)
+    recorded = history.recorded[config.step]
+    return {
+        "run": str(directory.path),
+        "step": config.step,
+        "checkpoint": checkpoint,
+        "repeated_steps": config.step - 1 - checkpoint,
+        "loss": recorded.get("loss"),
+        "grad_norm": recorded.get("grad_norm"),
+        "mean_row_loss": float(losses.sum() / max(weights.sum(), 1e-9)),
+        "rows": _described(opened, numbers, losses, weights, config),
+    }
+
+
+def row_losses(parts: Parts, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return summed losses and weights of the parts of each row, float64 [rows, _NUM_PARTS]."""
+
+    def values_of(output: TokenHead, rows: Batch, context: Context) -> dict[str, Array]:
+        """Return sums of loss and weight, float32 [batch, _NUM_PARTS]."""
+        if not isinstance(output, TokenHead):
+            raise ConfigError(
+                f"{parts.model.name} has a head without a vocabulary: losses of single rows need "
+                "one. Use python -m jaxdist.train --replay RUN:STEP."
+            )
+        targets, weights = rows["targets"], rows["weights"]
+        positions = context.position_ids(targets.shape[1])
+        length = targets.shape[1] * context.sum(1, "seq")
+        part = (positions * _NUM_PARTS // length)[:, None] == jnp.arange(_NUM_PARTS)
+        logps = context.token_logps(output, targets).logps
+        by_part = lambda x: context.sum(x @ part.astype(jnp.float32), "seq")
+        return {"row_loss": by_part(-logps * weights), "row_weight": by_part(weights)}
+
+    compute = make_row_values(parts.model, parts.layout, parts.plan, parts.step.context, values_of)
+    values = jax.jit(compute, out_shardings=parts.layout.sharding(P()))(params, batch)
+    numpy = lambda name: np.asarray(jax.device_get(values[name]), np.float64)
+    return numpy("row_loss"), numpy("row_weight")
+
+
+def _described(
+    data: Dataset, numbers: np.ndarray, losses: np.ndarray, weights: np.ndarray, config: SpikeConfig
+) -> list[dict[str, Any]]:
+    """Return a record of each row, numbers int64 [rows], losses and weights [rows, parts]."""
+    total, count = losses.sum(1), weights.sum(1)
+    means = np.where(count > 0, total / np.maximum(count, 1e-9), -math.inf)  # last: no labels
+    order = np.argsort(-np.nan_to_num(means, nan=math.inf), kind="stable")
+    part_of, offsets = data.part_of(numbers)
+    records = []
+    for row in order[: config.top or None].tolist():
+        share = losses[row] / np.maximum(weights[row], 1e-9)
+        worst = int(np.argmax(np.nan_to_num(share, nan=math.inf)))
+        tokens = data[int(numbers[row])]["tokens"]
+        start = worst * len(tokens) // _NUM_PARTS
+        records.append(
+            {
+                "row": int(numbers[row]),
+                "source": data.names[part_of[row]] if data.names else "",
+                "row_of_source": int(offsets[row]),
+                "loss": float(total[row] / count[row]) if count[row] else None,
+                "tokens": float(count[row]),
+                "share": float(total[row] / total.sum()),
+                "text": _text(data, tokens[start:], config.width),
+            }
+        )
+    return records
+
+
+def _text(data: Dataset, tokens: np.ndarray, width: int) -> str:
+    """Return the start of the text of tokens [n], or their numbers without a tokenizer."""
+    tokens = tokens[: max(width, 1)]  # a token is a character or more
+    if data.token_bytes is None or data.tokenizer is None:
+        return " ".join(map(str, tokens.tolist()))[:width]
+    return " ".join(data.tokenizer.decode(tokens).split())[:width]
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    number = lambda x: f"{x:.4f}" if isinstance(x, float) else "none"
+    repeated = result["repeated_steps"]
+    rows = [("loss", "share", "source", "row", "text")]
+    rows += [
+        (
+            number(row["loss"]), percent(row["share"]), row["source"],
+            str(row["row_of_source"]), repr(row["text"]),
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
+    return [
+        f"step {result['step']} of {result['run']}: recorded loss {number(result['loss'])}, "
+        f"gradient norm {number(result['grad_norm'])}",
+        f"losses of the state after step {result['checkpoint'] + repeated} (checkpoint "
+        f"{result['checkpoint']} and {repeated} repeated steps), without dropout: mean "
+        f"{number(result['mean_row_loss'])}",
+        "",
+        *columns(rows, left=5),
+    ]
