@@ -75,7 +75,11 @@ def run(
         check_operations()
     open_data = functools.cache(
         lambda: open_datasets(
-            config.data, seq_len=config.train.seq_len, seed=config.seed, python_source=program.rows
+            config.data,
+            seq_len=config.train.seq_len,
+            seed=config.seed,
+            python_source=program.rows,
+            global_batch_size=config.train.global_batch_size,
         )
     )
     if config.train.epochs:

@@ -141,7 +141,7 @@ DATA = {
     "source missing": (["--data.sources=nope.txt"], "'nope.txt', which does not exist", "Check"),
     "no source": (["--data.sources="], "data.sources is empty", 'Use ["stdlib"]'),
     "weights": (["--data.mixture_weights=1,2"], "2 numbers for 1 sources", "Add or remove"),
-    "weight negative": (["--data.mixture_weights=-1"], "must be above 0", "Use a number"),
+    "weight negative": (["--data.mixture_weights=-1"], "must be 0 or more", "Use a number"),
     "held out": (["--data.eval_fraction=1"], "eval_fraction=1.0", "at least 0 and below 1"),
     "tokenizer missing": (["--data.tokenizer=gpt2.json"], "'gpt2.json' is not a file", "Check"),
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),

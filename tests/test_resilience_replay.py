@@ -51,6 +51,8 @@ def test_step_without_anomaly_is_compared_with_the_record():
 class Batches:
     """A loader of batches of four samples that reports the start of each batch."""
 
+    digest = ""
+
     def __init__(self, position):
         self.next, self.left_out, self.closed = position.sample, position.left_out, False
 

@@ -165,7 +165,8 @@ def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
 def _base_of(values: InputValues) -> RunConfig | None:
     run, step = _stored(values)
     if run and (_table_of(run) or (locate(run) / "config.toml").exists()):
-        return dataclasses.replace(settings_of_run(run, step), run_dir="")
+        stored = settings_of_run(run) if step is None else settings_before(run, step)
+        return dataclasses.replace(stored, run_dir="")
     start = values.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:
@@ -195,10 +196,10 @@ def _with_tokens(run: RunConfig, values: InputValues) -> RunConfig:
 
 
 def _stored(values: InputValues) -> tuple[str, int | None]:
-    """Return the run that `--resume` or `--replay` names, or "", and the step to replay from."""
+    """Return the run that `--resume` or `--replay` names, or "", and the step to replay."""
     if values.get("replay"):
         run, _, step = str(values["replay"]).rpartition(":")
-        return run, int(step) - 1 if re.fullmatch("[0-9]{1,18}", step) else None
+        return run, int(step) if re.fullmatch("[0-9]{1,18}", step) else None
     resume = str(values.get("resume") or "")
     return "" if resume in ("auto", "never") else resume, None
 
@@ -256,6 +257,16 @@ def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> Ru
             "directory."
         )
     return stored_run(run / "config.toml")
+
+
+def settings_before(path: str | os.PathLike[str], step: int) -> RunConfig:
+    """Return the settings that reproduce a step: of the checkpoint before it, with all mixtures.
+
+    Mixtures of data may be declared after that checkpoint, and contain the earlier ones.
+    """
+    run, file = settings_of_run(path, step - 1), locate(path) / "config.toml"
+    newest = stored_run(file) if file.exists() else run
+    return dataclasses.replace(run, data=newest.data) if newest.data.stages else run
 
 
 def parse_run(text: str, origin: str) -> RunConfig:

@@ -203,6 +203,11 @@ class RunConfig:
         """Return whether rows contain values of the weights that the run starts from."""
         return self.objective.precomputes(has_adapters=bool(self.lora.rank))
 
+    @property
+    def num_row_losses(self) -> int:
+        """Rows of a batch if steps report losses of several sources, else 0."""
+        return self.train.global_batch_size if len(self.data.sources) > 1 else 0
+
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """Return the rules of a mesh that model, batch and sequence violate.
 

@@ -55,6 +55,7 @@ class Vocabulary(NamedTuple):
         softcap: bound of the soft cap on logits; 0 = none.
         weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
         regularizers: None = plain cross-entropy.
+        by_token: also return the weighted loss of each token.
     """
 
     size: int
@@ -63,6 +64,7 @@ class Vocabulary(NamedTuple):
     softcap: float = 0.0
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens
     regularizers: Regularizers | None = None
+    by_token: bool = False
 
 
 def token_cross_entropy(
@@ -74,7 +76,8 @@ def token_cross_entropy(
     are int32 [batch, seq] in the complete vocabulary, weights float32 [batch, seq].
 
     Returns `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`, and
-    with regularizers their `aux_loss`, whose gradient is part of that of `loss`.
+    with regularizers their `aux_loss`, whose gradient is part of that of `loss`. With
+    `vocabulary.by_token` also `row_loss`, without a gradient, and `row_weight`: [batch].
     Communicates three scalars per token over `vocabulary.axis`, with label smoothing four.
     """
     tokens = x.reshape(-1, x.shape[-1])
@@ -82,7 +85,12 @@ def token_cross_entropy(
     loss, correct, *extra = _linear_cross_entropy(
         tokens, kernel, flat_targets, flat_weights, vocabulary
     )
-    aux = {"aux_loss": lax.stop_gradient(extra[0])} if extra else {}
+    aux = {}
+    if vocabulary.by_token:
+        own = lax.stop_gradient(extra.pop()).reshape(weights.shape)
+        aux = {"row_loss": jnp.sum(own, 1), "row_weight": jnp.sum(weights, 1)}
+    if extra:
+        aux["aux_loss"] = lax.stop_gradient(extra[0])
     return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct, **aux}
 
 
@@ -97,11 +105,16 @@ def make_token_loss(
     """
 
     def token_loss(
-        head: TokenHead, targets: Array, weights: Array, regularizers: Regularizers | None = None
+        head: TokenHead,
+        targets: Array,
+        weights: Array,
+        regularizers: Regularizers | None = None,
+        *,
+        by_row: bool = False,
     ) -> Sums:
         """Return the sums of `token_cross_entropy`; targets and weights are [batch, seq]."""
         vocabulary = Vocabulary(
-            head.vocab_size, axis, chunk, head.softcap, weight_gradient, regularizers
+            head.vocab_size, axis, chunk, head.softcap, weight_gradient, regularizers, by_row
         )
         return token_cross_entropy(head.x, head.kernel, targets, weights, vocabulary)
 
@@ -135,20 +148,20 @@ def label_cross_entropy(
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, ...]:
-    """Return (loss, correct, with regularizers extra), float32 [].
+    """Return (loss, correct, with regularizers extra), float32 [], and by token losses [tokens].
 
     x is [tokens, d_model], kernel [d_model, vocab_shard].
     """
 
-    def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], None]:
-        """Add the sums, float32 [], of a chunk [chunk, ...] of tokens."""
+    def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
+        """Add the sums, float32 [], of a chunk [chunk, ...] of tokens; return its losses."""
         x, targets, weights = part
-        sums, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
-        return tuple(map(jnp.add, carry, sums)), None
+        sums, losses, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
+        return tuple(map(jnp.add, carry, sums)), losses if vocabulary.by_token else None
 
     parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    sums, _ = scan_chunks(chunk, _zero_sums(weights, vocabulary), parts)
-    return sums
+    sums, losses = scan_chunks(chunk, _zero_sums(weights, vocabulary), parts)
+    return (*sums, losses.reshape(-1)[: x.shape[0]]) if vocabulary.by_token else sums
 
 
 def _zero_sums(weights: Array, vocabulary: Vocabulary) -> tuple[Array, ...]:
@@ -169,10 +182,10 @@ def _forward(
 
     def chunk(
         carry: tuple[tuple[Array, ...], Array], part: tuple[Array, ...]
-    ) -> tuple[tuple[tuple[Array, ...], Array], Array]:
-        """Add the sums and dkernel of a chunk of tokens; return its dx [chunk, d_model]."""
+    ) -> tuple[tuple[tuple[Array, ...], Array], Any]:
+        """Add the sums and dkernel of a chunk; return its dx [chunk, d_model] and losses."""
         part_x, part_targets, part_weights = part
-        sums, (difference, slope) = _chunk_loss(
+        sums, losses, (difference, slope) = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
         )
         dlogits = difference * part_weights[:, None] * slope
@@ -180,13 +193,16 @@ def _forward(
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
         dkernel = vocabulary.weight_gradient(part_x, low)
         total = tuple(map(jnp.add, carry[0], sums)), carry[1] + dkernel
-        return total, dx.astype(grad_dtype)
+        return total, (dx.astype(grad_dtype), losses if vocabulary.by_token else None)
 
     parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
     varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
     dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    (sums, dkernel), dx = scan_chunks(chunk, (_zero_sums(weights, vocabulary), dkernel), parts)
+    zeros = _zero_sums(weights, vocabulary)
+    (sums, dkernel), (dx, losses) = scan_chunks(chunk, (zeros, dkernel), parts)
     dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
+    if vocabulary.by_token:
+        sums = (*sums, losses.reshape(-1)[: x.shape[0]])
     return sums, (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
 
 
@@ -207,12 +223,12 @@ _linear_cross_entropy.defvjp(_forward, _backward)
 
 def _chunk_loss(
     x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
-) -> tuple[tuple[Array, ...], tuple[Array, Array | float]]:
+) -> tuple[tuple[Array, ...], Array, tuple[Array, Array | float]]:
     """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
     x [tokens, d_model], kernel [d_model, vocab_shard] -> (sums of `_linear_cross_entropy`, float32
-    [], equal over the axis; (gradient of the capped logits and the soft cap's slope, float32
-    [tokens, vocab_shard])).
+    [], equal over the axis; weighted loss of each token, float32 [tokens]; (gradient of the capped
+    logits and the soft cap's slope, float32 [tokens, vocab_shard])).
     """
     axis, regularizers = vocabulary.axis, vocabulary.regularizers
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -231,16 +247,17 @@ def _chunk_loss(
     if axis:
         sums = collectives.all_reduce(sums, axis)
     lse = jnp.log(sums[0]) + top
-    loss = jnp.sum((lse - sums[1]) * weights)
+    losses = (lse - sums[1]) * weights
+    loss = jnp.sum(losses)
     correct = jnp.sum((sums[1] >= top).astype(jnp.float32) * weights)
     probs, hits = exps / sums[0][:, None], hit.astype(jnp.float32)
     if regularizers is None:
-        return (loss, correct), (probs - hits, slope)
+        return (loss, correct), losses, (probs - hits, slope)
     factor, share = regularizers
     extra = factor * lse**2 + (share * (sums[1] - sums[2]) if share else 0.0)
     spread = jnp.where(real, share / vocabulary.size, 0.0)
     gradient = probs * (1.0 + 2.0 * factor * lse[:, None]) - (1.0 - share) * hits - spread
-    return (loss, correct, jnp.sum(extra * weights)), (gradient, slope)
+    return (loss, correct, jnp.sum(extra * weights)), losses, (gradient, slope)
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:

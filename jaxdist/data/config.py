@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,9 @@ from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
 
 _NAMED_SET = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
+
+_WEIGHT = r"(?:size|\d{1,12}(?:\.\d{1,12})?(?:e-?\d{1,2})?)"
+_STAGE = re.compile(rf"(\d{{1,12}}):({_WEIGHT}(?:/{_WEIGHT})*)")
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -37,11 +41,14 @@ class DataConfig:
         "a data set of the Hugging Face hub as hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], "
         "or module:function for your own rows (see jaxdist/data/custom.py)",
     )
-    mixture_weights: list[float] = setting(
+    mixture_weights: list[float | str] = setting(
         [],
         "share of rows drawn from each source, one number per source, in any unit; "
-        "empty = in proportion to size, so that an epoch is one pass over everything",
-        gt=0,
+        "empty = in proportion to size, so that an epoch is one pass over everything. "
+        "STEP:WEIGHT/WEIGHT/... after the numbers are the weights after this many steps "
+        "(8,1,1,20000:4/3/3); 0 leaves a source out, and size in place of the other numbers means "
+        "in proportion to size. A resumed run may add stages that begin after its newest "
+        "checkpoint, and use sources added at the end of `sources` in them",
     )
     tokenizer: str = setting(
         "auto",
@@ -130,6 +137,29 @@ class DataConfig:
         return "code" if "stdlib" in self.sources else "bytes"
 
     @property
+    def first_weights(self) -> list[float]:
+        """Weight of each source at the start; [] = in proportion to size."""
+        return [float(item) for item in self.mixture_weights if not isinstance(item, str)]
+
+    @property
+    def stages(self) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
+        """Step after which each mixture begins, its sources by index, and their weights.
+
+        Weights () = in proportion to size. [] if the mixture does not change.
+        """
+        texts = [item.partition(":") for item in self.mixture_weights if isinstance(item, str)]
+        listed = [(int(step), weights.split("/")) for step, _, weights in texts]
+        if listed and listed[0][0]:
+            first = [str(weight) for weight in self.first_weights]
+            listed.insert(0, (0, first or ["size"] * len(self.sources)))
+        stages = []
+        for step, weights in listed:
+            used = {i: text for i, text in enumerate(weights) if text == "size" or float(text)}
+            numbers = () if "size" in used.values() else tuple(map(float, used.values()))
+            stages.append((step, tuple(used), numbers))
+        return stages
+
+    @property
     def has_single_rows(self) -> bool:
         """Return whether rows are single completions with their prompt, padded and not packed."""
         return self.records in ("preference", "labeled")
@@ -212,20 +242,58 @@ class DataConfig:
         return errors
 
     def _weight_problems(self) -> list[str]:
-        if not self.mixture_weights:
-            return []
-        if len(self.mixture_weights) != len(self.sources):
-            return [
-                f"data.mixture_weights has {len(self.mixture_weights)} numbers for "
-                f"{len(self.sources)} sources: "
-                "one per source is needed. Add or remove some, or leave mixture_weights empty."
-            ]
-        if min(self.mixture_weights) < SMALLEST_SHARE * sum(self.mixture_weights):
-            return [
-                f"data.mixture_weights={self.mixture_weights}: {min(self.mixture_weights)} is less "
-                f"than {SMALLEST_SHARE} of the sum. Raise it, or remove its source."
-            ]
-        return []
+        first = self.first_weights
+        problems = [self._mixture_problem("data.mixture_weights", first)]
+        stages = [item for item in self.mixture_weights if isinstance(item, str)]
+        last = -1
+        for text in stages:
+            name = f"data.mixture_weights has {text!r}"
+            match = _STAGE.fullmatch(text)
+            if match is None:
+                problems.append(
+                    f"{name}, which is neither a number nor STEP:WEIGHT/WEIGHT/... Use e.g. 2.5, "
+                    "or 1000:0.5/2, or 0:size/0."
+                )
+                continue
+            step, weights = int(match[1]), match[2].split("/")
+            if step <= last or (first and not step):
+                problems.append(f"{name} after a mixture of step {last}. Sort them by step.")
+            last = step
+            if "size" in weights and any(text != "size" and float(text) for text in weights):
+                problems.append(
+                    f"{name}, which mixes size with numbers. Use size or 0, or only numbers."
+                )
+            numbers = [1.0 if text == "size" else float(text) for text in weights]
+            problems.append(self._mixture_problem(name, numbers))
+        if 0.0 in first and not stages:
+            problems.append(
+                f"data.mixture_weights={first}: a source of weight 0 is never used. Remove it, or "
+                "add a stage that uses it."
+            )
+        if stages and (len(self.sources) == 1 or any(map(is_custom, self.sources))):
+            problems.append(
+                f"data.mixture_weights={self.mixture_weights} with data.sources={self.sources}: "
+                "stages mix several sources of files. Leave it out."
+            )
+        return [problem for problem in problems if problem]
+
+    def _mixture_problem(self, name: str, weights: list[float]) -> str:
+        if not weights:
+            return ""
+        if len(weights) != len(self.sources):
+            return (
+                f"{name} has {len(weights)} numbers for {len(self.sources)} sources: one per "
+                "source is needed. Add or remove some, or leave mixture_weights empty."
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            return f"{name}: a weight must be 0 or more. Use a number that is 0 or more."
+        smallest = min((weight for weight in weights if weight), default=0.0)
+        if smallest < SMALLEST_SHARE * sum(weights) or not sum(weights):
+            return (
+                f"{name}: {smallest} is less than {SMALLEST_SHARE} of the sum of {weights}. Raise "
+                "it, or remove its source."
+            )
+        return ""
 
 
 def split_set(item: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.files import find_files, size_of
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
-from jaxdist.data.order import Order
+from jaxdist.data.order import MixtureStage, Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.record_rows import split_records
 from jaxdist.data.stream import StreamDataset, open_stream
@@ -41,6 +41,7 @@ class Dataset:
         names: source of each part of training data, evaluation set ("" = unnamed) of held-out
             data; () = unnamed.
         weights: share of each part in training; empty = in proportion to size.
+        stages: mixtures that replace `weights`, if the mixture changes.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
         identity: JSON of everything that rows depend on; `fingerprint` is its digest.
         rows_per_example: adjacent rows that stay together in every order.
@@ -50,6 +51,7 @@ class Dataset:
     parts: tuple[Part, ...]
     names: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
+    stages: tuple[MixtureStage, ...] = ()
     vocab_size: int
     tokenizer: Tokenizer | None = None
     identity: dict[str, Any]
@@ -68,8 +70,20 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Digest of everything that rows depend on."""
-        text = json.dumps(self.identity, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return _digest(self.identity)
+
+    def fingerprint_at(self, sample: int) -> str:
+        """Return the fingerprint of the data up to a sample, without later stages."""
+        return _digest(_identity_until(self.identity, sample + 1)) if self.stages else self._print
+
+    @functools.cached_property
+    def _print(self) -> str:
+        return self.fingerprint
+
+    def continues(self, identity: dict[str, Any], sample: int) -> bool:
+        """Return whether all samples before `sample` are those of the data with this identity."""
+        now, then = (_identity_until(one, sample) for one in (self.identity, identity))
+        return _digest(now) == _digest(then)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Return rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...].
@@ -125,12 +139,14 @@ class Dataset:
             extra.append(f"tokenizer {self.tokenizer.name}")
         if "packing" in self.identity:
             extra.append(f"packing {self.identity['packing']}")
+        if self.stages:
+            extra.append(f"{len(self.stages)} mixtures")
         return ", ".join([" ".join(words), *extra, f"fingerprint {self.fingerprint[:8]}"])
 
     def order(self, seed: int) -> Order:
         """Return the order of rows in training."""
         sizes = [part.num_rows for part in self.parts]
-        return Order(sizes, self.weights, seed, self.rows_per_example)
+        return Order(sizes, self.weights, seed, self.rows_per_example, self.stages)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
         """Return this dataset with an order that keeps groups of adjacent rows together."""
@@ -149,22 +165,66 @@ class Dataset:
         return {name: values[0] for name, values in self.rows(np.array([index])).items()}
 
 
+def _digest(identity: dict[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _with_stages(identity: dict[str, Any], stages: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return an identity with these stages and the parts that they use; one stage is plain."""
+    used = 1 + max(part for _, parts, _ in stages for part in parts)
+    identity = {**identity, "parts": identity["parts"][:used], "weights": []}
+    identity.pop("stages", None)
+    _, parts, weights = stages[0]
+    if len(stages) == 1 and list(parts) == list(range(used)):
+        return {**identity, "weights": list(weights)}
+    return {**identity, "stages": [[n, list(parts), list(w)] for n, parts, w in stages]}
+
+
+def _identity_until(identity: dict[str, Any], sample: int) -> dict[str, Any]:
+    """Return the identity of the samples before `sample`, or of the first one."""
+    if "stages" not in identity:
+        return identity
+    first, *others = identity["stages"]
+    return _with_stages(identity, [first, *(stage for stage in others if stage[0] < sample)])
+
+
 TrainData: TypeAlias = Dataset | StreamDataset
 """Training data of a run; evaluation needs random access."""
 
 
 def open_datasets(
-    config: DataConfig, *, seq_len: int, seed: int = 0, python_source: Any = None
+    config: DataConfig,
+    *,
+    seq_len: int,
+    seed: int = 0,
+    python_source: Any = None,
+    global_batch_size: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
     """Open the sources as disjoint training and held-out data.
 
-    `seed` is passed to a user's function; rows of files do not depend on it. `python_source`
-    replaces the function that the source names.
+    `global_batch_size` converts the steps of mixtures to samples. `seed` is passed to
+    a user's function; rows of files do not depend on it. `python_source` replaces the function
+    that the source names.
     """
     if problems := problems_of(config, "data"):
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed, python_source)
+    train, held_out = _open_files(config, seq_len)
+    if not config.stages:
+        return train, held_out
+    if not global_batch_size:
+        raise ValueError("stages in data.mixture_weights need global_batch_size to open the data")
+    stages = tuple(
+        MixtureStage(step * global_batch_size, parts, weights)
+        for step, parts, weights in config.stages
+    )
+    identity = _with_stages(train.identity, stages)
+    return dataclasses.replace(train, stages=stages, weights=(), identity=identity), held_out
+
+
+def _open_files(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
     images = [is_cifar(source) for source in config.sources]
     if all(images):
         return _open_images(config)
@@ -206,7 +266,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
     )
     held_out = dataset(rest, names=[name for name, _ in config.eval_sets]) if rest else None
-    return dataset(train, config.mixture_weights, names=config.sources), held_out
+    return dataset(train, config.first_weights, names=config.sources), held_out
 
 
 def _dataset(
@@ -375,7 +435,7 @@ def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
         held = [open_cifar(folder, config.image_scaling)[1] for folder in named]
 
     dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
-    train = dataset([images for images, _ in both], config.mixture_weights, names=config.sources)
+    train = dataset([images for images, _ in both], config.first_weights, names=config.sources)
     names = [name for name, _ in config.eval_sets]
     return train, dataset(held, names=names) if held else None
 

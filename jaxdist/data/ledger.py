@@ -1,8 +1,8 @@
 """The data ledger: a hash chain of the rows in each step.
 
-The digest of a step covers the previous digest, the fingerprint of the data, and the row numbers of
-the batch, in order. It depends on (data, seed, step) alone, so every mesh, process count and
-restart computes the same one. A stream has no row numbers and empty digests.
+The digest of a step covers the previous digest, the fingerprint of the data up to the step, and the
+row numbers of the batch, in order. It depends on (data, seed, step) alone, so every mesh, process
+count and restart computes the same one. A stream has no row numbers and empty digests.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ def digest_of(before: str, fingerprint: str, rows: np.ndarray) -> str:
 class Ledger:
     """The chain of a run; `links` are the newest ones, oldest first."""
 
-    def __init__(self, links: Sequence[Link], fingerprint: str, order: Order | None):
-        """Continue after these links; `order` is None for a stream."""
+    def __init__(
+        self, links: Sequence[Link], fingerprint_at: Callable[[int], str], order: Order | None
+    ):
+        """Continue after these links; `order` is None for a stream.
+
+        `fingerprint_at` returns the fingerprint of the data up to a sample.
+        """
         self.links = tuple(links)
-        self._fingerprint, self._order = fingerprint, order
+        self._fingerprint_at, self._order = fingerprint_at, order
         self._cached_rows = np.empty(0, np.int64)
         self._cached_from = 0
 
@@ -61,7 +66,8 @@ class Ledger:
         link = Link(first_sample, num_samples)
         if self._order is not None:
             rows = self._rows(link)
-            digest = digest_of(self.links[-1].digest, self._fingerprint, rows)
+            fingerprint = self._fingerprint_at(first_sample + num_samples - 1)
+            digest = digest_of(self.links[-1].digest, fingerprint, rows)
             link = link._replace(digest=digest)
         self.links = (*self.links[-NUM_LINKS:], link)
 
@@ -77,13 +83,16 @@ class Ledger:
 
 
 def first_mismatch(
-    links: Sequence[Link], fingerprint: str, rows_of: Callable[[np.ndarray], np.ndarray]
+    links: Sequence[Link],
+    fingerprint_at: Callable[[int], str],
+    rows_of: Callable[[np.ndarray], np.ndarray],
 ) -> int | None:
     """Return the index of the first link that does not follow from its predecessor, or None.
 
-    `rows_of` maps samples to rows, int64 [n] -> int64 [n].
+    `fingerprint_at` is as in `Ledger`; `rows_of` maps samples to rows, int64 [n] -> int64 [n].
     """
     for index, (before, link) in enumerate(itertools.pairwise(links), start=1):
+        fingerprint = fingerprint_at(link.first_sample + link.num_samples - 1)
         if link.digest != digest_of(before.digest, fingerprint, rows_of(link.samples)):
             return index
     return None

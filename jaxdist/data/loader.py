@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,8 @@ from jaxdist.data.ledger import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
 from jaxdist.settings import ConfigError
+
+log = logging.getLogger("jaxdist")
 
 STATE_VERSION = 2
 """Version of sample order and state content; states of older versions are rejected."""
@@ -84,7 +87,8 @@ class Loader:
         self._dataset, self._seed, self._batch_size = dataset, seed, global_batch_size
         self._fingerprint = dataset.fingerprint
         self._order = None if isinstance(dataset, StreamDataset) else dataset.order(seed)
-        self.ledger = Ledger(start.ledger, self._fingerprint, self._order)
+        fingerprint_at = getattr(dataset, "fingerprint_at", lambda sample: "")
+        self.ledger = Ledger(start.ledger, fingerprint_at, self._order)
         self._next_sample, self._num_workers = start.sample, num_workers
         self._failure: Exception | None = None
         held = part_held(sharding, global_batch_size, dataset.fields)
@@ -147,10 +151,25 @@ class Loader:
             state["ledger"] = [list(link) for link in self.ledger.links]
         return state
 
+    @property
+    def digest(self) -> str:
+        """Digest of all rows up to the most recent batch; "" for a stream."""
+        return self.ledger.links[-1].digest
+
     def rows(self, first_sample: int) -> list[int]:
         """Return the dataset rows of the batch; for a stream, its sample numbers."""
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         return (samples if self._order is None else self._order.rows(samples)).tolist()
+
+    def sources(self, link: Link) -> list[str]:
+        """Return the source of each row of a batch; [] if there is only one."""
+        if self._order is None or not isinstance(self._dataset, Dataset):
+            return []
+        names = self._dataset.names
+        if len(names) < 2:
+            return []
+        parts, _ = self._dataset.part_of(self._order.rows(link.samples))
+        return [names[part] for part in parts.tolist()]
 
     def close(self) -> None:
         """Stop the thread and the workers, and free the prefetched batches; idempotent."""
@@ -208,7 +227,8 @@ def resume_position(
 ) -> Position:
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    If the data changed: with `restarts` begin at the first sample, else raise `ConfigError`.
+    The mixture may change from the position on. If the data before it changed: with `restarts`
+    begin at the first sample, else raise `ConfigError`.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -217,6 +237,10 @@ def resume_position(
         )
     changes = [] if state["seed"] == seed else [f"seed was {state['seed']} and is {seed}"]
     same_data = state["fingerprint"] == dataset.fingerprint
+    if not same_data and isinstance(dataset, Dataset) and "parts" in state["dataset"]:
+        same_data = dataset.continues(state["dataset"], int(state["next_sample"]))
+        if same_data and not changes:
+            log.info("new mixture of data, from sample %d or later on", state["next_sample"])
     if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
     # Keep the skipped samples unless the data changed; they apply even if the seed changed.
@@ -238,12 +262,14 @@ def resume_position(
     raise ConfigError(
         f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
         f"{state['next_sample']} would differ, and rows would repeat or be left out. "
-        "Restore the data and settings, or set override=data to begin the new data at its start."
+        "Restore the data and settings, or declare the change as a stage in data.mixture_weights: "
+        "keep the old sources first, and name a step from this checkpoint on. override=data begins "
+        "the new data at its start."
     )
 
 
 def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None:
-    index = first_mismatch(ledger, dataset.fingerprint, dataset.order(seed).rows)
+    index = first_mismatch(ledger, dataset.fingerprint_at, dataset.order(seed).rows)
     if index is not None:
         raise ConfigError(
             f"data ledger: the batch at sample {ledger[index].first_sample}, {len(ledger) - index} "

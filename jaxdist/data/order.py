@@ -1,4 +1,4 @@
-"""The order of training: sample number -> row, a pure function of (sizes, weights, seed).
+"""The order of training: sample number -> row, a pure function of (sizes, stages, seed).
 
 It does not use the shuffling and mixing of grain. With grain 0.2.18 each row costs 13-20 µs of
 Python, 130 µs with mixing (see `grain by row` in `scripts/bench/results/data.md`), the order may
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,25 @@ _PERIOD = 1 << 16  # shares of a mixture are exact in every window of this many 
 _STRIDE = 40503  # odd, near _PERIOD / golden ratio: spreads each source evenly over the window
 
 
+class MixtureStage(NamedTuple):
+    """The mixture from a sample on: indices of parts, and their weights.
+
+    Without weights, rows are drawn in proportion to the size of the parts.
+    """
+
+    first_sample: int
+    parts: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+
+
 class Order:
     """Map training samples to rows.
 
     Without weights an epoch is one pass over the rows of all parts in one shuffled order. With
     weights each part has its own shuffled epochs, and samples are drawn from the parts in fixed
-    proportion: exact over 65,536 samples, and off by about one sample at any other time.
+    proportion: exact over 65,536 samples, and off by about one sample at any other time. With
+    stages, each part continues its epoch in the next stage with weights, and so does the joint
+    order of the same parts in the next stage without.
     """
 
     def __init__(
@@ -32,45 +46,97 @@ class Order:
         weights: Sequence[float],
         seed: int,
         rows_per_example: int = 1,
+        stages: Sequence[MixtureStage] = (),
     ):
-        """Order parts of `sizes` rows (each ≥ 1); keep groups of `rows_per_example` together."""
+        """Order parts of `sizes` rows (each ≥ 1); keep groups of `rows_per_example` together.
+
+        `stages` replace the weights; the first one begins at sample 0.
+        """
         self.seed, self._size = seed, rows_per_example
-        sizes = [size // rows_per_example for size in sizes]
-        if not weights or len(sizes) == 1:
-            sizes, weights = [sum(sizes)], [1.0]
-        self._sizes = np.asarray(sizes, np.int64)
+        self._sizes = np.asarray(sizes, np.int64) // rows_per_example
         self._starts = np.cumsum(self._sizes) - self._sizes
-        self._mixture = _mixture(tuple(weights)) if len(weights) > 1 else None
+        self._stages: list[_StageOrder] = []
+        for stage in stages or [MixtureStage(0, tuple(range(len(sizes))), tuple(weights))]:
+            self._stages.append(self._follow(stage))
+        self._firsts = np.array([stage.first for stage in self._stages], np.int64)
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
         """Return the row of each sample number; int64 [n] -> int64 [n]."""
         examples, offset = np.divmod(np.asarray(samples, np.int64), self._size)
         return self._examples(examples) * self._size + offset
 
+    def _follow(self, stage: MixtureStage) -> _StageOrder:
+        """Return a stage that continues the epochs of the stages before it."""
+        first = stage.first_sample // self._size
+        is_mixed = bool(stage.weights) and len(stage.parts) > 1
+        groups = [(part,) for part in stage.parts] if is_mixed else [stage.parts]
+        drawn: dict[tuple[int, ...], int] = {}
+        if self._stages:
+            last = self._stages[-1]
+            counts = last.drawn_after(first - last.first)
+            drawn = {**last.drawn, **dict(zip(last.groups, counts, strict=True))}
+        mixture = _mixture(stage.weights) if is_mixed else None
+        return _StageOrder(first, tuple(groups), mixture, drawn)
+
     def _examples(self, samples: np.ndarray) -> np.ndarray:
         """Return the example of each sample number, a group of rows; int64 [n] -> int64 [n]."""
-        if self._mixture is None:
-            return self._part_rows(0, samples)
-        part_of, rank, quota = self._mixture
-        block, offset = np.divmod(samples, _PERIOD)
-        parts = part_of[offset]
-        within = block * quota[parts] + rank[offset]
         rows = np.empty_like(samples)
-        for part in np.unique(parts):
-            chosen = parts == part
-            rows[chosen] = self._part_rows(int(part), within[chosen])
+        stages = np.searchsorted(self._firsts, samples, side="right") - 1
+        for number in np.unique(stages):
+            of_stage, stage = stages == number, self._stages[number]
+            groups, within = stage.draw(samples[of_stage])
+            drawn = np.empty_like(within)
+            for group in np.unique(groups):
+                chosen = groups == group
+                drawn[chosen] = self._group_rows(stage.groups[group], within[chosen])
+            rows[of_stage] = drawn
         return rows
 
-    def _part_rows(self, part: int, samples: np.ndarray) -> np.ndarray:
-        """Return rows of one part by its own sample numbers; int64 [n] -> int64 [n]."""
-        size = int(self._sizes[part])
+    def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
+        """Return rows of parts with a joint order by its own samples; int64 [n] -> int64 [n]."""
+        ends = np.cumsum(self._sizes[list(parts)])
+        size, part = int(ends[-1]), parts[0] if len(parts) == 1 else 0
         epochs, offsets = np.divmod(samples, size)
         rows = np.empty_like(samples)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             keys = _keys(self.seed, part, int(epoch))
             rows[chosen] = _permute(offsets[chosen], size, keys)
-        return rows + self._starts[part]
+        of_part = np.searchsorted(ends, rows, side="right")
+        return rows + (self._starts[list(parts)] + self._sizes[list(parts)] - ends)[of_part]
+
+
+class _StageOrder(NamedTuple):
+    """A stage from example `first` on.
+
+    `groups` of parts have one order each; `drawn` are the examples drawn from groups before.
+    """
+
+    first: int
+    groups: tuple[tuple[int, ...], ...]
+    mixture: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    drawn: dict[tuple[int, ...], int]
+
+    def draw(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the group of each example and its number in the group; int64 [n] each."""
+        samples = samples - self.first
+        before = np.array([self.drawn.get(group, 0) for group in self.groups], np.int64)
+        if self.mixture is None:
+            return np.zeros_like(samples), samples + before[0]
+        part_of, rank, quota = self.mixture
+        block, offset = np.divmod(samples, _PERIOD)
+        groups = part_of[offset]
+        return groups, block * quota[groups] + rank[offset] + before[groups]
+
+    def drawn_after(self, num_samples: int) -> list[int]:
+        """Return the examples drawn from each group up to the end of the first `num_samples`."""
+        before = [self.drawn.get(group, 0) for group in self.groups]
+        if self.mixture is None:
+            return [before[0] + num_samples]
+        part_of, _, quota = self.mixture
+        block, offset = divmod(num_samples, _PERIOD)
+        rest = np.bincount(part_of[:offset], minlength=len(quota))
+        return (block * quota + rest + before).tolist()
 
 
 @functools.lru_cache(maxsize=64)

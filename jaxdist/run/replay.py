@@ -34,7 +34,7 @@ log = logging.getLogger("jaxdist")
 
 _TIMES = 3
 
-_FIELDS = ("kind", "event", "step", "first_sample", "weight", "loss", "grad_norm")
+_FIELDS = ("kind", "event", "step", "first_sample", "data_ledger", "weight", "loss", "grad_norm")
 """Fields of a record that are kept in memory."""
 
 
@@ -47,7 +47,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     state, loader, _ = state_before(parts, dataset, run, step, history)
     with contextlib.closing(loader):
         batch = next(loader)
-        history.check(step, loader.first_sample)
+        history.check(step, loader.first_sample, loader.digest)
         rows = loader.rows(loader.first_sample)
         again = [_once(parts, state, batch) for _ in range(_TIMES)]
         later = (_once(parts, state, batch) for batch in loader)
@@ -114,9 +114,16 @@ class History:
         anomaly = self.anomalies.get(step)
         return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
 
-    def check(self, step: int, first_sample: int) -> None:
-        """Check that the batch of a step starts with `first_sample`, else raise ConfigError."""
-        began = self.recorded.get(step, {}).get("first_sample", first_sample)
+    def check(self, step: int, first_sample: int, digest: str) -> None:
+        """Raise ConfigError unless a step has this first sample and digest in the data ledger."""
+        record = self.recorded.get(step, {})
+        if record.get("data_ledger", digest) != digest:
+            raise ConfigError(
+                f"the rows up to step {step} of {self.run} have digest {record['data_ledger']}, "
+                f"those of the replay {digest}: the data or settings differ from those of that "
+                "step. Set data.sources, data.mixture_weights and seed as they were then."
+            )
+        began = record.get("first_sample", first_sample)
         if began != first_sample:
             raise ConfigError(
                 f"the batch of step {step} of {self.run} starts with sample {began}, its replay "
@@ -195,7 +202,7 @@ def state_before(
         stack.callback(loader.close)
         for past in range(done + 1, step):
             batch = next(loader)
-            history.check(past, loader.first_sample)
+            history.check(past, loader.first_sample, loader.digest)
             state, _ = parts.step.train(state, batch, history.limit(past))
         stack.pop_all()
     return state, loader, done

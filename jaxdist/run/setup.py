@@ -118,6 +118,7 @@ class Parts:
             self.layout,
             self.plan,
             self.config.monitoring.layer_statistics_steps,
+            num_row_losses=self.config.num_row_losses if self.unit == "tokens" else 0,
         )
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config import settings_before
 from jaxdist.core.step.row_logps import make_row_values
 from jaxdist.core.types import Array, Batch, Context, TokenHead
 from jaxdist.data import Dataset, open_datasets
@@ -77,8 +78,11 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
     run = open_run(
         config.run, step=max(0, config.step - 1), mesh=config.mesh, simulate=config.simulate
     )
-    settings = run.parts.config
-    opened, _ = open_datasets(settings.data, seq_len=settings.train.seq_len, seed=settings.seed)
+    settings = settings_before(run.path, config.step)
+    opened, _ = open_datasets(
+        settings.data, seq_len=settings.train.seq_len, seed=settings.seed,
+        global_batch_size=settings.train.global_batch_size,
+    )  # fmt: skip
     if not isinstance(opened, Dataset) or opened.kind != "text":
         raise ConfigError(
             f"data.sources={settings.data.sources} of {directory.path} is "
@@ -90,7 +94,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
     state, loader, checkpoint = state_before(parts, data, directory, config.step, history)
     with contextlib.closing(loader):
         batch = next(loader)
-        history.check(config.step, loader.first_sample)
+        history.check(config.step, loader.first_sample, loader.digest)
         numbers = np.array(loader.rows(loader.first_sample))
     losses, weights = row_losses(parts, state.params, batch)
     recorded = history.recorded[config.step]

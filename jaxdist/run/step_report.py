@@ -61,7 +61,7 @@ class StepReporter:
             return
         step, metrics, loader, link = self._deferred
         self._deferred = None
-        values = self._record(step, metrics, link)
+        values = self._record(step, metrics, link, loader.sources(link))
         self._check_replicas()
         anomaly = self.guard.check(step, values, loader, link.first_sample)
         if anomaly is not None:
@@ -81,7 +81,9 @@ class StepReporter:
             "rows in anomalies.jsonl.",
         )
 
-    def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, Any]:
+    def _record(
+        self, step: int, metrics: Metrics, link: Link, row_sources: list[str]
+    ) -> dict[str, Any]:
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
@@ -93,6 +95,7 @@ class StepReporter:
             data_wait_s=data_wait_s,
             device_wait_s=self.timer.device_wait_s,
             link=link,
+            row_sources=row_sources,
         )
         if not self.start_times.done:
             self._report_start(step)

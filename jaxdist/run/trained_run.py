@@ -105,8 +105,9 @@ class TrainedRun:
         if made and not locate(data.tokenizer).exists():
             data = dataclasses.replace(data, sources=named, **made[0])
         _, held_out = open_datasets(
-            data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows
-        )
+            data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows,
+            global_batch_size=config.train.global_batch_size,
+        )  # fmt: skip
         if held_out is None:
             raise ConfigError(
                 "the run has no held-out rows (data.eval_fraction=0 and no eval_sources). "

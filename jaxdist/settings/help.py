@@ -121,8 +121,9 @@ def kind_of_value(annotation: Any) -> str:
         return f"{item},..." if (get_origin(annotation) is list) else f"{item} (repeatable)"
     if get_origin(annotation) is dict:
         return "{NAME=VALUE,...}"
-    if args := [part for part in get_args(annotation) if part is not type(None)]:
-        return f"{kind_of_value(args[0])}|none"
+    if parts := get_args(annotation):
+        kinds = ["none" if part is type(None) else kind_of_value(part) for part in parts]
+        return "|".join(kinds)
     return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}.get(annotation, "VALUE")
 
 

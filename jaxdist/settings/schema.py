@@ -7,6 +7,7 @@ selects one of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -95,15 +96,19 @@ def read_value(raw: Any, annotation: Any) -> Any:
 
     Args:
         raw: a TOML value, or `FlagText` with the characters after the flag.
-        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict. The
-            text of a flag is a comma-separated list for list[X] and one item for tuple[X, ...]
-            (texts that may contain commas); both also take TOML's `[a, b]`.
+        annotation: bool, int, float, str, Literal, X | None, X | Y (the first type that fits),
+            list[X], tuple[X, ...] or dict. The text of a flag is a comma-separated list for
+            list[X] and one item for tuple[X, ...] (texts that may contain commas); both also take
+            TOML's `[a, b]`.
     """
     if _is_union(annotation):
         if isinstance(raw, FlagText) and raw in ("none", "None"):
             return None
-        (inner,) = (part for part in get_args(annotation) if part is not type(None))
-        return read_value(raw, inner)
+        *others, last = (part for part in get_args(annotation) if part is not type(None))
+        for part in others:
+            with contextlib.suppress(BadValueError):
+                return read_value(raw, part)
+        return read_value(raw, last)
     if get_origin(annotation) is Literal:
         return _read_choice(raw, get_args(annotation))
     if is_list(annotation):
@@ -135,8 +140,9 @@ class FlagText(str):
 def describe(annotation: Any) -> str:
     """Describe the values of a field in words: "a whole number", "adamw, sgd or lion"."""
     if _is_union(annotation):
-        (inner,) = (part for part in get_args(annotation) if part is not type(None))
-        return f"{describe(inner)}, or none"
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        none = ", or none" if len(parts) < len(get_args(annotation)) else ""
+        return " or ".join(map(describe, parts)) + none
     if get_origin(annotation) is Literal:
         return join_choices(get_args(annotation))
     if get_origin(annotation) in (list, tuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,8 +16,11 @@ from jaxdist.core import collectives
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.gradients import make_evaluate
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, TokenHead
+from jaxdist.core.types import Array, Batch, Context, Model, Objective, Params, Sums, TokenHead
 from jaxdist.core.weights import base_of
+
+ROW_SUMS = ("row_loss", "row_weight")
+"""Sums that have one element for each row of the global batch."""
 
 
 def row_logps(output: TokenHead, batch: Batch, context: Context) -> Array:
@@ -48,12 +52,8 @@ def make_row_values(
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
             """Return each row's values in elements of their own, float32 [num_rows, ...]."""
-            sums = {}
-            for name, own in values_of(output, rows, context).items():
-                zeros = jnp.zeros((num_rows, *own.shape[1:]))
-                zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
-                sums[name] = zeros.at[rows["rows"]].set(own)
-            return sums
+            values = values_of(output, rows, context)
+            return {name: _at_rows(own, rows, num_rows) for name, own in values.items()}
 
         used = dataclasses.replace(model, objective=objective)
         if not adapters:
@@ -61,6 +61,37 @@ def make_row_values(
         return make_evaluate(used, layout, plan, context, plan.accumulation)(params, batch)
 
     return compute
+
+
+def with_row_losses(objective: Objective, num_rows: int) -> Objective:
+    """Return an objective of tokens whose sums also have loss and weight of each row.
+
+    `row_loss` and `row_weight` are float32 [num_rows], for the rows of the global batch. They are
+    absent if the objective does not call `Context.token_loss`.
+    """
+
+    def with_rows(output: TokenHead, batch: Batch, context: Context) -> Sums:
+        """Return the sums of the objective, and values of each row, float32 [num_rows]."""
+        own: dict[str, Array] = {}
+
+        def token_loss(*arguments: Any) -> Sums:
+            sums = context.token_loss(*arguments, by_row=True)
+            own.update({name: sums.pop(name) for name in ROW_SUMS})
+            return sums
+
+        sums = dict(objective(output, batch, dataclasses.replace(context, token_loss=token_loss)))
+        for name, value in own.items():
+            sums[name] = _at_rows(context.sum(value, "seq"), batch, num_rows)
+        return sums
+
+    return with_rows
+
+
+def _at_rows(own: Array, rows: Batch, num_rows: int) -> Array:
+    """Return values [batch, ...] of this device's rows in their own elements, [num_rows, ...]."""
+    zeros = jnp.zeros((num_rows, *own.shape[1:]))
+    zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
+    return zeros.at[rows["rows"]].set(own)
 
 
 def make_row_logps(

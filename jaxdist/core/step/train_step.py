@@ -21,7 +21,7 @@ from jaxdist.core.step import layer_statistics, statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
 from jaxdist.core.step.model_context import make_context
-from jaxdist.core.step.row_logps import make_prepare
+from jaxdist.core.step.row_logps import ROW_SUMS, make_prepare, with_row_losses
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
     Array,
@@ -36,7 +36,7 @@ from jaxdist.core.types import (
 from jaxdist.core.weights import merged, trained
 
 Metrics = dict[str, Array]
-"""Float32 scalars by name, `applied` bool []."""
+"""Float32 scalars by name, `applied` bool []; `ROW_SUMS` float32 [rows]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,14 @@ def make_step(
     layout: Layout,
     plan: StepPlan,
     layer_statistics_steps: int = 0,
+    *,
+    num_row_losses: int = 0,
 ) -> Step:
     """Build the step for a model, objective, optimizer and layout; compiles nothing yet.
 
     With `layer_statistics_steps`, the metrics of every step at this interval have
-    `layer_statistics` (`step/layer_statistics.py`).
+    `layer_statistics` (`step/layer_statistics.py`). `num_row_losses` are the rows of a batch if the
+    metrics have loss and weight of each (`with_row_losses`), else 0.
     """
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
@@ -102,7 +105,11 @@ def make_step(
     )
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     prepare = make_prepare(model, layout, plan, context)
-    value_and_grad = make_value_and_grad(model, layout, plan, context)
+    trained_model = model
+    if num_row_losses:
+        counted = with_row_losses(objective, num_row_losses)
+        trained_model = dataclasses.replace(model, objective=counted)
+    value_and_grad = make_value_and_grad(trained_model, layout, plan, context)
     sums_of = make_evaluate(model, layout, plan, context)
 
     def evaluate(params: Params, batch: Batch) -> Sums:
@@ -263,7 +270,11 @@ def move_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def _means(sums: Sums) -> Metrics:
-    """Return global means (sum / weight) of float32 [] sums; `correct` becomes `accuracy`."""
+    """Return global means (sum / weight) of float32 [] sums; `correct` becomes `accuracy`.
+
+    `ROW_SUMS` [rows] stay sums.
+    """
     weight = divisor(sums["weight"])
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
-    return {name: x if name == "weight" else x / weight for name, x in named.items()}
+    kept = ("weight", *ROW_SUMS)
+    return {name: x if name in kept else x / weight for name, x in named.items()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxdist.config.monitoring import TENSORBOARD, MonitoringConfig, parse_profile_steps
+from jaxdist.core.step.row_logps import ROW_SUMS
 from jaxdist.data.ledger import Link
 from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
@@ -18,7 +19,7 @@ from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
-from jaxdist.run.monitoring.summary import RunSummary, Throughput, device_memory
+from jaxdist.run.monitoring.summary import RunSummary, Throughput, by_source, device_memory
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
@@ -138,17 +139,20 @@ class Monitor:
         data_wait_s: float,
         device_wait_s: float | None = None,
         link: Link | None = None,
+        row_sources: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Report step n−1 after dispatching step n, so that the devices never wait for the host.
 
         Call it on every process. It reads the metrics, replicated scalars [], from the devices,
         which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
         loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
-        both waits; None = the wait for the devices was not measured. `link` is the ledger entry.
+        both waits; None = the wait for the devices was not measured. `link` is the ledger entry;
+        `row_sources` are the sources of its rows, for loss and tokens of each source.
         Return the metrics as Python numbers; loss and gradient norm are None without labels.
         """
         metrics = dict(metrics)
         by_layer = metrics.pop("layer_statistics", None)
+        by_row = [metrics.pop(name) for name in ROW_SUMS if name in metrics]
         values = read(metrics)
         if values.get("weight") == 0:  # means over no labels
             values |= dict.fromkeys(values.keys() & {"loss", "accuracy", "grad_norm"})
@@ -178,6 +182,8 @@ class Monitor:
         if link is not None:
             record["first_sample"] = link.first_sample
             record |= {"data_ledger": link.digest} if link.digest else {}
+        if by_row and row_sources:
+            record |= by_source(self.run_summary.last, self.unit, by_row, row_sources)
         record |= device_memory(self._local_devices)
         if on_log or ends:
             readings = self._gpu_stats.read()
@@ -428,7 +434,8 @@ class Monitor:
                 metrics=metrics,
             )
         )
-        points = {f"train/{name}": record[name] for name in metrics}
+        sources = [name for name in record if name.startswith(("loss/", f"{unit}/"))]
+        points = {f"train/{name}": record[name] for name in [*metrics, *sources]}
         speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
         for name, value in smoothed.items():
             if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxdist.run.metrics_log import Record, current, device_seconds
 from jaxdist.run.monitoring.stragglers import READY_SHARE, Straggler
 from jaxdist.run.monitoring.timers import CompileTracker
@@ -107,6 +109,28 @@ def device_memory(devices: list[Any]) -> dict[str, int]:
     }
     values = {key: [int(s[key]) for s in stats if key in s] for key in names}
     return {name: max(values[key]) for key, name in names.items() if values[key]}
+
+
+def by_source(
+    last: Record, unit: str, by_row: Sequence[Any], row_sources: Sequence[str]
+) -> dict[str, Any]:
+    """Return `loss/SOURCE` of a step and `tokens/SOURCE` (with `unit` "tokens") up to the step.
+
+    `by_row` are loss and weight of each row, float32 [rows]. `last` is the previous record.
+    """
+    import jax
+
+    losses, weights = (np.asarray(x, np.float64) for x in jax.device_get(by_row))
+    values = {name: x for name, x in last.items() if name.startswith(f"{unit}/")}
+    sources = np.array(row_sources)
+    for source in dict.fromkeys(row_sources):
+        own = sources == source
+        weight = float(weights[own].sum())
+        total = f"{unit}/{source}"
+        values[total] = values.get(total, 0.0) + weight
+        if weight:
+            values[f"loss/{source}"] = float(losses[own].sum() / weight)
+    return values
 
 
 def _median(values: Sequence[float]) -> float | None:

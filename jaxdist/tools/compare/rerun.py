@@ -104,7 +104,10 @@ def rerun(
     with contextlib.ExitStack() as stack:
         for run, own in zip(runs, parts, strict=True):
             config = own.config
-            data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+            data = open_datasets(
+                config.data, seq_len=config.train.seq_len, seed=config.seed,
+                global_batch_size=config.train.global_batch_size,
+            )  # fmt: skip
             own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
             history = read_history(run)
             state, loader, _ = state_before(own, data[0], run, start + 1, history)
@@ -129,5 +132,5 @@ def rerun(
 
 def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Batch]:
     for number, batch in enumerate(loader, start=step):
-        history.check(number, loader.first_sample)
+        history.check(number, loader.first_sample, loader.digest)
         yield batch

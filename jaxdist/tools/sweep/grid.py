@@ -107,7 +107,10 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
                 from jaxdist.run.epochs import with_steps
 
                 seq_len, seed = settings.train.seq_len, settings.seed
-                data, _ = open_datasets(settings.data, seq_len=seq_len, seed=seed)
+                data, _ = open_datasets(
+                    settings.data, seq_len=seq_len, seed=seed,
+                    global_batch_size=settings.train.global_batch_size,
+                )  # fmt: skip
                 settings = with_steps(settings, data)
         except ConfigError as error:
             for problem in error.problems:
