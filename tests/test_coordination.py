@@ -6,35 +6,15 @@ import types
 from pathlib import Path
 
 import pytest
+from key_value_store import KeyValueStore
+from refusals import missing
 
 import jaxdist
 from jaxdist.runtime import coordination
 from jaxdist.runtime.coordination import Group, barrier, group, service
 from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
+from jaxdist.runtime.coordination.group import LateProcess
 from jaxdist.settings import ConfigError
-
-
-class KeyValueStore:
-    """In-process replacement for JAX's coordination service."""
-
-    def __init__(self):
-        self.values: dict[str, str] = {}
-        self.changed = threading.Condition()
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        with self.changed:
-            assert allow_overwrite or key not in self.values
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def key_value_delete(self, key):
-        del self.values[key]
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
-                raise RuntimeError("DEADLINE_EXCEEDED: no such key")
-            return self.values[key]
 
 
 @pytest.fixture
@@ -134,7 +114,23 @@ def test_gather_returns_all_values_and_the_store_keeps_only_the_last(processes):
     for call in range(5):
         values = call_in_parallel(groups, lambda one, call=call: one.gather([one.process_id, call]))
         assert values == [[[0, call], [1, call], [2, call]]] * 3
-    assert len(store.values) == 3
+    assert len(store.values) == 1
+
+
+def test_each_process_receives_its_own_value(processes):
+    make, store = processes
+    groups = make(lambda: Group("test"))
+    for call in range(5):
+        part = lambda one, call=call: one.scatter(lambda: [[i, call] for i in range(3)])
+        assert call_in_parallel(groups, part) == [[0, call], [1, call], [2, call]]
+    call_in_parallel(groups, lambda one: one.synchronize())
+    assert len(store.values) == 1
+
+    def fail():
+        raise KeyError("k")
+
+    errors = call_in_parallel(groups, lambda one: one.scatter(fail))
+    assert [type(error) for error in errors] == [KeyError, RuntimeError, RuntimeError]
 
 
 def test_process_0_decides_for_all(processes):
@@ -202,7 +198,8 @@ def test_missing_process_is_named_by_its_key(processes):
     make, _ = processes
     groups = make(lambda: Group("test", timeout_s=0.1))
     late = call_in_parallel(groups[:2], lambda one: one.gather("here"))
-    assert all(isinstance(error, TimeoutError) and "test/1/0/2" in str(error) for error in late)
+    facts = "process 2 of 3", "test/1/0/2", "0.1 s"
+    assert [(type(error), missing(str(error), *facts)) for error in late] == [(LateProcess, [])] * 2
 
 
 def test_single_process_returns_immediately():

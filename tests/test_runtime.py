@@ -157,6 +157,7 @@ def test_table_has_a_line_per_gpu():
         host="n1",
         local_devices=(),
         devices=rows,
+        host_runs=(("n0", 1), ("n1", 1)),
         platform="gpu",
         source="SLURM job 7",
         attempt=0,

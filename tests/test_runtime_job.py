@@ -80,13 +80,16 @@ class Processes:
         return codes, [out for out, _ in outputs], [err for _, err in outputs]
 
 
-def test_processes_join_and_each_lists_all_devices():
-    codes, out, _ = Processes("print(runtime.join().table())").end()
+def test_processes_join_and_process_0_lists_all_devices():
+    body = "job = runtime.join(); print(job.num_devices, job.host_of); print(job.table())"
+    codes, out, _ = Processes(body).end()
     assert codes == [0, 0]
-    assert out[0] == out[1]
-    rows = [line.split() for line in out[0].splitlines()[1:]]
-    assert [row[0] for row in rows] == ["0", "1"]
-    assert all(row[2:] == ["0-1", "cpu", "-"] for row in rows)
+    host = socket.gethostname()
+    for index, lines in enumerate(map(str.splitlines, out)):
+        assert lines[0] == f"4 { ({0: host, 1: host}) }"
+        rows = [line.split() for line in lines[2:]]
+        assert [row[0] for row in rows] == (["1"] if index else ["0", "1"])
+        assert all(row[2:] == ["0-1", "cpu", "-"] for row in rows)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.slow)])

@@ -415,12 +415,12 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays))
         writer.wait()
-        group.gather(None)  # barrier: each process waits for its own part only
+        group.synchronize()  # each process waits for its own part only
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
     finally:
         writer.close()
-    group.gather(None)  # barrier: all have read before the directory is deleted
+    group.synchronize()  # all have read before the directory is deleted
     if group.is_leader:
         manifest.write(directory / "0", 0, {}, {})
     if checksums([pytree.pick(restored, leaf) for leaf in leaves]) != checksums(arrays):

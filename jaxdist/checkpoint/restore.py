@@ -84,33 +84,39 @@ class Reader:
         level = "full" if full else self.config.verify
         path = self.directory / step
 
-        def listed() -> dict[str, Any]:
+        files: dict[str, list[int]] = {}  # of process 0
+
+        def listed() -> str:
             try:
-                files = manifest.read(path)["files"]
+                files.update(manifest.read(path)["files"])
                 if level == "none":
-                    return {"reason": "", "files": files}
+                    return ""
                 problems = manifest.size_problems(path, files)
                 small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
                 problems = problems or manifest.content_problems(path, files, small)
             except ValueError as reason:
-                return {"reason": str(reason)}
+                return str(reason)
             except OSError as error:
                 raise _unknown(step, one_line(error)) from error
-            return {"reason": few(problems, 1), "files": files}
+            return few(problems, 1)
 
-        answer = self.group.decide(listed)
-        if answer["reason"] or level != "full" or (step in self._verified and not full):
-            return answer["reason"]
-        files = answer["files"]
-        mine = list(files)[self.group.process_id :: self.group.num_processes]
+        reason = self.group.decide(listed)
+        if reason or level != "full" or (step in self._verified and not full):
+            return reason
+        parts, entries = self.group.num_processes, list(files.items())
+        mine = dict(self.group.scatter(lambda: [entries[i::parts] for i in range(parts)]))
         try:
-            share = [manifest.content_problems(path, files, mine), ""]
+            share = [manifest.content_problems(path, mine, mine), ""]
         except OSError as error:  # do not raise yet: the other processes wait for an answer
             share = [[], one_line(error)]
-        shares = self.group.gather(share)
-        reason = few([line for problems, _ in shares for line in problems], 1)
-        if not reason and (errors := [error for _, error in shares if error]):
-            raise _unknown(step, errors[0])
+
+        def merge(shares: list[Any]) -> str:
+            reason = few([line for problems, _ in shares for line in problems], 1)
+            if not reason and (errors := [error for _, error in shares if error]):
+                raise _unknown(step, errors[0])
+            return reason
+
+        reason = self.group.decide_from(share, merge)
         if not reason:
             self._verified.add(step)
         return reason

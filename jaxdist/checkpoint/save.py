@@ -19,7 +19,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -258,8 +258,8 @@ class Saver:
             outcome.error = one_line(failure)
             self._writer.give_up()
         try:
-            if errors := [text for text in self._background.gather(outcome.error) if text]:
-                raise CheckpointError(errors[0])
+            if error := self._background.decide_from(outcome.error, _first):
+                raise CheckpointError(error)
             outcome.num_bytes = self._commit(outcome, metrics, described)
         except Exception as failure:
             outcome.error = one_line(failure)
@@ -277,19 +277,27 @@ class Saver:
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
         """Write document and manifest; each process computes CRCs of its share; return bytes."""
         path = self._directory / outcome.step
-        names = self._background.decide(lambda: self._write_document(path, document))
-        mine = names[self._background.process_id :: self._background.num_processes]
+        parts = self._background.num_processes
+
+        def shares() -> list[list[str]]:
+            names = self._write_document(path, document)
+            return [names[i::parts] for i in range(parts)]
+
+        mine = self._background.scatter(shares)
         own, error = dict(self._writer.fingerprints or {}), ""
         try:
             own |= manifest.fingerprints(path, mine)
         except OSError as failure:  # do not raise yet: the other processes wait for an answer
             error = one_line(failure)
-        shares = self._background.gather([own, error])
-        if errors := [error for _, error in shares if error]:
-            raise CheckpointError(errors[0])
-        files = {name: entry for own, _ in shares for name, entry in own.items()}
-        self._background.decide(lambda: self._write_manifest(outcome, files, metrics))
-        return sum(size for size, _ in files.values())
+
+        def merge(replies: list[tuple[dict[str, list[int]], str]]) -> int:
+            if error := _first([error for _, error in replies]):
+                raise CheckpointError(error)
+            files = {name: entry for own, _ in replies for name, entry in own.items()}
+            self._write_manifest(outcome, files, metrics)
+            return sum(size for size, _ in files.values())
+
+        return self._background.decide_from([own, error], merge)
 
     def _write_document(self, path: Location, document: dict[str, Any]) -> list[str]:
         self._check_reachable()  # the mount may be gone since the arrays were written
@@ -351,6 +359,11 @@ class Saved(NamedTuple):
 
     metrics: Mapping[str, float] = {}
     halfway: bool = False
+
+
+def _first(errors: Sequence[str]) -> str:
+    """Return the first error that is not empty, or ""."""
+    return next(filter(None, errors), "")
 
 
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:

@@ -20,6 +20,7 @@ from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.ledger import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -281,13 +282,15 @@ def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None
 
 def check_same_everywhere(dataset: TrainData) -> None:
     """Check that all processes of the job opened the same data; a collective call."""
-    fingerprints = coordination.gather("dataset", dataset.fingerprint)
-    other = [i for i, value in enumerate(fingerprints) if value != fingerprints[0]]
-    if other:
-        raise ConfigError(
-            f"processes {other} opened other data than process 0. Use the "
-            "same files on every host (for stdlib: the same Python), or a shared path."
-        )
+
+    def compare(fingerprints: list[Any]) -> None:
+        if other := [str(i) for i, value in enumerate(fingerprints) if value != fingerprints[0]]:
+            raise ConfigError(
+                f"processes {few(other, 8)} opened other data than process 0. Use the "
+                "same files on every host (for stdlib: the same Python), or a shared path."
+            )
+
+    coordination.decide_from("dataset", dataset.fingerprint, compare)
 
 
 def _own_state(

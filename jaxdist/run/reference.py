@@ -81,7 +81,7 @@ def _with_columns(parts: Parts, params: Params, digest: str, dataset: Dataset) -
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     path = cache_folder() / f"reference-{key}.npy"
     # Processes may have different caches, and all must take part in the computation.
-    if all(coordination.gather(f"reference {key}", path.exists())):
+    if coordination.decide_from(f"reference {key}", path.exists(), all):
         values = np.load(path)
     else:
         values = _computed(parts, params, dataset, names)

@@ -157,7 +157,7 @@ class RunDirectory:
 
 def new_run_path(name: str) -> Location:
     """Return `runs/<name>-<time>` (UTC), by the clock of process 0. Collective, after joining."""
-    seconds = coordination.gather("run_start", int(time.time()))[0]
+    seconds = coordination.decide("run_start", lambda: int(time.time()))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     return locate("runs") / f"{name}-{stamp}"
 

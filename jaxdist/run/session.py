@@ -149,7 +149,7 @@ class Session:
             self.train_step = self.monitor.track_compiles(self.train_step, "train step")
             if self._compiled:
                 self._finish_preflight()
-            self._commit(program, job.process_id)
+            self._commit(program, job)
             self._stack = stack.pop_all()
         self.reporter = StepReporter(
             monitor=self.monitor,
@@ -167,14 +167,14 @@ class Session:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _commit(self, program: Program, process_id: int) -> None:
+    def _commit(self, program: Program, job: runtime.JoinedJob) -> None:
         """Write to the run directory, now that no check can reject this start."""
         self.run.logs.make_directory()  # a concurrent rejected start may have removed it
         self.checkpointer.commit()
-        program.setup_logging(process_id, self.run.log(process_id))
+        program.setup_logging(job.process_id, self.run.log(job.process_id))
         for change in self.run.write_config(self.config_text):
             log.warning("settings changed since this run started: %s", change)
-        self.run.write_environment(environment())
+        self.run.write_environment(environment(list(job.host_of.values())))
         self.watchdog.is_held = False
         self.monitor.commit()
 

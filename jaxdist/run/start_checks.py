@@ -39,12 +39,16 @@ def check_operations() -> None:
     """Reject GPUs on which elementary operations are wrong; collective."""
     device = jax.local_devices()[0]
     wrong = wrong_operations(device) if platform_of(device) == "gpu" else []
-    everyone = coordination.gather("operations", "\n".join(wrong))
-    problems = [
-        f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. Install another "
-        "version of jax or of the driver, or leave the GPU out; override=operations starts anyway."
-        for process, text in enumerate(everyone)
-        for line in text.splitlines()
-    ]
-    if problems:
-        raise ConfigError(problems)
+
+    def compare(everyone: list[str]) -> None:
+        problems = [
+            f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. Install "
+            "another version of jax or of the driver, or leave the GPU out; override=operations "
+            "starts anyway."
+            for process, text in enumerate(everyone)
+            for line in text.splitlines()
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    coordination.decide_from("operations", "\n".join(wrong), compare)

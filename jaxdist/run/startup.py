@@ -239,18 +239,21 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
     """Reject a checkpoint that does not belong to metrics.jsonl; collective."""
-    saved, problem = position.ledger[-1].digest, ""
-    if run.is_writer and run.resumed and saved:
+    saved = position.ledger[-1].digest
+
+    def compare() -> None:  # in process 0
+        if not (run.is_writer and run.resumed and saved):
+            return
         recorded = [r for r in read_outline(run.metrics, step) if r["kind"] == "train"]
         digest = next((r for r in reversed(recorded) if r["step"] == step), {}).get("data_ledger")
         if digest not in (None, saved):
-            problem = (
+            raise ConfigError(
                 f"data ledger: the data up to step {step} have digest {digest} in metrics.jsonl "
                 f"and {saved} in checkpoint {step}: they belong to two runs. Restore the "
                 f"metrics.jsonl or the checkpoints that belong to {run.path}."
             )
-    if any(problems := coordination.gather("data_ledger", problem)):
-        raise ConfigError(problems[0])
+
+    coordination.decide("data_ledger", compare)
 
 
 def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ from jaxdist.runtime.cluster_environment import (
     visible_gpus,
 )
 from jaxdist.runtime.config import RuntimeConfig
-from jaxdist.runtime.coordination import gather
+from jaxdist.runtime.coordination import decide_from
 from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns, few
 from jaxdist.runtime.logs import divert_c_stdout
@@ -59,6 +60,8 @@ class JoinedJob:
 
     Attributes:
         platform: "cpu" or "gpu".
+        devices: of the job in process 0, of this process elsewhere.
+        host_runs: (host, number of consecutive processes on it), in the order of the processes.
         source: launcher of the processes.
         attempt: number of restarts of the job.
     """
@@ -68,6 +71,7 @@ class JoinedJob:
     host: str
     local_devices: tuple[jax.Device, ...]
     devices: tuple[DeviceRow, ...]
+    host_runs: tuple[tuple[str, int], ...]
     platform: str
     source: str
     attempt: int
@@ -80,17 +84,17 @@ class JoinedJob:
     @property
     def num_devices(self) -> int:
         """Number of devices of the job."""
-        return len(self.devices)
+        return self.num_processes * len(self.local_devices)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Host names in the order of their first process."""
-        return tuple(dict.fromkeys(row.host for row in self.devices))
+        return tuple(dict.fromkeys(host for host, _ in self.host_runs))
 
     @property
     def host_of(self) -> dict[int, str]:
         """Process -> its host."""
-        return {row.process: row.host for row in self.devices}
+        return dict(enumerate(host for host, count in self.host_runs for _ in range(count)))
 
     def table(self) -> str:
         """Return a table of process, host, device, kind and UUID; identical rows are merged."""
@@ -234,8 +238,8 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob
 
     host = socket.gethostname()
     uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
-    facts = {"host": host, "versions": versions(), "gpus": uuids}
-    _check_processes(gather("process", facts, timeout_s))
+    software: dict[str, Any] = {"host": host, "versions": versions(), "gpus": uuids}
+    decide_from("process", software, _check_processes, timeout_s)
     local = tuple(jax.local_devices())
     platform = local[0].platform
     own = uuids if platform == "gpu" and len(uuids) == len(local) else [""] * len(local)
@@ -243,16 +247,25 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob
         {"host": host, "device": i, "kind": device.device_kind, "uuid": own[i]}
         for i, device in enumerate(local)
     ]
-    everyone = gather("devices", {"platform": platform, "rows": rows, "expected": uuids}, timeout_s)
-    _check_devices(everyone)
+    devices: list[DeviceRow] = []
+
+    def compare(everyone: list[dict[str, Any]]) -> list[list[Any]]:
+        """Return [host, number of processes in a row on it] in the order of the processes."""
+        _check_devices(everyone)
+        for process, reply in enumerate(everyone):
+            devices.extend(DeviceRow(process=process, **row) for row in reply["rows"])
+        names = itertools.groupby(reply["rows"][0]["host"] for reply in everyone)
+        return [[name, len(list(group))] for name, group in names]
+
+    facts = {"platform": platform, "rows": rows, "expected": uuids}
+    runs = decide_from("devices", facts, compare, timeout_s)
     return JoinedJob(
         process_id=plan.process_id,
         num_processes=plan.num_processes,
         host=host,
         local_devices=local,
-        devices=tuple(
-            DeviceRow(process=i, **row) for i, reply in enumerate(everyone) for row in reply["rows"]
-        ),
+        devices=tuple(devices or [DeviceRow(process=plan.process_id, **row) for row in rows]),
+        host_runs=tuple((name, count) for name, count in runs),
         platform=platform,
         source=plan.source,
         attempt=plan.attempt,
@@ -290,10 +303,13 @@ def code_digest(package: Path = Path(__file__).parents[1]) -> str:
 
 def _check_settings(same: dict[str, str], timeout_s: int) -> None:
     """Reject settings that differ between processes; if equal, only digests are exchanged."""
-    text = json.dumps(same, sort_keys=True)
-    if len(set(gather("settings", hashlib.sha256(text.encode()).hexdigest(), timeout_s))) == 1:
-        return
-    everyone = gather("different settings", {"host": socket.gethostname(), "same": same}, timeout_s)
+    digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+    if not decide_from("settings", digest, lambda digests: len(set(digests)) == 1, timeout_s):
+        facts = {"host": socket.gethostname(), "same": same}
+        decide_from("different settings", facts, _reject_settings, timeout_s)
+
+
+def _reject_settings(everyone: list[dict[str, Any]]) -> None:
     problems = []
     for name in sorted({name for reply in everyone for name in reply["same"]}):
         values = [reply["same"].get(name, "(nothing)") for reply in everyone]
@@ -321,9 +337,11 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 f"{package} {common} in {len(everyone) - len(odd)} processes, but "
                 f"{versions[odd[0]]} in {which}. Use one environment on all hosts."
             )
-    uuids = dict.fromkeys(uuid for reply in everyone for uuid in reply["gpus"] if uuid)
-    for uuid in uuids:
-        processes = [i for i, reply in enumerate(everyone) for own in reply["gpus"] if own == uuid]
+    users: dict[str, list[int]] = {}
+    for i, reply in enumerate(everyone):
+        for uuid in filter(None, reply["gpus"]):
+            users.setdefault(uuid, []).append(i)
+    for uuid, processes in users.items():
         if len(processes) > 1:
             problems.append(
                 f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "

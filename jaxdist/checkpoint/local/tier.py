@@ -273,7 +273,7 @@ class LocalTier:
             save = Save(generation, step, needs)
             # If several processes share a disk and need the same shards, only one fetches.
             problem = self._fetch_verified(save, sources[self._me]) if self._me in first else ""
-            self._group.decide_from(None, lambda replies: None)
+            self._group.synchronize()
             if self._me not in first:
                 here = save in self._store.held()
                 problem = self._fetch_verified(save, self._me if here else sources[self._me])

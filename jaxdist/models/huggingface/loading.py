@@ -24,6 +24,7 @@ from jaxdist.core.types import Array, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
 from jaxdist.models.huggingface.tensors import Piece
 from jaxdist.runtime import coordination
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
 
@@ -169,10 +170,12 @@ def _check_same_everywhere(folder: str | os.PathLike[str], weights: Weights) -> 
         for name, tensor in weights.tensors.items()
     )
     digest = hashlib.sha256(json.dumps([repr(weights.model), facts]).encode()).hexdigest()
-    digests = coordination.gather("init_from", digest)
-    other = [i for i, value in enumerate(digests) if value != digests[0]]
-    if other:
-        raise ConfigError(
-            f"processes {other} see other files in {folder} than process 0. Use the same "
-            "directory on every host, or a shared path."
-        )
+
+    def compare(digests: list[str]) -> None:
+        if other := [str(i) for i, value in enumerate(digests) if value != digests[0]]:
+            raise ConfigError(
+                f"processes {few(other, 8)} see other files in {folder} than process 0. Use the "
+                "same directory on every host, or a shared path."
+            )
+
+    coordination.decide_from("init_from", digest, compare)

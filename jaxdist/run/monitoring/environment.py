@@ -8,13 +8,12 @@ import os
 import platform
 import re
 import shlex
-import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.runtime import coordination
 from jaxdist.runtime.distributed import installed_versions
 
 _PACKAGES = (
@@ -23,8 +22,8 @@ _PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
-    """Return the record of environment.json. Collective: call it after joining the job."""
+def environment(hosts: Sequence[str]) -> dict[str, Any]:
+    """Return the record of environment.json; `hosts` has the host of each process."""
     import jax
 
     devices = jax.devices()
@@ -37,7 +36,7 @@ def environment() -> dict[str, Any]:
         "versions": versions(),
         "nvidia": nvidia_versions(),
         "git": repositories(),
-        "hosts": coordination.gather("host", socket.gethostname()),
+        "hosts": list(hosts),
         "num_processes": jax.process_count(),
         "devices": {
             "count": len(devices),

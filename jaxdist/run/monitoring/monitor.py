@@ -400,7 +400,7 @@ class Monitor:
             )
 
     def _share_units(self) -> None:
-        self.run_summary.units = coordination.gather("units", self.run_summary.units)[0]
+        self.run_summary.units = coordination.decide("units", lambda: self.run_summary.units)
 
     def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:
         assert self._records is not None

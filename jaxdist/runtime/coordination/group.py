@@ -7,6 +7,7 @@ process 0 and returns the result on all processes.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,15 @@ _WAIT_S = 3600.0
 _MOST_KEPT = 64
 """Calls of `decide` in a row whose results are kept until all processes synchronize."""
 
+_LEADER_S = 10.0
+"""Longer wait of the others than of process 0, whose time-out error names the late process."""
+
 _made: Counter[str] = Counter()  # name -> number of groups created; equal in all processes
-_topics: dict[str, Group] = {}  # groups of the function `gather`
+_topics: dict[str, Group] = {}  # groups of the functions below
+
+
+class LateProcess(TimeoutError):
+    """A process of the job did not take part in an exchange in time; the text has its id."""
 
 
 class Group:
@@ -49,7 +57,7 @@ class Group:
         self._errors = {error.__name__: error for error in errors}
         self._otherwise = otherwise
         self._calls = itertools.count()
-        self._put: list[str] = []  # keys that this process has put and not yet deleted
+        self._put: list[str] = []  # keys of process 0 that others may still read
         self._unmet = 0  # calls of `decide` since all processes last synchronized
 
     @property
@@ -57,56 +65,79 @@ class Group:
         """Return whether this process decides."""
         return self.process_id == 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all processes, by process id; also a barrier.
-
-        Raises `TimeoutError` if a process is late; the key in the message ends in its process id.
-        """
-        if self.num_processes == 1:
-            return [value]
-        self._unmet = 0
-        key = f"{self.prefix}/{next(self._calls)}"
-        put_before = len(self._put)
-        self._set(f"{key}/{self.process_id}", value)
-        values = [
-            service.get(f"{key}/{process}", self.timeout_s) for process in range(self.num_processes)
-        ]
-        self._delete(put_before)
-        return values
-
     def decide(self, decision: Callable[[], Any]) -> Any:
         """Run `decision` on process 0; return its JSON value, or raise its error, everywhere."""
         if self.num_processes == 1:
             return decision()
         if self._unmet == _MOST_KEPT:
-            self.gather(None)
+            self.synchronize()
         self._unmet += 1
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Run `decide` with the JSON values of all processes; needs fewer reads than `gather`."""
+        """Run `decide` with the JSON values of all processes, by process id; also a barrier.
+
+        A process sends 2 requests, process 0 one per process: let `decision` return little, because
+        all processes read its result. Raises `LateProcess` everywhere after `timeout_s`.
+        """
         if self.num_processes == 1:
             return decision([value])
         self._unmet = 0
         key = f"{self.prefix}/{next(self._calls)}"
-        put_before = len(self._put)
         if self.is_leader:
-            others = range(1, self.num_processes)
+            return self._decided(lambda: decision([value, *self._collect(key)]))
+        service.put(f"{key}/{self.process_id}", value)
+        return self._decided(lambda: None, _LEADER_S)  # process 0 runs it
 
-            def read() -> list[Any]:
-                values = [service.get(f"{key}/{process}", self.timeout_s) for process in others]
-                self._delete(put_before)
-                return [value, *values]
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all processes, by process id, in every process.
 
-            return self._decided(lambda: decision(read()))
-        own = f"{key}/{self.process_id}"
-        service.put(own, value)
-        try:
-            return self._decided(lambda: None)  # process 0 runs it
-        finally:
-            service.delete(own)
+        The result grows with the job, and so do the bytes that each process reads. If only process
+        0 needs the values, use `decide_from`.
+        """
+        return self.decide_from(value, list)
 
-    def _decided(self, decision: Callable[[], Any]) -> Any:
+    def synchronize(self) -> None:
+        """Return when every process has called this."""
+        self.decide_from(None, lambda values: None)
+
+    def scatter(self, decision: Callable[[], Sequence[Any]]) -> Any:
+        """Run `decision` on process 0; return its JSON value number `process_id` in each process.
+
+        It raises an error of process 0 in all processes.
+        """
+        if self.num_processes == 1:
+            return decision()[0]
+        key = f"{self.prefix}/{next(self._calls)}"
+        values: list[Any] = []
+        self.decide(lambda: values.extend(decision()))  # all get its error
+        if not self.is_leader:
+            return service.get(f"{key}/{self.process_id}", self.timeout_s)
+        self._put.append(f"{key}/")
+        for process, value in enumerate(values[1:], start=1):
+            service.put(f"{key}/{process}", value)
+        return values[0]
+
+    def _collect(self, key: str) -> list[Any]:
+        """Return the values of processes 1, 2, … below a key, and delete all that were read."""
+        until = time.monotonic() + self.timeout_s
+        values: list[Any] = []
+        read_before, self._put = self._put, []
+        for process in range(1, self.num_processes):
+            try:
+                left_s = max(0.0, until - time.monotonic())
+                values.append(service.get(f"{key}/{process}", left_s))
+            except TimeoutError:
+                raise LateProcess(
+                    f"process {process} of {self.num_processes} has not set {key}/{process} within "
+                    f"{self.timeout_s:g} s"
+                ) from None
+        # Each process has now read all earlier results.
+        for old in (*read_before, f"{key}/"):
+            service.delete(old)
+        return values
+
+    def _decided(self, decision: Callable[[], Any], later_s: float = 0.0) -> Any:
         """Return the result of process 0, or raise its error, in every process."""
         key = f"{self.prefix}/{next(self._calls)}"
         if self.is_leader:
@@ -117,7 +148,7 @@ class Group:
                 raise
             self._set(key, answer)
             return answer["value"]
-        answer = service.get(key, self.timeout_s)
+        answer = service.get(key, self.timeout_s + later_s)
         if "error" in answer:
             raise self._rebuilt(answer["error"], answer["text"])
         return answer["value"]
@@ -126,31 +157,43 @@ class Group:
         service.put(key, value)
         self._put.append(key)
 
-    def _delete(self, put_before: int) -> None:
-        """Delete this process's oldest keys, which all others have read by now."""
-        for key in self._put[:put_before]:
-            service.delete(key)
-        del self._put[:put_before]
-
     def _rebuilt(self, kind: str, text: str) -> Exception:
         from jaxdist.settings import ConfigError
 
         if kind == "ConfigError":
             return ConfigError(text.split("\n"))
+        if kind == LateProcess.__name__:
+            return LateProcess(text)
         if kind in self._errors:
             return self._errors[kind](text)
         return self._otherwise(f"{kind} on process 0: {text}")
 
 
-def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """Return the JSON values of all processes for `topic`, by process id; [value] if alone.
+def decide(topic: str, decision: Callable[[], Any]) -> Any:
+    """Call `Group.decide` on the job's group for `topic`.
 
-    It uses no device. The n-th call with a topic matches the n-th call in the other processes.
-    Raises `TimeoutError` after `timeout_s`; its key has the process id.
+    The n-th call with a topic matches the n-th call in the other processes.
     """
+    return _group(topic).decide(decision) if service.is_joined() else decision()
+
+
+def decide_from(
+    topic: str, value: Any, decision: Callable[[list[Any]], Any], timeout_s: float = _WAIT_S
+) -> Any:
+    """Call `Group.decide_from` on the job's group for `topic`, as `decide` does."""
     if not service.is_joined():
-        return [value]
+        return decision([value])
+    group = _group(topic)
+    group.timeout_s = timeout_s
+    return group.decide_from(value, decision)
+
+
+def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
+    """Call `Group.gather` on the job's group for `topic`, as `decide` does."""
+    return decide_from(topic, value, list, timeout_s)
+
+
+def _group(topic: str) -> Group:
     if topic not in _topics:  # kept, because its next call deletes the keys of this call
         _topics[topic] = Group(topic)
-    _topics[topic].timeout_s = timeout_s
-    return _topics[topic].gather(value)
+    return _topics[topic]

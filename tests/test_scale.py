@@ -1,0 +1,130 @@
+"""How the costs of exchanges between processes grow, counted in the real code, without a network.
+
+Simulated processes are threads that share a counting stand-in for the key-value store. `scale.py`
+in scripts/bench measures the same exchanges with jax's service.
+"""
+
+import types
+import zlib
+
+import numpy as np
+import pytest
+from key_value_store import Job
+from refusals import missing
+
+from jaxdist.checkpoint import manifest, restore, save
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.errors import make_group
+from jaxdist.runtime import coordination, distributed
+from jaxdist.runtime.cluster_environment import JoinPlan
+from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
+
+SIZES = 64, 512, 4096
+PER_HOST = 8
+FILES_PER_PROCESS = 2
+ARRAY = b"values"
+ENTRY = [len(ARRAY), zlib.crc32(ARRAY)]
+
+
+def exponent(costs) -> float:
+    """Return the exponent of the power law that fits the costs of SIZES best."""
+    return float(np.polyfit(np.log(SIZES), np.log(costs), 1)[0])
+
+
+def start(process: int, num_processes: int, path) -> None:
+    """Compare settings, versions, GPUs and devices, as `runtime.join` does."""
+    distributed._check_settings({"train.steps": "10"}, 60)
+    plan = JoinPlan(process_id=process, num_processes=num_processes)
+    job = distributed._start_devices(plan, [], 60)
+    hosts = [(f"node{i:05d}", PER_HOST) for i in range(num_processes // PER_HOST)]
+    assert job.host_runs == tuple(hosts) and job.num_devices == 8 * num_processes
+    assert len(job.devices) == (job.num_devices if process == 0 else 8)
+
+
+def checks(process: int, num_processes: int, path) -> None:
+    """Agree on values, as the start of a run does."""
+    assert coordination.decide("run_start", lambda: process) == 0
+    assert coordination.decide_from("reference", True, all)
+    make_group().synchronize()
+
+
+def commit_save(process: int, num_processes: int, path) -> None:
+    """Commit a save: document, CRCs of this process's files, manifest."""
+    saver = save.Saver.__new__(save.Saver)
+    saver._directory, saver._background = path, make_group()
+    saver._writer = types.SimpleNamespace(fingerprints=None)
+    count, written = FILES_PER_PROCESS * num_processes, []
+    saver._write_document = lambda path, document: [f"d/{i:05d}" for i in range(count)]
+    saver._write_manifest = lambda outcome, files, metrics: written.append(files)
+    assert saver._commit(save.Outcome(step=5), {}, {}) == count * len(ARRAY)
+    assert list(map(len, written)) == ([count] if process == 0 else [])
+
+
+def verify(process: int, num_processes: int, path) -> None:
+    """Verify the files of a checkpoint before a restore."""
+    restorer = restore.Reader.__new__(restore.Reader)
+    restorer.directory, restorer.group = path, make_group()
+    restorer.config, restorer._corrupt, restorer._verified = CheckpointConfig(), {}, set()
+    assert restorer.problem(5, full=True) == ""
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Replace the disk, and what is the same in each process and takes long to compute."""
+    versions = {"jax": "0.10.2", "jaxdist's code": "0" * 12}
+    monkeypatch.setattr(distributed, "versions", lambda: versions)
+    monkeypatch.setattr(
+        distributed.socket,
+        "gethostname",
+        lambda: f"node{coordination.process_id_and_count()[0] // PER_HOST:05d}",
+    )
+    computed = lambda path, names: dict.fromkeys(names, ENTRY)
+    monkeypatch.setattr(manifest, "fingerprints", computed)
+
+    def read(path):
+        count = FILES_PER_PROCESS * coordination.process_id_and_count()[1]
+        return {"files": {f"d/{i:05d}": ENTRY for i in range(count)}}
+
+    monkeypatch.setattr(manifest, "read", read)
+    monkeypatch.setattr(manifest, "size_problems", lambda path, files: [])
+    monkeypatch.setattr(manifest, "content_problems", lambda path, files, names: [])
+
+
+@pytest.mark.parametrize("work", [start, checks, commit_save, verify])
+def test_costs_of_an_exchange_grow_with_the_job_in_process_0_only(
+    work, stand_ins, monkeypatch, tmp_path
+):
+    path, measured = locate(tmp_path), {}
+    for size in SIZES:
+        job = Job(monkeypatch, size)
+        assert job.run(lambda process, size=size: work(process, size, path)) == [None] * size
+        first, *others = job.clients
+        each = max(c.requests for c in others), max(c.bytes for c in others)
+        measured[size] = first.requests, first.bytes, *each
+        assert each[0] <= 8, measured  # before a quadratic exchange takes minutes
+    requests_0, bytes_0, requests, num_bytes = zip(*measured.values(), strict=True)
+    assert exponent(requests_0) <= 1.1 and exponent(bytes_0) <= 1.1, measured
+    assert exponent(requests) <= 0.3, measured
+    if work is start:  # each process also receives the names of the hosts, once
+        name = len('["node00000", 8], ')
+        num_bytes = [b - name * n // PER_HOST for n, b in zip(SIZES, num_bytes, strict=True)]
+    assert exponent(num_bytes) <= 0.3, measured
+
+
+def test_differing_settings_and_a_shared_gpu_are_rejected_in_every_process(stand_ins, monkeypatch):
+    def settings(process):
+        distributed._check_settings({"train.steps": "9" if process == 5 else "10"}, 60)
+
+    def gpus(process):
+        gpu = f"GPU-{process - (process == 7)}"
+        facts = {"host": f"n{process}", "versions": {}, "gpus": [gpu]}
+        coordination.decide_from("process", facts, distributed._check_processes)
+
+    for check, facts in [
+        (settings, ("train.steps", "9 in process 5 on node00000", "10 in 15")),
+        (gpus, ("GPU-6 on n6", "processes 6 and 7")),
+    ]:
+        errors = Job(monkeypatch, 16).run(check)
+        assert [type(error) for error in errors] == [ConfigError] * 16
+        assert [missing(str(error), *facts) for error in errors] == [[]] * 16
