@@ -54,9 +54,10 @@ def train(
         config: base settings.
         model: a `Model`, a function that returns one (called with `seq_len`), or settings: a kind
             ("cnn") or a table ({"d_model": 256}).
-        data: your own rows (anything with len() and [index], a grain MapDataset or IterDataset, a
-            pair (training rows, evaluation rows), or a function that returns one of these), paths,
-            or a table of settings.
+        data: your own rows (anything with len() and [index], such as a torch or Hugging Face
+            Dataset, a grain MapDataset or IterDataset, a pair (training rows, evaluation rows), a
+            DatasetDict with "train", or a function that returns one of these), paths, or a table
+            of settings.
         objective: (output of the model's head, batch, context) -> Sums, instead of cross-entropy;
             see docs/parallelism.md. A resume needs it again.
         callbacks: each is called with each train and eval record, on every process.
@@ -236,6 +237,8 @@ def _objects(
             make_model = lambda seq_len: model
         elif not name:
             make_model = lambda seq_len: model(seq_len=seq_len)
+    if isinstance(data, Mapping) and "train" in data:
+        data = (data["train"], data.get("validation", data.get("test")))
     if isinstance(data, Mapping):
         values |= _flat({"data": data})
         return make_model, None

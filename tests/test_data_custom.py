@@ -420,3 +420,65 @@ def test_shards_follow_the_rows_that_processes_hold():
     for held in ({0: first, 1: first | second}, {0: {(0, 2)}, 1: {(2, 8)}}):
         with pytest.raises(ConfigError, match="shard_index"):
             shard_of(held, 0, "x")
+
+
+def hugging_face_rows():
+    """Return 40 rows of `datasets`, of 3 to 17 tokens, and their arrays from the definition."""
+    datasets = pytest.importorskip("datasets", reason="needs .[reference] (datasets)")
+    random = np.random.default_rng(0)
+    rows, expected = [], []
+    for length in random.integers(3, 18, 40).tolist():
+        ids, mask = random.integers(1, 60, length), np.ones(length, int)
+        labels = np.where(random.random(length) < 0.3, -100, ids)
+        mask[length - 1 :] = length % 2
+        rows.append({"input_ids": ids, "labels": labels, "attention_mask": mask, "text": "x"})
+        arrays = {"tokens": np.zeros(16), "targets": np.zeros(16), "weights": np.zeros(16)}
+        for at in range(length - 1):
+            arrays["tokens"][at] = ids[at]
+            if labels[at + 1] != -100 and mask[at + 1]:
+                arrays["targets"][at], arrays["weights"][at] = labels[at + 1], 1
+        expected.append(arrays)
+    return datasets.Dataset.from_list(rows), expected
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+def test_rows_of_hugging_face_datasets_are_shifted_and_padded(form):
+    rows, expected = hugging_face_rows()
+    train, _ = open_datasets(
+        DataConfig(sources=["python:rows"]), seq_len=16, python_source=rows.with_format(form)
+    )
+    assert train.num_rows == 40 and train.kind == "text"
+    for field, values in train.rows(np.arange(40)).items():
+        assert np.array_equal(values, np.stack([row[field] for row in expected]))
+    config = DataConfig(sources=["python:rows"])
+    train, _ = open_datasets(config, seq_len=15, python_source=rows)
+    with refused("17 input_ids", "train.seq_len=15"):
+        train.rows(np.arange(40))
+
+
+def test_torch_and_hugging_face_datasets_train_alike(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="needs .[reference] (PyTorch)")
+    import jaxdist
+
+    monkeypatch.chdir(tmp_path)
+    rows, expected = hugging_face_rows()
+
+    class Rows(torch.utils.data.Dataset):
+        __len__ = lambda self: 40
+
+        def __getitem__(self, index):
+            row = expected[index]
+            ids = {name: torch.tensor(row[name]).long() for name in ("tokens", "targets")}
+            return {**ids, "weights": torch.tensor(row["weights"])}
+
+    forms = [Rows(), rows, {"train": rows, "test": rows.select(range(8))}]
+    runs = [
+        jaxdist.train(
+            data=data, steps=3, mesh="dp=8", progress=False,
+            model={"d_model": 16, "num_layers": 1, "num_heads": 2, "mlp_dim": 16, "vocab_size": 64},
+            train={"seq_len": 16, "global_batch_size": 8}, eval={"interval_steps": 0},
+        )
+        for data in forms
+    ]  # fmt: skip
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+    assert [len(run.evaluations) for run in runs] == [0, 0, 1]

@@ -6,7 +6,8 @@
 
 Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. Floating-point
 fields are stacked in float32, integers in int32 and booleans in bool; `weights` and `images` are
-always float32. Rows are shuffled here, so the pipeline must not shuffle, repeat or batch them. With
+always float32. Rows of Hugging Face `datasets` with `input_ids` are converted (`HuggingFaceRows`).
+Rows are shuffled here, so the pipeline must not shuffle, repeat or batch them. With
 `data.num_workers` it must be picklable. A `grain.IterDataset` of rows trains too, in its own order
 (`jaxdist.data.stream`); evaluation needs random access.
 """
@@ -31,6 +32,9 @@ from jaxdist.settings import ConfigError
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
 _INTEGERS = ("tokens", "segments", "positions")
+_NOT_LEARNED = -100
+"""Label of a position without a loss, as in PyTorch's cross-entropy."""
+
 _SHARD = ("shard_index", "num_shards")
 
 PYTHON_ROWS = "python:rows"
@@ -69,6 +73,40 @@ class CustomRows:
         numbers = np.asarray(indices).tolist()
         rows = [self._source[number] for number in numbers]
         return cut(stack_rows(rows, self.fields, self._name, indices), spans)
+
+
+class HuggingFaceRows:
+    """Rows with `input_ids` and, if present, `labels` and `attention_mask`; others are dropped.
+
+    As in transformers, the label of each position is the token itself, -100 = not learned. Rows
+    are padded at the end to `seq_len` inputs.
+    """
+
+    def __init__(self, source: Any, seq_len: int):
+        """Wrap `source`, which has len() and [index]."""
+        self._source, self._seq_len = source, seq_len
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return tokens, targets int32 [seq_len] and weights float32 [seq_len]."""
+        row = self._source[index]
+        ids = np.asarray(row["input_ids"])
+        length = len(ids) - 1
+        if length > self._seq_len:
+            raise ConfigError(
+                f"row {index} has {length + 1} input_ids: train.seq_len={self._seq_len} takes "
+                f"{self._seq_len + 1}. Raise it, or tokenize with truncation."
+            )
+        labels, mask = np.asarray(row.get("labels", ids)), np.asarray(row.get("attention_mask", 1))
+        learned = (labels != _NOT_LEARNED) & (mask > 0)
+        tokens, targets = np.zeros((2, self._seq_len), np.int32)
+        weights = np.zeros(self._seq_len, np.float32)
+        tokens[:length] = ids[:-1]
+        targets[:length] = np.where(learned, labels, 0)[1:]
+        weights[:length] = learned[1:]
+        return {"tokens": tokens, "targets": targets, "weights": weights}
 
 
 def open_custom(
@@ -112,7 +150,12 @@ def open_custom(
                 "access and cannot be resumed. Return an object with len() and [index], such "
                 "as grain.MapDataset; for training also a grain.IterDataset."
             )
-    by_number = lambda rows: CustomRows(rows, source)
+
+    def by_number(rows: Any) -> CustomRows:
+        first = rows[0] if len(rows) else {}
+        is_converted = isinstance(first, Mapping) and "input_ids" in first and "tokens" not in first
+        return CustomRows(HuggingFaceRows(rows, seq_len) if is_converted else rows, source)
+
     opened: Any = (lambda index, count: call(index, count)[0]) if is_stream else by_number(train)
     return opened, None if held is None else by_number(held), divides
 
@@ -143,7 +186,8 @@ def check_row(row: Any, name: str) -> Literal["text", "images"]:
     if missing := [field for field in _NEEDED[kind] if field not in row]:
         raise ConfigError(
             f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
-            f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
+            f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch, or "
+            "tokenized rows with input_ids; text can be a source as a file (to_parquet)."
         )
     return kind
 
