@@ -71,9 +71,9 @@ def write_sources(folder: Path) -> None:
     (folder / "case_rows.py").write_text(ROWS)
 
 
-def open_case(name: str):
-    """Return the training dataset of a case."""
-    return open_datasets(DataConfig(**CASES[name]), seq_len=16, seed=3)[0]
+def open_case(name: str, **changes):
+    """Return the training dataset of a case, with changed settings."""
+    return open_datasets(DataConfig(**CASES[name] | changes), seq_len=16, seed=3)[0]
 
 
 def sharding_on(mesh: str) -> NamedSharding:

@@ -120,7 +120,7 @@ def test_an_old_token_folder_keeps_its_rule_with_a_warning(folder, documents, tm
     assert Corpus(out).tokenizer.begin_ids == ()
     run = read_run([f"--data.sources={out}"], command="test")
     assert run.data.text_format == 1
-    assert read_run([f"--data.sources={documents}"], command="test").data.text_format == 2
+    assert read_run([f"--data.sources={documents}"], command="test").data.text_format == 3
 
 
 def test_a_run_without_a_text_format_keeps_the_old_rule(documents, tmp_path):
@@ -130,8 +130,9 @@ def test_a_run_without_a_text_format_keeps_the_old_rule(documents, tmp_path):
     assert stored_run(run / "config.toml").data.text_format == 1
     arguments = [f"--data.sources={documents}", "--run-dir", str(run)]
     assert read_run(arguments, command="test").data.text_format == 1
-    (run / "config.toml").write_text("[data]\ntext_format = 1\n")
-    assert read_run(arguments, command="test").data.text_format == 1
+    for number in (1, 2, 3):
+        (run / "config.toml").write_text(f"[data]\ntext_format = {number}\n")
+        assert read_run(arguments, command="test").data.text_format == number
 
 
 def test_tokenizers_without_such_tokens_keep_their_fingerprints(documents):

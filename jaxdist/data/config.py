@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
 from jaxdist.data.shipped_sets import prepare_command
-from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, TEXT_FORMAT, tokenizer_file
+from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
 
@@ -24,6 +24,9 @@ _NAMED_SET = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
 
 _WEIGHT = r"(?:size|\d{1,12}(?:\.\d{1,12})?(?:e-?\d{1,2})?)"
 _STAGE = re.compile(rf"(\d{{1,12}}):({_WEIGHT}(?:/{_WEIGHT})*)")
+
+PACKING_FORMAT = 3
+"""Value of `data.text_format` that packs documents by their lengths alone."""
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -62,12 +65,14 @@ class DataConfig:
         "end of text (byte 0 for bytes), none if it has none",
     )
     text_format: int = setting(
-        TEXT_FORMAT,
-        "rules of tokenization. 2: texts begin with the tokens of the tokenizer's "
-        "post-processor, and pieces such as prompt and completion decode to the complete text; "
-        "1: neither, as in runs and token folders without a text_format, which keep it",
+        PACKING_FORMAT,
+        "rules of tokenization and packing. 3: best_fit places documents by their lengths alone, "
+        "so that millions take less than a second; 2: it places them one by one, in another order; "
+        "1: as 2, and texts do not begin with the tokens of the tokenizer's post-processor, nor do "
+        "pieces such as prompt and completion decode to the complete text. Runs keep theirs (1 if "
+        "they have none), and so do token folders without a text_format",
         ge=1,
-        le=2,
+        le=PACKING_FORMAT,
     )
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
@@ -376,7 +381,7 @@ def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
     settings: dict[str, Any] = {
         "tokenizer": "bytes" if made_with.get("name") == "bytes" else file,
         "eos_token": made_with.get("eos_token", ""),
-        "text_format": about.get("text_format", OLD_TEXT_FORMAT),
+        "text_format": PACKING_FORMAT if "text_format" in about else OLD_TEXT_FORMAT,
         **{name: about[name] for name in ("records", "chat_template") if name in about},
     }
     return settings, about.get("vocab_size", 0)

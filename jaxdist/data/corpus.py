@@ -108,6 +108,21 @@ class Corpus:
         """End of each document, exclusive and ascending: uint64 [num_documents]."""
         return self._ends[:]
 
+    def ends(self, first: int, last: int) -> np.ndarray:
+        """Return the ends of documents [first, last), uint64 [last - first], read into memory.
+
+        Pages of a mapped file would count as memory of the process.
+        """
+        if not self.folder.is_local:
+            return self.document_ends[first:last]
+        count = max(0, min(last, self.num_documents) - first)
+        return np.fromfile((self.folder / "documents.bin").path, "<u8", count, offset=8 * first)
+
+    def ended_before(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return how many documents end before each token, int64 [n]."""
+        # A key of another dtype would convert all ends.
+        return np.searchsorted(self.document_ends, np.array(tokens, np.uint64), side="left")
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the tokens, loaded on first use; reading rows does not need it."""

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxdist.data.best_fit import count_long
 from jaxdist.data.chat import JinjaTemplate
-from jaxdist.data.config import DataConfig, is_token_folder
+from jaxdist.data.config import PACKING_FORMAT, DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.encoding import Encoder, make_encoder
@@ -321,7 +322,12 @@ def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int) -> _Split
     packing = _packing(config, corpora, seq_len)
     drop = long_records == "drop"
     rows = lambda corpus, held: split_text(
-        corpus, packing, seq_len, held, drop_long=drop and corpus.weighted
+        corpus,
+        packing,
+        seq_len,
+        held,
+        drop_long=drop and corpus.weighted,
+        one_by_one=config.text_format < PACKING_FORMAT,
     )
     return _Split(packing, rows)
 
@@ -335,19 +341,19 @@ def _packing(
             "data.packing=stream with conversations or completions: they would attend to "
             "each other. Use best_fit or documents."
         )
-    ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
-    long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
+    counted = [count_long(corpus, seq_len) for corpus in weighted]
+    long, total = sum(n for n, _ in counted), sum(corpus.num_documents for corpus in weighted)
     if long and config.long_records == "reject":
         raise ConfigError(
-            f"{long} of {sum(map(len, ends))} records are longer than train.seq_len={seq_len} "
-            f"(the longest has {max(int(lengths.max()) for lengths in ends)} tokens). Raise it, or "
-            "set data.long_records to cut or drop."
+            f"{long} of {total} records are longer than train.seq_len={seq_len} "
+            f"(the longest has {max(n for _, n in counted)} tokens). Raise it, or set "
+            "data.long_records to cut or drop."
         )
     if long:
         fate = "cut: tokens after the cut are learned without the context before it"
         log.info(
             "%d of %d records are longer than train.seq_len=%d and are %s",
-            long, sum(map(len, ends)), seq_len,
+            long, total, seq_len,
             "dropped" if config.long_records == "drop" else fate,
         )  # fmt: skip
     if config.packing != "auto":

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxdist.data.best_fit import BestFitPlan
 from jaxdist.data.corpus import Corpus
 
 Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -125,8 +126,8 @@ class Windows:
         `start` is the first token of the window; `part` has its inputs from `first` on, [length].
         """
         length, ends = len(part["tokens"]), self.corpus.document_ends
-        before, here, after = np.searchsorted(
-            ends, [start, start + first, start + first + length], side="right"
+        before, here, after = self.corpus.ended_before(
+            [start + 1, start + first + 1, start + first + length + 1]
         )
         inside = ends[here:after].astype(np.int64) - start  # ends in this part, after its start
         part["weights"][inside - first - 1] = 0
@@ -145,21 +146,17 @@ class Fitted:
 
     Attributes:
         label: text that identifies the plan in the fingerprint, e.g. the range of documents.
-        row_starts: int64 [num_rows + 1], first piece of each row.
-        piece_starts, piece_lengths: int64 [pieces], first token and number of inputs, row by row.
     """
 
     corpus: Corpus
     seq_len: int
     label: str
-    row_starts: np.ndarray
-    piece_starts: np.ndarray
-    piece_lengths: np.ndarray
+    plan: PiecePlan | BestFitPlan
 
     @property
     def num_rows(self) -> int:
         """Rows of the plan."""
-        return len(self.row_starts) - 1
+        return self.plan.num_rows
 
     @property
     def fields(self) -> Fields:
@@ -169,19 +166,18 @@ class Fitted:
     @property
     def fingerprint(self) -> str:
         """Digest of corpus, documents used and row length."""
-        return f"best_fit-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
+        rule = "best_fit" if isinstance(self.plan, PiecePlan) else "best_fit2"
+        return f"{rule}-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Return `Part.rows` of indices int64 [n]; padding is 0 in every field."""
         spans = spans or ((0, self.seq_len),)
         batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
-            pieces = slice(self.row_starts[index], self.row_starts[index + 1])
-            starts, lengths = (x[pieces].tolist() for x in (self.piece_starts, self.piece_lengths))
-            at = 0
+            pieces, at = self.plan.pieces(index), 0
             for first, last in spans:
                 part = {name: values[row, at : at + last - first] for name, values in batch.items()}
-                self._fill(part, list(zip(starts, lengths, strict=True)), first)
+                self._fill(part, pieces, first)
                 at += last - first
         return batch
 
@@ -203,6 +199,30 @@ class Fitted:
             part["positions"][columns] = np.arange(low - begin, high - begin)
 
 
+class PiecePlan(NamedTuple):
+    """Pieces of each row, in the order of runs with `data.text_format` below 3.
+
+    Attributes:
+        row_starts: int64 [num_rows + 1], first piece of each row.
+        piece_starts, piece_lengths: int64 [pieces], first token and number of inputs, row by row.
+    """
+
+    row_starts: np.ndarray
+    piece_starts: np.ndarray
+    piece_lengths: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan."""
+        return len(self.row_starts) - 1
+
+    def pieces(self, row: int) -> list[tuple[int, int]]:
+        """Return first token and number of inputs of the pieces of a row."""
+        pieces = slice(self.row_starts[row], self.row_starts[row + 1])
+        starts, lengths = self.piece_starts[pieces], self.piece_lengths[pieces]
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
+
+
 def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
     """Return zeros for the positions of the spans: name -> [num_rows, positions]."""
     length = sum(stop - start for start, stop in spans)
@@ -211,18 +231,14 @@ def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
 
 def fit_documents(
     corpus: Corpus, start: int, stop: int, seq_len: int, drop_long: bool = False
-) -> Fitted:
-    """Place the documents of tokens [start, stop) into rows, longest first, by best fit.
+) -> PiecePlan:
+    """Place the documents of tokens [start, stop) one by one, as earlier versions did.
 
-    A document of n tokens has n-1 inputs. Documents longer than a row are left out with
-    `drop_long`, else cut into full rows and a rest. Pieces without a token in the loss are dropped.
-    Takes about 2 µs per document.
-
-    References:
-        Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
-        decreasing over the lengths).
+    The rule is that of `BestFitPlan`, but documents of equal length are in another order, and
+    documents without a token in the loss are dropped if they are not cut, too. Takes about 2 µs and
+    80 bytes per document.
     """
-    first, last = np.searchsorted(corpus.document_ends, [start, stop], side="right")
+    first, last = corpus.ended_before([start + 1, stop + 1])
     inside = np.asarray(corpus.document_ends[first:last], np.int64)
     ends = np.unique(np.append(inside, stop))
     starts = np.concatenate([[start], ends[:-1]])
@@ -241,10 +257,7 @@ def fit_documents(
     row_of, num_rows = _best_fit(lengths, seq_len)
     by_row = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of, minlength=num_rows)
-    return Fitted(
-        corpus=corpus,
-        seq_len=seq_len,
-        label=f"{start}-{stop}{'-drop' * drop_long}",
+    return PiecePlan(
         row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         piece_starts=piece_starts[by_row],
         piece_lengths=lengths[by_row],
@@ -289,8 +302,11 @@ def split_text(
     held: float,
     *,
     drop_long: bool = False,
+    one_by_one: bool = False,
 ) -> tuple[Part, Part | None]:
     """Split a corpus into training rows and held-out rows, its last fraction `held`.
+
+    `one_by_one` packs documents as earlier versions did, see `fit_documents`.
 
     Packings that separate documents split between two documents if possible. A short text has at
     least one held-out row if it also has a row for training.
@@ -299,12 +315,15 @@ def split_text(
     if held and corpus.num_tokens >= 2 * (seq_len + 1):
         cut = min(cut, corpus.num_tokens - (seq_len + 1))
     if packing != "stream" and held and corpus.num_documents > 1:
-        document = int(np.searchsorted(corpus.document_ends, cut, side="left"))
+        document = int(corpus.ended_before([cut])[0])
         cut = int(corpus.document_ends[min(document, corpus.num_documents - 2)])
 
     def part(start: int, stop: int) -> Part:
         if packing == "best_fit":
-            return fit_documents(corpus, start, stop, seq_len, drop_long)
+            make: Any = fit_documents if one_by_one else BestFitPlan
+            plan = make(corpus=corpus, start=start, stop=stop, seq_len=seq_len, drop_long=drop_long)
+            label = f"{start}-{stop}{'-drop' * drop_long}"
+            return Fitted(corpus=corpus, seq_len=seq_len, label=label, plan=plan)
         return Windows(
             corpus=corpus, start=start, stop=stop, seq_len=seq_len, documents=packing == "documents"
         )

@@ -244,10 +244,11 @@ def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.n
 def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMAT) -> Tokenizer:
     """Return the tokenizer of this name: `data.tokenizer` with `auto` resolved.
 
-    With `text_format=1` no token begins a text and pieces are encoded separately, as in runs of
-    earlier versions.
+    The rules of tokenization are those of `text_format`, at most 2. With 1 no token begins a text
+    and pieces are encoded separately, as in runs of earlier versions.
     """
     if name != "bytes":
+        text_format = min(text_format, TEXT_FORMAT)
         tokenizer = FileTokenizer(tokenizer_file(name), eos_token, text_format)
         tokenizer.name = name if name in BUILT_IN else tokenizer.name
         return tokenizer

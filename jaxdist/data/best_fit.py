@@ -1,0 +1,235 @@
+"""Place documents into rows by best fit, from the number of documents of each length alone.
+
+Rows of equal composition form a run, so that a plan has some thousand entries for any number of
+documents. Only the order of documents by length takes memory for each document: 4 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from jaxdist.data.corpus import Corpus
+
+Entries: TypeAlias = tuple[tuple[int, int, int], ...]
+"""(length, count, first) of pieces: row i of a run has the pieces from first + i·count on."""
+
+_BLOCK = 1 << 19
+"""Documents that are read at once."""
+
+_GROUP = 1 << 12
+"""Documents between two entries of the index of full rows; divides `_BLOCK`."""
+
+
+class Runs(NamedTuple):
+    """Rows in runs: int64 [runs + 1], the first row of each, and the pieces of its rows."""
+
+    starts: np.ndarray
+    entries: list[Entries]
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """Return length, first piece of that length, and number of pieces of a row."""
+        run = int(np.searchsorted(self.starts, row, side="right")) - 1
+        index = row - int(self.starts[run])
+        return [(length, first + index * n, n) for length, n, first in self.entries[run]]
+
+
+def best_fit_runs(counts: np.ndarray, seq_len: int) -> Runs:
+    """Place pieces into rows of `seq_len`, longest first, each into the fullest row that fits.
+
+    `counts` are the pieces of each length below `seq_len`, int64 [seq_len]. Many pieces of one
+    length are placed at once: a row takes as many of them as fit.
+
+    References:
+        Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
+        decreasing over the lengths).
+    """
+    free: list[list[tuple[int, Entries]]] = [[] for _ in range(seq_len)]  # by free space
+    spaces = 0  # bit r is set if some run has r free: the best fit is the next set bit
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left, taken = int(counts[length]), 0
+        while left:
+            fitting = spaces >> length
+            if fitting:
+                space = length + (fitting & -fitting).bit_length() - 1
+                rows, entries = free[space].pop()
+                spaces ^= 0 if free[space] else 1 << space
+            else:
+                space, rows, entries = seq_len, -(-left // (seq_len // length)), ()
+            each = space // length
+            full = min(rows, left // each)
+            rest = min(left - full * each, each - 1) if full < rows else 0
+            parts = [(0, full, each), (full, min(rest, 1), rest), (full + min(rest, 1), rows, 0)]
+            for first, num_rows, count in parts:
+                num_rows = min(num_rows, rows - first)
+                if num_rows:
+                    run = _from_row(entries, first)
+                    run += ((length, count, taken),) if count else ()
+                    taken, left = taken + num_rows * count, left - num_rows * count
+                    free[space - count * length].append((num_rows, run))
+                    spaces |= 1 << (space - count * length)
+    runs = [run for of_space in free for run in of_space]
+    starts = np.cumsum([0, *(rows for rows, _ in runs)])
+    return Runs(starts.astype(np.int64), [entries for _, entries in runs])
+
+
+def count_long(corpus: Corpus, seq_len: int) -> tuple[int, int]:
+    """Return the number of documents that do not fit a row, and the tokens of the longest."""
+    count = longest = end = 0
+    for at in range(0, corpus.num_documents, _BLOCK):
+        lengths = np.diff(corpus.ends(at, at + _BLOCK).astype(np.int64), prepend=end)
+        end += int(lengths.sum())
+        count += int((lengths > seq_len + 1).sum())
+        longest = max(longest, int(lengths.max()))
+    return count, longest
+
+
+def _from_row(entries: Entries, row: int) -> Entries:
+    """Return the pieces of a run without its first rows."""
+    return tuple((length, count, first + row * count) for length, count, first in entries)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestFitPlan:
+    """Pieces of each row for the documents of tokens [start, stop) of a corpus.
+
+    Documents longer than a row are cut into full rows and a rest, or left out with `drop_long`.
+    Pieces of theirs without a token in the loss are dropped. Opening a plan reads document ends
+    once.
+    """
+
+    corpus: Corpus
+    start: int
+    stop: int
+    seq_len: int
+    drop_long: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan."""
+        return int(self._runs.starts[-1] + self._full_rows[-1]) - len(self._dropped[0])
+
+    def pieces(self, row: int) -> list[tuple[int, int]]:
+        """Return first token and number of inputs of the pieces of a row."""
+        full = row - int(self._runs.starts[-1])
+        if full >= 0:
+            return [(self._full_start(full), self.seq_len)]
+        pieces = []
+        for length, first, count in self._runs.pieces(row):
+            at = int(self._buckets[length]) + first
+            for document in self._by_length[at : at + count].tolist():
+                end = min(int(self.corpus.document_ends[document]), self.stop)
+                pieces.append((end - 1 - length, length))  # a rest is the end of its document
+        return pieces
+
+    def _full_start(self, number: int) -> int:
+        """Return the first token of a full row; only cut documents have them."""
+        dropped = self._dropped[0]
+        number += int(np.searchsorted(dropped - np.arange(len(dropped)), number, side="right"))
+        group = int(np.searchsorted(self._full_rows, number, side="right")) - 1
+        first, _ = self._documents
+        starts, full, _ = next(self._cuts(first + group * _GROUP, first + (group + 1) * _GROUP))
+        ends = np.cumsum(full)
+        number -= int(self._full_rows[group])
+        document = int(np.searchsorted(ends, number, side="right"))
+        return (
+            int(starts[document]) + (number - int(ends[document] - full[document])) * self.seq_len
+        )
+
+    @functools.cached_property
+    def _documents(self) -> tuple[int, int]:
+        """First and last document, exclusive."""
+        first, last = self.corpus.ended_before([self.start + 1, self.stop])
+        return int(first), int(last) + (self.stop > self.start)
+
+    def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield first token, full rows and length of the rest of documents, int64 [block] each."""
+        begin, end = self._documents
+        for at in range(first, min(last, end), _BLOCK):
+            ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(
+                np.int64
+            )
+            ends = np.minimum(ends, self.stop)
+            ends = ends if at > begin else np.append(self.start, ends)
+            inputs = np.maximum(np.diff(ends) - 1, 0)
+            full, rest = np.divmod(inputs, self.seq_len)
+            if self.drop_long:
+                fits = inputs <= self.seq_len
+                full, rest = full * fits, rest * fits
+            yield ends[:-1], full, rest
+
+    @functools.cached_property
+    def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of full rows, and documents whose rest, have no token in the loss; int64 [n]."""
+        full_rows: list[int] = []
+        rests: list[int] = []
+        document, number = self._documents[0], 0
+        for starts, full, rest in self._cuts(*self._documents) if self.corpus.weighted else ():
+            before = number + np.cumsum(full) - full
+            for index in np.flatnonzero(full + (rest > 0) > 1).tolist():
+                cuts = range(int(full[index]) + bool(rest[index]))
+                for cut in cuts:
+                    start = int(starts[index]) + cut * self.seq_len
+                    length = self.seq_len if cut < full[index] else int(rest[index])
+                    if self.corpus.weights(start + 1, start + length + 1).any():
+                        continue
+                    if cut < full[index]:
+                        full_rows.append(int(before[index]) + cut)
+                    else:
+                        rests.append(document + index)
+            document, number = document + len(full), number + int(full.sum())
+        return np.array(full_rows, np.int64), np.array(rests, np.int64)
+
+    def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield a document's number, full rows and lengths of rests from it on, int64 [block]."""
+        document = self._documents[0]
+        for _, full, rest in self._cuts(*self._documents):
+            dropped = self._dropped[1] - document
+            rest[dropped[(dropped >= 0) & (dropped < len(rest))]] = 0
+            yield document, full, rest
+            document += len(full)
+
+    @functools.cached_property
+    def _counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rests of each length, int64 [seq_len], and full rows before each group of documents."""
+        counts, groups = np.zeros(self.seq_len, np.int64), [np.zeros(1, np.int64)]
+        for _, full, rest in self._rests():
+            counts += np.bincount(rest, minlength=self.seq_len)
+            groups.append(np.add.reduceat(full, np.arange(0, len(full), _GROUP)))
+        counts[0] = 0
+        return counts, np.cumsum(np.concatenate(groups))
+
+    @property
+    def _full_rows(self) -> np.ndarray:
+        """Full rows before each group of documents, and all, int64 [groups + 1]."""
+        return self._counted[1]
+
+    @functools.cached_property
+    def _runs(self) -> Runs:
+        return best_fit_runs(self._counted[0], self.seq_len)
+
+    @functools.cached_property
+    def _buckets(self) -> np.ndarray:
+        """First rest of each length in `_by_length`, int64 [seq_len]."""
+        counts = self._counted[0]
+        return np.cumsum(counts) - counts
+
+    @functools.cached_property
+    def _by_length(self) -> np.ndarray:
+        """Documents with a rest, by its length, then by number: uint32 or int64 [documents]."""
+        counts = self._counted[0]
+        documents = np.empty(int(counts.sum()), np.min_scalar_type(max(self._documents)))
+        following = self._buckets.copy()
+        for document, _, rest in self._rests():
+            narrow = rest.astype(np.uint16) if self.seq_len <= 1 << 16 else rest  # radix sort
+            order = np.argsort(narrow, kind="stable")
+            here = np.bincount(rest, minlength=self.seq_len)
+            order, here[0] = order[int(here[0]) :], 0
+            ranks = np.arange(len(order)) - np.repeat(np.cumsum(here) - here, here)
+            documents[np.repeat(following, here) + ranks] = document + order
+            following += here
+        return documents
