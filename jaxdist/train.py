@@ -67,6 +67,7 @@ def run(
         name_of,
         open_run_directory,
     )
+    from jaxdist.run.teacher import with_teacher
     from jaxdist.settings import write_toml
 
     times.mark("imports")
@@ -96,6 +97,7 @@ def run(
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may be of another kind
         check_data_fits(parts, part)
+    parts, budget = with_teacher(parts, data[0].fields, budget)
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:
         budget.check()

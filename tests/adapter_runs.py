@@ -94,8 +94,8 @@ def noise(path, x):
     return np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
 
 
-def train_with_peft(config, folder, before):
-    """Train adapters with PEFT next to the model at `folder`: losses, and their tensors after."""
+def peft_model(config, folder, before):
+    """Return PEFT's model with the adapters `before`, next to the model at `folder`."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
@@ -113,6 +113,16 @@ def train_with_peft(config, folder, before):
     assert not result.unexpected_keys
     moving = [p for p in wrapped.parameters() if p.requires_grad]
     assert sum(p.numel() for p in moving) == sum(x.numel() for x in start.values())
+    return wrapped
+
+
+def train_with_peft(config, folder, before):
+    """Train adapters with PEFT next to the model at `folder`: losses, and their tensors after."""
+    wrapped = peft_model(config, folder, before)
+    import peft
+    import torch
+
+    moving = [p for p in wrapped.parameters() if p.requires_grad]
     rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
                              eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
     losses = []

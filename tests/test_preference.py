@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_runs import RATE, STEPS, adapter_run, peft_tensors
+from adapter_runs import RATE, STEPS, adapter_run, peft_model
 from commands import records, run_here
 from decoders import FAMILIES
 from hf_models import write_model
@@ -20,7 +20,6 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.types import Context, TokenHead, TokenLogps
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models.adapters import LoraConfig
-from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.objectives.preference import BASELINE, REFERENCE, Preference
 from jaxdist.run.setup import assemble
@@ -213,22 +212,11 @@ def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
 def test_twenty_steps_equal_trl_in_pytorch(base, tmp_path, kind):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
-    peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
     trl = pytest.importorskip("trl", reason="needs the reference extra (trl)")
     datasets = pytest.importorskip("datasets", reason="needs the reference extra (trl)")
     config = config_of(base, kind)
     history, before = train(config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base, attn_implementation="eager", dtype=torch.float32
-    )
-    settings = peft_format.write_config(config.model, config.lora, str(base))
-    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    wrapped = peft.get_peft_model(
-        model,
-        peft.LoraConfig(**{k: v for k, v in settings.items() if k in names - {"inference_mode"}}),
-    )
-    start = {name: torch.from_numpy(x.copy()) for name, x in peft_tensors(config, before).items()}
-    peft.set_peft_model_state_dict(wrapped, start)
+    wrapped = peft_model(config, base, before)
     trainer = trl_trainer(trl, transformers, datasets, wrapped, tmp_path, kind)
     moving = [p for p in wrapped.parameters() if p.requires_grad]
     rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),

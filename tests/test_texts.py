@@ -114,7 +114,7 @@ def wrong_settings(text: str) -> set[str]:
     """Return names of the form `section.name` that are not settings."""
     sections = [name for name, kind in types_of(RunConfig).items() if kinds_of(kind)]
     valid_names = {field.name for field in fields_of(RunConfig)} | {f"{s}.kind" for s in sections}
-    valid_names |= set(RunConfig.REMOVED)
+    valid_names |= {*RunConfig.REMOVED, *ALIASES}
     named = re.findall(rf"(?<![\w./\0-])((?:{'|'.join(sections)})\.[a-z]\w*)(?![\w.(\0]*\()", text)
     names = [module.__name__ for module in modules()]
     valid_names |= {name for name in named if any(module.endswith(f".{name}") for module in names)}

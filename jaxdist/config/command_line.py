@@ -35,6 +35,7 @@ ALIASES = {
     "steps": "train.steps",
     "model": "model.kind",
     "profile": "monitoring.profile",
+    "objective.teacher": "objective.reference",
 }
 """Short flags of the commands that take all settings of a run."""
 
@@ -96,9 +97,14 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     start = run.init_from
     if run.lora.rank and start and not (is_url(start) or hub.is_hub_name(start)):
         start = os.path.abspath(os.path.expanduser(start))  # each start reads it again
+    objective = run.objective
+    teacher = objective.teacher and _with_commit(objective.teacher, directory)
+    if teacher and not (is_url(teacher) or hub.is_hub_name(teacher)):
+        teacher = os.path.abspath(os.path.expanduser(teacher))
     run = dataclasses.replace(
         run,
         init_from=_with_commit(start, directory),
+        objective=dataclasses.replace(objective, reference=teacher or objective.reference),
         data=dataclasses.replace(
             run.data,
             tokenizer=file,

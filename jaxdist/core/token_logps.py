@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.losses import Vocabulary, chunk_tokens, logits_of, scan_chunks, sum_over_tokens
+from jaxdist.core.outcome_logps import outcome_logps
 from jaxdist.core.softcap import slope_at
 from jaxdist.core.types import Array, TokenHead, TokenLogps
 from jaxdist.settings.declare import ConfigError
@@ -43,7 +44,10 @@ def make_token_logps(
     """
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
-        """Return float32 [batch, seq] each, for targets int32 [batch, seq]."""
+        """Return float32 [batch, seq] each, for targets int32 [batch, seq].
+
+        Targets [batch, seq, outcomes] are several tokens at each position, see `TokenLogps`.
+        """
         drawn = LogitFilter(**sampling)
         if not (drawn.temperature > 0 and drawn.top_k >= 0 and 0 < drawn.top_p <= 1):
             raise ConfigError(
@@ -52,6 +56,16 @@ def make_token_logps(
             )
         vocabulary = Vocabulary(head.vocab_size, axis, chunk, head.softcap, weight_gradient)
         x = head.x.reshape(-1, head.x.shape[-1])
+        if targets.ndim == head.x.ndim:
+            if drawn != LogitFilter(drawn.temperature):
+                raise ConfigError(
+                    f"token_logps got {drawn} and several targets at each position. Omit top_k and "
+                    "top_p."
+                )
+            flat = targets.reshape(-1, targets.shape[-1])
+            logps = outcome_logps(x, head.kernel, flat, vocabulary, drawn.temperature)
+            logps = collectives.per_token(logps.reshape(*targets.shape[:-1], -1))
+            return TokenLogps(logps, -jnp.sum(jnp.exp(logps) * logps, -1))
         outputs = _logps(x, head.kernel, targets.reshape(-1), vocabulary, drawn)
         return TokenLogps(*(collectives.per_token(y.reshape(targets.shape)) for y in outputs))
 

@@ -38,6 +38,10 @@ REFERENCE, MISMATCHED = "reference_logps", "kl_"
 """Fields of preference tuning: the reference's log-probability of each row, float32 [batch], and
 the start of the names of fields with another record's completion, for the baseline of KTO."""
 
+TEACHER_TOKENS, TEACHER_LOGPS = "teacher_tokens", "teacher_logps"
+"""Fields of distillation: the teacher's most probable tokens, int32 [batch, seq, outcomes], and
+their log-probabilities, float32 [batch, seq, outcomes + 1], the last of any other token."""
+
 Sums: TypeAlias = dict[str, Array]
 """Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
 
@@ -199,7 +203,9 @@ class TokenLogps(NamedTuple):
 
     Attributes:
         logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p drops it.
-        entropy: nats, float32 [batch, seq].
+            For several targets at each position [batch, seq, outcomes + 1]; the last outcome is any
+            other token.
+        entropy: nats, float32 [batch, seq]; for several targets, of these outcomes.
     """
 
     logps: Array
@@ -277,9 +283,9 @@ class Context:
             its row; 0, 1, ... without a context axis.
         token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
             head's product, over a vocabulary that may be split.
-        token_logps: (TokenHead, targets, temperature=1.0, top_k=0, top_p=1.0) -> `TokenLogps`,
-            differentiable, without materializing full logits. An objective of plain cross-entropy
-            calls `token_loss`, which is faster.
+        token_logps: (TokenHead, targets [batch, seq] or [batch, seq, outcomes], temperature=1.0,
+            top_k=0, top_p=1.0) -> `TokenLogps`, differentiable, without materializing full logits.
+            An objective of plain cross-entropy calls `token_loss`, which is faster.
         dropout_key: PRNG key for this step and layer; None in evaluation.
         layer: model index of the current block, int32 scalar.
         platform: "cpu" or "gpu", of the mesh and not of the default backend.

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,11 +72,13 @@ class Loader:
         start: Position = Position(),
         prefetch: int = 2,
         num_workers: int = 0,
+        add_fields: Callable[[Batch], Batch] = lambda batch: batch,
     ):
         """Start loading; every process of the job must call it.
 
         `sharding` is the sharding of rows and, if devices share rows, of positions. `start` is a
         result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
+        `add_fields` maps each batch [global_batch_size, ...] to one with more fields.
         """
         # Importing grain takes 0.2 s, which commands without data avoid.
         from jaxdist.data.batches import TrainBatches, device_placer, part_held, read_ahead
@@ -92,6 +94,7 @@ class Loader:
         self.ledger = Ledger(start.ledger, fingerprint_at, self._order)
         self._next_sample, self._num_workers = start.sample, num_workers
         self._failure: Exception | None = None
+        self._add_fields = add_fields
         held = part_held(sharding, global_batch_size, dataset.fields)
         self._shard = (0, 1)
         state = None
@@ -133,7 +136,7 @@ class Loader:
         self._iterator_state = self._batches.get_state()
         self._next_sample = self.first_sample + self._batch_size
         self.ledger.append(self.first_sample, self._batch_size)
-        return batch
+        return self._add_fields(batch)
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON, without prefetched batches; collective for a stream."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from jaxdist.core.types import Objective
+import numpy as np
+
+from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Objective
+from jaxdist.objectives.distillation import NUM_TOKENS, Distillation
 from jaxdist.objectives.preference import COMPARED, Preference
 from jaxdist.settings import setting
 
@@ -14,26 +17,42 @@ from jaxdist.settings import setting
 class ObjectiveConfig:
     """The function that training minimizes."""
 
-    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "orpo", "simpo"] = setting(
+    kind: Literal[
+        "cross_entropy", "dpo", "ipo", "kto", "orpo", "simpo", "distill", "distill_reverse"
+    ] = setting(
         "cross_entropy",
         "cross_entropy = of the next token, or of the class of an image; dpo, ipo, orpo and simpo "
-        "learn from data.records=preference, kto from data.records=labeled (docs/fine-tuning.md)",
+        "learn from data.records=preference, kto from data.records=labeled, distill from the "
+        "predictions of another model, by the divergence from it or to it (_reverse) "
+        "(docs/fine-tuning.md)",
     )
     beta: float = setting(
-        0.1,
+        0.0,
         "strength of preferences: the factor of the log-probability ratios (dpo, kto, simpo) or of "
         "the odds ratio term (orpo); in ipo the target margin is 1/(2 beta). The authors of SimPO "
-        "use 2 to 2.5",
-        gt=0,
+        "use 2 to 2.5. In distill the inverse temperature. 0 = 0.1, and 1 in distill",
+        ge=0,
     )
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)
-    reference: Literal["auto", "adapter_off", "precomputed"] = setting(
+    reference: str = setting(
         "auto",
-        "values of the model that dpo, ipo and kto compare with: adapter_off = each step computes "
+        "the model that distill learns from, with the same vocabulary: the path or URL of a run, a "
+        "checkpoint in it or a Hugging Face model directory, or ORG/NAME[@REVISION]. Otherwise the "
+        "values that dpo, ipo and kto compare with: adapter_off = each step computes "
         "them with the frozen weights (lora.rank); precomputed = each start computes them for all "
         "rows with the weights it begins with, or reads them from the cache; auto = adapter_off if "
         "there are adapters",
     )
+
+    @property
+    def strength(self) -> float:
+        """Return beta, or its default for this kind."""
+        return self.beta or (1.0 if self.teacher else 0.1)
+
+    @property
+    def teacher(self) -> str:
+        """Return the reference of distillation; "" for other kinds."""
+        return self.reference if self.kind in ("distill", "distill_reverse") else ""
 
     def precomputes(self, *, has_adapters: bool) -> bool:
         """Return whether rows contain the reference's values."""
@@ -45,22 +64,43 @@ class ObjectiveConfig:
         """Return the objective that replaces the model's own; None = cross-entropy."""
         if self.kind == "cross_entropy":
             return None
+        if self.teacher:
+            return Distillation(self.kind == "distill_reverse", self.strength)
         return Preference(
-            self.kind, self.beta, self.margin, self.precomputes(has_adapters=has_adapters)
+            self.kind, self.strength, self.margin, self.precomputes(has_adapters=has_adapters)
         )
+
+    def added_fields(self, seq_len: int, vocab_size: int) -> dict[str, tuple[Any, Any]]:
+        """Return name -> (shape of one row, dtype) of the fields that a teacher adds."""
+        if not self.teacher:
+            return {}
+        count = min(NUM_TOKENS, vocab_size)
+        return {
+            TEACHER_TOKENS: ((seq_len, count), np.dtype(np.int32)),
+            TEACHER_LOGPS: ((seq_len, count + 1), np.dtype(np.float32)),
+        }
 
     def run_problems(self, *, records: str, reads: str, has_adapters: bool) -> list[str]:
         """Return violated rules; `reads` is what the model reads: "text" or "images"."""
+        problems, modes = [], ("auto", "adapter_off", "precomputed")
+        if bool(self.teacher) == (self.reference in modes):
+            fix = "Name the teacher" if self.teacher else f"Use {', '.join(modes)}"
+            problems.append(
+                f"objective.reference={self.reference!r} with objective.kind={self.kind}. {fix}."
+            )
         needed = "labeled" if self.kind == "kto" else "preference"
-        if self.kind == "cross_entropy":
-            if records not in ("preference", "labeled"):
-                return []
-            kinds = "kto" if records == "labeled" else "dpo, ipo, orpo or simpo"
-            return [
-                f"data.records={records} with objective.kind=cross_entropy, which learns from "
-                f"single texts. Set objective.kind to {kinds}."
-            ]
-        problems = []
+        if self.teacher or self.kind == "cross_entropy":
+            if records in ("preference", "labeled"):
+                kinds = "kto" if records == "labeled" else "dpo, ipo, orpo or simpo"
+                problems.append(
+                    f"data.records={records} with objective.kind={self.kind}, which learns from "
+                    f"single texts. Set objective.kind to {kinds}."
+                )
+            if self.teacher and reads != "text":
+                problems.append(
+                    f"objective.kind={self.kind} with a model of {reads}. Use a decoder."
+                )
+            return problems
         if reads != "text":
             problems.append(
                 f"objective.kind={self.kind} with a model of {reads}: it compares texts. Use a "

@@ -106,7 +106,7 @@ def _means(sums: dict[str, float], unit: str, name: str) -> dict[str, float]:
     means = {metric: value / weight for metric, value in sums.items()}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
-    if unit == "tokens":
+    if unit == "tokens" and "agreement" not in means:  # a divergence has no perplexity
         # exp overflows a float at 709 nats; such a loss has no useful perplexity.
         means["perplexity"] = math.exp(min(means["loss"], 700.0))
         if num_bytes:

@@ -36,7 +36,7 @@ from jaxdist.core.state import TrainState, abstract_state, copy_params, init_sta
 from jaxdist.core.step import Optimizer, Step, make_step
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
-from jaxdist.core.types import Array, Model, Objective, Params, rows_per_example
+from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_example
 from jaxdist.core.weights import base_of, frozen, trained
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
@@ -68,8 +68,8 @@ class Parts:
         packed: True if rows have several documents; guessed from the settings until data is open.
         check: result of comparing cuDNN's kernel with the reference; None = not compared.
         remat: the policy chosen by cost; None = as in the settings.
-        base: "digest" of the weights that the run starts from, once they are loaded, if adapters
-            or preferences refer to them.
+        base: "digest" of the loaded initial weights, if adapters or preferences refer to them.
+        teacher: adds fields to each global batch, see `run/teacher.py`.
     """
 
     config: RunConfig
@@ -86,6 +86,7 @@ class Parts:
     check: KernelCheck | None = None
     remat: str | None = None
     base: dict[str, str] = dataclasses.field(default_factory=dict)
+    teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     @functools.cached_property
     def plan(self) -> StepPlan:
@@ -111,7 +112,7 @@ class Parts:
             max_grad_norm=rule.max_grad_norm,
             ema_decay=rule.ema_decay,
         )
-        return make_step(
+        step = make_step(
             self.model,
             self.model.objective,
             optimizer,
@@ -120,6 +121,8 @@ class Parts:
             self.config.monitoring.layer_statistics_steps,
             num_row_losses=self.config.num_row_losses if self.unit == "tokens" else 0,
         )
+        evaluate = lambda params, batch: step.evaluate(params, self.teacher(batch))
+        return dataclasses.replace(step, evaluate=evaluate)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
         """Estimate the memory of one GPU; None on CPUs. `host_of` is as in `assemble`."""
@@ -292,10 +295,10 @@ class Parts:
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes [global_batch_size, ...], dtypes and shardings of a batch of `fields`."""
-        train = self.config.train
-        fields = self.fields if fields is None else fields
+        config, fields = self.config, dict(self.fields if fields is None else fields)
+        fields |= config.objective.added_fields(config.train.seq_len, self.model.vocab_size)
         batch = {
-            name: jax.ShapeDtypeStruct((train.global_batch_size, *shape), dtype)
+            name: jax.ShapeDtypeStruct((config.train.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in fields.items()
         }
         shardings = self.layout.shardings(self.layout.batch_specs(batch))
@@ -310,12 +313,13 @@ class Parts:
             sharding=self.step.batch_sharding,
             start=start,
             num_workers=self.config.data.num_workers,
+            add_fields=self.teacher,
         )
 
     def initial_params(self) -> Params:
         """Return the weights of `init_from`, with random values for `reinit_params`.
 
-        Without `init_from`, all are random. The result has no adapters.
+        Without `init_from`, all are random. There are no adapters.
         """
         path, reinit = self.config.init_from, self.config.reinit_params
         target = base_of(self.abstract_state().params)

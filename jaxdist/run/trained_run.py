@@ -27,6 +27,7 @@ from jaxdist.run.setup import (
     assemble,
     decide_step,
 )
+from jaxdist.run.teacher import with_teacher
 from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
@@ -121,7 +122,7 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """Evaluate the parameters of a checkpoint; see `evaluation_loop.evaluate`."""
-        parts = self.parts_for(dataset.fields)
+        parts, _ = with_teacher(self.parts_for(dataset.fields), dataset.fields)
         return evaluate(
             parts.step,
             parts.in_execution_order(params),

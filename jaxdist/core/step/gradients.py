@@ -157,11 +157,18 @@ def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
 
 
 def make_evaluate(
-    model: Model, layout: Layout, plan: StepPlan, context: Context, num_microbatches: int = 1
+    model: Model,
+    layout: Layout,
+    plan: StepPlan,
+    context: Context,
+    num_microbatches: int = 1,
+    is_sharded: bool = False,
 ) -> Callable[..., Sums]:
     """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout.
 
-    Without pipeline stages, `num_microbatches` pass one after the other.
+    Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, sums
+    [rows, seq, ...] of this device's rows are added over microbatches and stages only, and are
+    sharded like the batch.
     """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)
@@ -183,10 +190,16 @@ def make_evaluate(
 
     def local(params: Params, batch: Batch) -> Sums:
         batch = data.number_rows(batch, layout.batch_axes)
-        return _sum_over_devices(evaluate(params, batch, context), model, layout)
+        sums = evaluate(params, batch, context)
+        if not is_sharded:
+            return _sum_over_devices(sums, model, layout)
+        if num_stages == 1:
+            return sums
+        total = lambda x: collectives.all_reduce(collectives.vary(x, PIPELINE.name), PIPELINE.name)
+        return {name: total(value) for name, value in sums.items()}
 
     specs = layout.param_specs(model.axes), layout.batch_specs
-    return _manual(local, model, layout, plan, specs, P())
+    return _manual(local, model, layout, plan, specs, layout.batch_spec() if is_sharded else P())
 
 
 def _accumulate(microbatch: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:

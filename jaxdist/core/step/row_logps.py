@@ -1,12 +1,13 @@
-"""Log-probabilities of complete rows, computed without gradients before the differentiated pass.
+"""Values of complete rows, computed without gradients before the differentiated pass.
 
 Objectives that compare the model with a reference, or need a value of the global batch, add such
-fields to the batch (`Objective.prepare`).
+fields to the batch (`Objective.prepare`). A teacher adds values of each token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,41 @@ def _at_rows(own: Array, rows: Batch, num_rows: int) -> Array:
     zeros = jnp.zeros((num_rows, *own.shape[1:]))
     zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
     return zeros.at[rows["rows"]].set(own)
+
+
+def make_token_values(
+    model: Model,
+    layout: Layout,
+    plan: StepPlan,
+    context: Context,
+    values_of: Callable[..., dict[str, Array]],
+) -> Callable[[Params, Batch], dict[str, Array]]:
+    """Make (params, batch) -> name -> values of each token [rows, seq, ...], sharded like it.
+
+    `values_of` maps (output of the head, this device's rows, context) to name -> [batch, seq, ...],
+    equal over the `tensor` axis. There is no dropout.
+    """
+
+    def compute(params: Params, batch: Batch) -> dict[str, Array]:
+        """Return the values of a global batch, [rows, seq, ...] each."""
+        num_rows = batch["tokens"].shape[0] // layout.num_replicas
+
+        def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
+            """Return the values of a microbatch among zeros, [num_rows, seq, ...] each."""
+            axes, sums = layout.batch_axes, {}
+            index = rows["rows"] - (collectives.group_index(axes) * num_rows if axes else 0)
+            for name, own in values_of(output, rows, context).items():
+                zeros = jnp.zeros((num_rows, *own.shape[1:]), own.dtype)
+                zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
+                sums[name] = zeros.at[index].set(own)
+            return sums
+
+        used = dataclasses.replace(model, objective=objective)
+        count = math.gcd(num_rows, plan.accumulation)
+        run = make_evaluate(used, layout, plan, context, count, is_sharded=True)
+        return run(params, batch)
+
+    return compute
 
 
 def make_row_logps(

@@ -18,6 +18,7 @@ from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
 from jaxdist.run.replay import History, loss_and_norm, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts, decide_step
+from jaxdist.run.teacher import with_teacher
 
 log = logging.getLogger("jaxdist")
 
@@ -108,7 +109,8 @@ def rerun(
                 config.data, seq_len=config.train.seq_len, seed=config.seed,
                 global_batch_size=config.train.global_batch_size,
             )  # fmt: skip
-            own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
+            own, budget = with_teacher(own, data[0].fields, own.budget())
+            own, _ = decide_step(own, data[0].fields, budget)  # same program as training
             history = read_history(run)
             state, loader, _ = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)

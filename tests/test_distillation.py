@@ -1,0 +1,217 @@
+"""Distillation against PyTorch, one device, and closed forms."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapter_runs import RATE, STEPS, adapter_run
+from commands import records, run_here
+from decoders import FAMILIES
+from hf_models import write_model
+from refusals import refused
+
+from jaxdist.core.losses import sum_over_tokens
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.token_logps import make_token_logps
+from jaxdist.core.types import TokenHead
+from jaxdist.objectives.config import ObjectiveConfig
+from jaxdist.run.setup import assemble
+from jaxdist.run.teacher import with_teacher
+from jaxdist.settings import problems_of
+
+ROWS, SEQ, VOCAB = 16, 24, 200
+SIZES = dict(num_layers=4, vocab_size=VOCAB, max_seq_len=SEQ)
+STUDENT = dataclasses.replace(FAMILIES["qwen3"], **SIZES)
+TEACHER = dataclasses.replace(FAMILIES["llama2"], **SIZES, d_model=64, mlp_dim=96)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "student", STUDENT, scale=0.1)
+    write_model(folder / "teacher", TEACHER, scale=0.2)
+    return folder
+
+
+def config_of(models, mesh="dp=1", microbatches=0, virtual=1, lora=0, teacher="teacher", **changes):
+    objective = {"kind": "distill", "beta": 0.5, **changes}
+    return adapter_run(
+        models / "student", rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches,
+        virtual=virtual, lora={"rank": lora},
+        objective=ObjectiveConfig(reference=str(models / teacher), **objective),
+    )  # fmt: skip
+
+
+def batches():
+    """Yield batches; the first three targets of each row are not learned."""
+    random = np.random.default_rng(5)
+    weights = np.ones((ROWS, SEQ), np.float32)
+    weights[:, :3] = 0
+    while True:
+        rows = random.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+        yield {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
+
+
+def train(config):
+    """Return the metrics of each step."""
+    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
+    parts, _ = with_teacher(assemble(config, jax.devices()[:number]), {})
+    state, history = parts.init_state(), []
+    for batch in itertools.islice(batches(), STEPS):
+        placed = parts.teacher(place_batch(batch, parts.step.batch_sharding))
+        state, metrics = parts.step.train(state, placed, np.inf)
+        history.append({name: float(x) for name, x in metrics.items()})
+    return history
+
+
+MESHES = {
+    "dp=2,cp=2": {"microbatches": 2},
+    "fsdp=2,tp=2": {"lora": 4, "kind": "distill_reverse"},
+    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
+}
+MORE_MESHES = {
+    "dp=4": {"microbatches": 2},
+    "fsdp=4": {"kind": "distill_reverse"},
+    "tp=2": {},
+    "dp=8": {},
+    "dp=2,fsdp=2,tp=2": {},
+    "cp=2,tp=2": {},
+    "fsdp=2,cp=2": {},
+    "pp=2": {"microbatches": 4},
+    "fsdp=2,pp=2": {"microbatches": 2, "lora": 4},
+    "pp=2,cp=2": {"microbatches": 2},
+    "dp=2,fsdp=2,pp=2": {"microbatches": 2, "kind": "distill_reverse"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    return functools.cache(lambda **changes: train(config_of(models, **changes)))
+
+
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)]
+)
+def test_a_mesh_learns_the_same_as_one_device(models, alone, mesh):
+    changes = (MESHES | MORE_MESHES)[mesh]
+    history = train(config_of(models, mesh, **changes))
+    expected = alone(**{k: v for k, v in changes.items() if k not in ("microbatches", "virtual")})
+    assert expected[-1]["loss"] < 0.99 * expected[0]["loss"]
+    for name in ("loss", "grad_norm", "agreement"):
+        values = ([metrics[name] for metrics in part] for part in (history, expected))
+        # Gradients near 0.08 are differences of probabilities.
+        atol = 1e-5 if name == "grad_norm" else 0
+        np.testing.assert_allclose(*values, rtol=2e-5, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kind": "distill_reverse", "beta": 0.0}], ids=str)
+def test_twenty_steps_equal_those_in_pytorch(models, alone, changes):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    open_model = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained,
+        attn_implementation="eager", dtype=torch.float32,
+    )  # fmt: skip
+    student, teacher = open_model(models / "student"), open_model(models / "teacher")
+    beta, top_k = changes.get("beta", 0.5) or 1.0, 128
+    rule = torch.optim.AdamW(student.parameters(), RATE, betas=(0.9, 0.95), eps=1e-4,
+                             weight_decay=0.0)  # fmt: skip
+    expected = []
+    for batch in itertools.islice(batches(), STEPS):
+        tokens = torch.from_numpy(batch["tokens"]).long()
+        with torch.no_grad():
+            taught = (teacher(tokens).logits * beta).log_softmax(-1)
+        learned = (student(tokens).logits * beta).log_softmax(-1)
+        chosen = taught.topk(top_k).indices
+        is_other = torch.ones_like(taught).scatter(-1, chosen, 0)
+        rest = lambda x, mask=is_other: (x.exp() * mask).sum(-1, keepdim=True).log()
+        taught, learned = (
+            torch.cat([x.gather(-1, chosen), rest(x)], -1) for x in (taught, learned)
+        )
+        p, q = (learned, taught) if "kind" in changes else (taught, learned)
+        terms = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+        loss = beta**-2 * terms[torch.from_numpy(batch["weights"]) > 0].mean()
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        expected.append(loss.item())
+    losses = [metrics["loss"] for metrics in alone(**changes)]
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert expected[-1] < 0.98 * expected[0]
+
+
+def test_outcomes_that_the_student_excludes_have_gradients():
+    """The other tokens have probability 1e-35, for which 1 minus the sum of the rest is 0."""
+    x, tokens = jnp.ones((1, 1, 1)), jnp.asarray([[[2, 0]]])
+    logps = lambda kernel: make_token_logps(None, 0, sum_over_tokens)(
+        TokenHead(x, kernel, 4), tokens
+    ).logps[0, 0]
+    kernel = jnp.asarray([[80.0, 0.0, 79.0, 1.0]])
+    expected = jax.nn.log_softmax(kernel[0])
+    rest = jnp.logaddexp(expected[1], expected[3])
+    np.testing.assert_allclose(logps(kernel), [expected[2], expected[0], rest], rtol=1e-6)
+    gradient = jax.grad(lambda kernel: logps(kernel)[2])(kernel)[0]
+    share = jax.nn.softmax(jnp.asarray([0.0, 1.0]))
+    probs = jnp.exp(expected)
+    np.testing.assert_allclose(
+        gradient, [-probs[0], share[0], -probs[2], share[1]], rtol=1e-5, atol=1e-7
+    )
+
+
+def run_of(tmp_path, *flags):
+    settings = (
+        "--model.d-model 32 --model.num-heads 4 --model.vocab-size 256 --train.seq-len 32 "
+        "--train.global-batch-size 16 --optim.peak-lr 1e-2 --eval.interval-steps "
+        "10 --data.eval-fraction 0.1 --monitoring.tracker= --eval.max-batches 2 "
+        "--eval.final-max-batches 2"
+    )
+    (tmp_path / "a.txt").write_text("".join(f"line {i} of {i * 7} words\n" for i in range(900)))
+    data = f"--data.sources={tmp_path / 'a.txt'}", "--data.tokenizer=bytes"
+    assert run_here("train", *settings.split(), *data, *flags) == 0
+
+
+def test_a_run_teaches_another_on_a_mesh(tmp_path, capsys):
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    run_of(tmp_path, f"--run-dir={teacher}", "--model.num-layers=2", "--train.steps=20")
+    distill = "--objective.kind=distill", f"--objective.teacher={teacher}"
+    small = "--model.num-layers=1", "--mesh=dp=2,fsdp=2,tp=2"
+    run_of(tmp_path, f"--run-dir={student}", *distill, *small, "--train.steps=20")
+    trained, evals = records(student, "train"), records(student, "eval")
+    assert trained[-1]["loss"] < 0.3 * trained[0]["loss"]
+    assert evals[0]["loss"] > evals[1]["loss"] and evals[1]["agreement"] > 0.3
+    assert "perplexity" not in evals[1]
+    capsys.readouterr()
+    assert run_here("evaluate", student, "--json", "--max-batches=2") == 0
+    means = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert means["loss"] == pytest.approx(evals[1]["loss"], rel=1e-5)
+    run_of(tmp_path, f"--run-dir={tmp_path / 'resumed'}", *distill, *small, "--train.steps=10")
+    run_of(tmp_path, f"--run-dir={tmp_path / 'resumed'}", *distill, *small, "--train.steps=20")
+    again = records(tmp_path / "resumed", "train")
+    # The learning rate of a run of 10 steps differs; the divergence of the first step does not.
+    assert again[0]["loss"] == trained[0]["loss"] and again[-1]["step"] == 20
+    capsys.readouterr()
+    assert run_here("train", f"--replay={student}:3", "--mesh=dp=2,fsdp=2,tp=2") == 0
+
+
+def test_teachers_that_do_not_fit_are_rejected(models, tmp_path):
+    write_model(tmp_path / "other", dataclasses.replace(TEACHER, vocab_size=64))
+    heads = dataclasses.replace(TEACHER, num_heads=1, head_dim=16)
+    write_model(tmp_path / "heads", heads)
+    with refused("vocabulary has 64 tokens", "student 200"):
+        train(config_of(models, teacher=tmp_path / "other"))
+    with refused("objective.reference=", "heads=1", num_problems=2):
+        train(config_of(models, "tp=2", teacher=tmp_path / "heads"))
+    with refused("objective.reference=", "does not exist"):
+        train(config_of(models, teacher=tmp_path / "missing"))
+    config = config_of(models)
+    for objective in (
+        ObjectiveConfig(kind="distill"),
+        dataclasses.replace(config.objective, kind="dpo"),
+    ):
+        problems = problems_of(dataclasses.replace(config, objective=objective))
+        assert any("objective.reference=" in problem for problem in problems)
