@@ -1,10 +1,15 @@
 """Records of ShareGPT and Alpaca are read as conversations."""
 
+import dataclasses
+
+import numpy as np
 import pytest
+from hf_models import CHATML, write_tokenizer
 from refusals import refused
-from test_data_chat import write_lines
+from test_data_chat import conversation, write_lines
 
 from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.__main__ import main
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +49,41 @@ def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path, kind):
             config = DataConfig(sources=[str(path)], records="chat", eval_fraction=0.0)
             prints.append(open_datasets(config, seq_len=24)[0].fingerprint)
     assert prints[::2] == prints[1::2] and len(set(prints)) == 3
+
+
+TALK = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
+PARTS = {"chat": ["Hello", "See you"], "chat_last": ["See you"]}
+
+
+@pytest.mark.parametrize("records", ["chat", "chat_last", "chat_all"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_kind_selects_the_learned_part_of_a_conversation(tmp_path, records, is_plain):
+    write_tokenizer(tmp_path, [text for _, text in TALK], template="" if is_plain else CHATML)
+    path = write_lines(tmp_path / "talks.jsonl", [conversation(TALK), conversation(TALK)])
+    config = DataConfig(
+        sources=[str(path)],
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        records=records,
+        eval_fraction=0.0,
+    )
+    data = open_datasets(config, seq_len=64)[0]
+    row, decode = data[0], lambda tokens: data.tokenizer.decode(tokens, show_special=True)
+    length = np.flatnonzero(row["weights"])[-1] + 1
+    used, targets = row["weights"][:length] > 0, row["targets"][:length]
+    runs = np.split(targets, np.flatnonzero(np.diff(used)) + 1)[not used[0] :: 2]
+    end = decode([data.tokenizer.end_id])
+    expected = [f"{answer}{end}" for answer in PARTS.get(records, ())] or [decode(targets)]
+    assert [decode(run) for run in runs] == expected
+    assert records != "chat_all" or decode(targets).count("Hi") == 1
+
+
+def test_token_folders_keep_the_learned_part(tmp_path):
+    path = write_lines(tmp_path / "talks.jsonl", [conversation(TALK)])
+    assert main([str(path), "--out", str(tmp_path / "last"), "--records", "chat_last"]) == 0
+    config = DataConfig(sources=[str(tmp_path / "last")], tokenizer="bytes", eval_fraction=0.0)
+    with refused("last", "data.records=chat_last"):
+        open_datasets(dataclasses.replace(config, records="chat"), seq_len=24)
+    open_datasets(dataclasses.replace(config, records="chat_last"), seq_len=24)
 
 
 BAD = {

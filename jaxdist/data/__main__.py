@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.prepare import prepare
+from jaxdist.data.record_kinds import RecordKind
 from jaxdist.data.tokenizer import TOKENIZER_FILES, load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.entry_point import shell_python
@@ -82,12 +82,12 @@ class PrepareConfig:
     text_field: str = setting(
         "text", "field of a JSON line, or column of a Parquet file, that holds the text"
     )
-    records: Literal["text", "chat", "completion", "preference", "labeled"] = setting(
+    records: RecordKind = setting(
         "text",
         'content of a JSON line or Parquet row: a text, a conversation {"messages": [{"role", '
         '"content"}, ...]}, {"prompt", "completion"}, for preference {"prompt", "chosen", '
         '"rejected"}, or labeled {"prompt", "completion", "label"}; except with text only the '
-        "answers are learned",
+        "answers are learned, with chat_last the last one, with chat_all every token",
     )
     chat_template: str = setting(
         "auto", "auto = the tokenizer's own, else plain; plain; or the path or URL of a Jinja file"

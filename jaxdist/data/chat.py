@@ -11,7 +11,7 @@ A conversation is formatted with the tokenizer's chat template (Jinja, stored ne
     Devices with names.END
 
 END is the end token of the tokenizer. Weights are 1 on the assistant's messages and the tokens
-that end them, else 0.
+that end them, else 0; or 1 on the last of these messages only, or on every token (`Learned`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxdist.data.record_kinds import Learned
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
@@ -197,7 +198,7 @@ class PlainTemplate:
         self._end = _end(tokenizer)
         self.stop_ids = tokenizer.stop_ids
 
-    def encode(self, messages: Sequence[Message]) -> Weighted:
+    def encode(self, messages: Sequence[Message], learned: Learned = "answers") -> Weighted:
         """Return tokens and weights [length]; encode answers separately, as in generation."""
         texts, answers = [""], []
         for number, message in enumerate(messages):
@@ -210,9 +211,10 @@ class PlainTemplate:
         parts: list[tuple[np.ndarray, int]] = []
         for number, tokens in enumerate(encode_pieces(self._tokenizer, texts)):
             tokens = tokens if number else begin_text(self._tokenizer, tokens)
-            parts.append((tokens, int(number in answers)))
+            weight = int(learned == "all" or number in answers[_first(learned) :])
+            parts.append((tokens, weight))
             if number in answers:
-                parts.append((self._end, 1))
+                parts.append((self._end, weight))
         return _joined(parts)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
@@ -245,7 +247,7 @@ class JinjaTemplate:
             ) from None
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
-    def encode(self, messages: Sequence[Message]) -> Weighted:
+    def encode(self, messages: Sequence[Message], learned: Learned = "answers") -> Weighted:
         """Return tokens and weights [length] of a conversation; raises `BadRecord`."""
         text = self._rendered(messages)
         spans: list[tuple[int, int]] = []
@@ -259,10 +261,12 @@ class JinjaTemplate:
         tokens, offsets, special = self._tokenizer.encode_spans(text)
         weights = np.zeros(len(tokens), np.uint8)
         ended = True
-        for start, stop in spans:
+        for start, stop in spans[_first(learned) :]:
             inside = (offsets[:, 0] < stop) & (np.maximum(offsets[:, 1], offsets[:, 0] + 1) > start)
             ended = self._mark_end(text, stop, offsets, special, weights)
             weights[inside] = 1
+        if learned == "all":
+            weights[:] = 1
         if not ended and spans[-1][1] == len(text.rstrip()):
             return _joined([(tokens, weights), (_end(self._tokenizer), 1)])
         return Weighted(tokens, weights)
@@ -393,6 +397,11 @@ def _content(path: Location) -> bytes:
             f"data.chat_template={str(path)!r} cannot be read ({error.strerror}): it is auto, "
             "plain, or the path or URL of a Jinja template. Check the path."
         ) from None
+
+
+def _first(learned: Learned) -> int:
+    """Return the index of the first learned answer; an index from the end is negative."""
+    return -1 if learned == "last" else 0
 
 
 def _common(a: str, b: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
+from jaxdist.data.record_kinds import LEARNED, RecordKind
 from jaxdist.data.shipped_sets import prepare_command
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
@@ -77,15 +78,16 @@ class DataConfig:
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
     )
-    records: Literal["text", "chat", "completion", "preference", "labeled"] = setting(
+    records: RecordKind = setting(
         "text",
         "content of a JSON line or Parquet row. text: a text in text_field; chat: a conversation, "
         '{"messages": [{"role": "user", "content": "..."}, ...]}, or a record of ShareGPT '
-        '("conversations") or Alpaca ("instruction", "output"); completion: {"prompt": "...", '
+        '("conversations") or Alpaca ("instruction", "output"); chat_last: the same, but only the '
+        'last answer is learned; chat_all: every token is; completion: {"prompt": "...", '
         '"completion": "..."}; preference: {"prompt", "chosen", "rejected"} and labeled: '
         '{"prompt", "completion", "label": true}, as texts or lists of messages, for '
-        "objective.kind. Except with text, only answers (and the token that ends them) count in "
-        "the loss; other fields are rejected, except metadata such as id or source "
+        "objective.kind. Except with text and chat_all, only answers (and the token that ends "
+        "them) count in the loss; other fields are rejected, except metadata such as id or source "
         "(docs/fine-tuning.md lists them)",
     )
     long_records: Literal["cut", "drop", "reject"] = setting(
@@ -163,6 +165,11 @@ class DataConfig:
             numbers = () if "size" in used.values() else tuple(map(float, used.values()))
             stages.append((step, tuple(used), numbers))
         return stages
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether records are conversations that share rows."""
+        return self.records in LEARNED
 
     @property
     def has_single_rows(self) -> bool:

@@ -23,6 +23,7 @@ from jaxdist.data.files import find_files, size_of
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import MixtureStage, Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
+from jaxdist.data.record_kinds import LEARNED
 from jaxdist.data.record_rows import split_records
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.token_files import open_token_files, saved_arrow_files, select_token_files
@@ -307,7 +308,8 @@ def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int) -> _Split
         f"{str(corpus.folder)!r} has tokens of {corpus.records} records, and data.records is "
         f"{config.records}. Set data.records={corpus.records}, or name other data."
         for corpus in corpora
-        if corpus.records != config.records and {corpus.records, config.records} & {*single}
+        if len(kinds := {corpus.records, config.records}) == 2
+        and (kinds & {*single} or kinds <= {*LEARNED})
     ]
     if problems:
         raise ConfigError(problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxdist.data.chat import (
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
 from jaxdist.data.preferences import encode_labeled, encode_preference
+from jaxdist.data.record_kinds import LEARNED, RecordKind
 from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 
@@ -29,8 +30,6 @@ BATCH_CHARACTERS = 4 << 20
 _BATCH_TOKENS = 1 << 20
 
 T = TypeVar("T")
-
-RecordKind = Literal["text", "chat", "completion", "preference", "labeled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each record as a document, or a preference as two; only answers are learned."""
+    """Encode each record as a document, or a preference as two; the weights mark answers."""
 
     weighted = True
 
@@ -136,20 +135,22 @@ class RecordEncoder:
     def _encode(self, record: dict[str, Any]) -> list[Weighted]:
         if self.template is None:
             return [encode_completion(record, self.tokenizer)]
-        if self.records == "chat":
-            return [self.template.encode(checked_messages(record))]
+        if self.records in LEARNED:
+            return [self.template.encode(checked_messages(record), LEARNED[self.records])]
         encode = encode_preference if self.records == "preference" else encode_labeled
         return encode(record, self.tokenizer, self.template)
 
 
 _COLUMNS: dict[RecordKind, list[str]] = {
-    "chat": [],  # `messages`, or those of ShareGPT or Alpaca
+    # `messages`, or those of ShareGPT or Alpaca
+    "chat": [],
+    "chat_last": [],
+    "chat_all": [],
     "completion": ["prompt", "completion"],
     "preference": ["chosen", "rejected"],
     "labeled": ["prompt", "completion", "label"],
 }
 """Columns that Parquet files of a kind of records have."""
-
 
 Encoder: TypeAlias = TextEncoder | RecordEncoder
 

@@ -158,7 +158,7 @@ def first_prompt(data: DataConfig, rows: TrainData) -> str:
 
 def first_request(data: DataConfig, rows: TrainData) -> str:
     """Return flags of `generate` for a prompt like the training text."""
-    if data.records == "chat":
+    if data.is_chat:
         return "--chat"
     prompt = first_prompt(data, rows)
     return f"--prompt {shlex.quote(prompt)}" if prompt else ""
@@ -179,7 +179,7 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
     streamed.
     """
     config = parts.config
-    is_chat = config.data.records == "chat"
+    is_chat = config.data.is_chat
     if parts.model.decoding is None or not isinstance(rows, Dataset) or rows.tokenizer is None:
         return "", ""
     if is_chat or config.data.has_single_rows:

@@ -169,7 +169,7 @@ def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
         return unknown
     tokenizer = load_tokenizer(name, data.eos_token)
     stops = set(tokenizer.stop_ids)
-    if data.records == "chat" or data.has_single_rows:
+    if data.is_chat or data.has_single_rows:
         stops |= load_template(data.chat_template, tokenizer).stop_ids
     ends = sorted(stops, key=lambda id: (id != tokenizer.end_id, id))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else None}

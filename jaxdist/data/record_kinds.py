@@ -1,0 +1,15 @@
+"""Kinds of records that data consist of."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+RecordKind: TypeAlias = Literal[
+    "text", "chat", "chat_last", "chat_all", "completion", "preference", "labeled"
+]
+
+Learned: TypeAlias = Literal["answers", "last", "all"]
+"""The part of a conversation with weight 1: every answer, the last one, or every token."""
+
+LEARNED: dict[str, Learned] = {"chat": "answers", "chat_last": "last", "chat_all": "all"}
+"""Kinds of records that are conversations, and what is learned of them."""
