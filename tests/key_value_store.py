@@ -46,7 +46,7 @@ class KeyValueStore:
 class Client:
     """A process's connection to the store; counts its requests, and their bytes."""
 
-    def __init__(self, store: KeyValueStore):
+    def __init__(self, store: Any):
         self._store, self.requests, self.bytes = store, 0, 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -62,11 +62,19 @@ class Client:
 
 
 class Job:
-    """`num_processes` simulated processes: threads with separate groups and counting clients."""
+    """Simulated processes: threads with separate groups and counting clients.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_processes: int):
+    `clients` are those of the processes to simulate here; by default of all, of one store.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        num_processes: int,
+        clients: dict[int, Client] | None = None,
+    ):
         self.num_processes, store = num_processes, KeyValueStore()
-        self.clients = [Client(store) for _ in range(num_processes)]
+        self.clients = clients or {i: Client(store) for i in range(num_processes)}
         self._own = threading.local()
         monkeypatch.setattr(service, "_state", lambda: self._own.state)
         monkeypatch.setattr(group, "_made", _PerThread(self._own, "made"))
@@ -74,7 +82,7 @@ class Job:
 
     def run(self, call: Callable[[int], Any]) -> list[Any]:
         """Return the result or the error of `call(process_id)` in each process."""
-        results: list[Any] = [None] * self.num_processes
+        results: dict[int, Any] = {}
 
         def body(process: int) -> None:
             client, own = self.clients[process], self._own
@@ -87,12 +95,12 @@ class Job:
             except Exception as error:
                 results[process] = error
 
-        threads = [threading.Thread(target=body, args=(i,)) for i in range(self.num_processes)]
+        threads = [threading.Thread(target=body, args=(i,)) for i in self.clients]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(120)
-        return results
+        return [results.get(i, "no result") for i in self.clients]
 
 
 class _PerThread:

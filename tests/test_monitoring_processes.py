@@ -7,6 +7,7 @@ import sys
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from monitored import Clock
 from refusals import missing
@@ -19,10 +20,12 @@ from jaxdist.run.monitoring.console import idle_lines
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.stragglers import (
+    MAX_LISTED,
     StragglerDetector,
     find_stragglers,
     newest_common,
     summarize,
+    table,
 )
 from jaxdist.run.monitoring.summary import RunSummary, Throughput
 from jaxdist.run.monitoring.timers import StepTimer
@@ -232,6 +235,71 @@ def test_a_throttled_gpu_is_named():
     (slow,) = find_stragglers(reports)
     assert (slow.process, slow.cause) == (1, "gpu clock")
     assert missing(slow.text, "1200 MHz", "1980", "91 °C") == []
+
+
+class Counted(dict):
+    """A report that counts how often its numbers are read, in any report."""
+
+    reads = 0
+
+    def __getitem__(self, name):
+        Counted.reads += 1
+        return super().__getitem__(name)
+
+
+def random_reports(count: int) -> dict[int, Counted]:
+    """Return reports of processes with ties, slow loaders, slow hosts and throttled GPUs."""
+    numbers, reports = np.random.default_rng(count), {}
+    for i in range(count):
+        data_s, host_s = numbers.choice([0.01, 0.05, 0.4], 2, p=[0.6, 0.3, 0.1])
+        late = (float(data_s), float(host_s), 0.0)
+        other = (0.01, 0.01, float(data_s + host_s))
+        extra = {"gpu_clock_mhz": float(numbers.choice([1980, 1950, 1500]))} if i % 3 else {}
+        num_late = int(numbers.integers(0, 13))
+        steps = num_late * [late] + (12 - num_late) * [other]
+        reports[i] = Counted(make_report(f"n{i}", steps, **extra))
+    return reports
+
+
+def test_every_process_is_compared_with_the_median_of_the_others():
+    for count in (2, 3, 4, 7, 40, 41):
+        reports = random_reports(count)
+        expected = {}
+        for i, one in reports.items():
+            others = [other for j, other in reports.items() if j != i]
+            median = lambda name, others=others: np.median([x[name] for x in others if name in x])
+            late = one["late_steps"] / 12
+            data_s = one["late_data_s"] - median("data_wait_s")
+            lost_s = late * (data_s + one["late_host_s"] - median("host_s"))
+            step_s = np.median([x["step_time_s"] for x in reports.values()])
+            if one["late_steps"] >= 5 and lost_s * late > 0.1 * step_s:
+                expected[i] = "data" if 2 * data_s * late >= lost_s else "host"
+            elif one.get("gpu_clock_mhz", np.inf) < 0.85 * median("gpu_clock_mhz"):
+                expected[i] = "gpu clock"
+        slow = {one.process: one.cause for one in find_stragglers(reports)}
+        assert slow == expected and (count < 40 or len(set(slow.values())) == 3)
+
+
+def test_comparing_and_listing_processes_reads_each_report_a_few_times():
+    for count in (64, 4096):
+        reports, Counted.reads = random_reports(count), 0
+        table(reports, find_stragglers(reports))
+        assert Counted.reads < 40 * count
+
+
+def test_times_of_a_large_job_are_summarized_with_its_stragglers():
+    reports = {i: make_even_report(f"n{i}", 0.01, i / 1000, 1 - i / 1000) for i in range(201)}
+    reports[33] = make_even_report("n33", 1.5, 0.1, 0.0)
+    record = table(reports, find_stragglers(reports))
+    assert len(json.dumps(record)) < 12_000
+    assert len(record["of"]) == MAX_LISTED and record["num_processes"] == 201
+    assert record["of"] == [33, *range(138, 201)]  # they waited least for their devices
+    row = record["of"].index(33)
+    assert (record["hosts"][row], record["means"]["data_wait_s"][row]) == ("n33", 1.5)
+    every = [one["host_s"] for one in reports.values()]
+    assert record["quantiles"]["host_s"] == list(np.quantile(every, [0, 0.1, 0.5, 0.9, 1]))
+    small = table({i: reports[i] for i in range(MAX_LISTED)}, [])
+    assert small["of"] == list(range(MAX_LISTED)) and "quantiles" not in small
 
 
 def test_processes_are_compared_over_the_same_interval():

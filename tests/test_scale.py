@@ -99,7 +99,7 @@ def test_costs_of_an_exchange_grow_with_the_job_in_process_0_only(
     for size in SIZES:
         job = Job(monkeypatch, size)
         assert job.run(lambda process, size=size: work(process, size, path)) == [None] * size
-        first, *others = job.clients
+        first, *others = job.clients.values()
         each = max(c.requests for c in others), max(c.bytes for c in others)
         measured[size] = first.requests, first.bytes, *each
         assert each[0] <= 8, measured  # before a quadratic exchange takes minutes
@@ -110,6 +110,19 @@ def test_costs_of_an_exchange_grow_with_the_job_in_process_0_only(
         name = len('["node00000", 8], ')
         num_bytes = [b - name * n // PER_HOST for n, b in zip(SIZES, num_bytes, strict=True)]
     assert exponent(num_bytes) <= 0.3, measured
+
+
+def test_search_for_a_gpu_used_twice_reads_each_reply_once():
+    class Counted(dict):
+        reads = 0
+
+        def __getitem__(self, name):
+            Counted.reads += name == "gpus"
+            return super().__getitem__(name)
+
+    everyone = [Counted(host="n", versions={}, gpus=[f"GPU-{i}"]) for i in range(4096)]
+    distributed._check_processes(everyone)
+    assert Counted.reads == len(everyone)
 
 
 def test_differing_settings_and_a_shared_gpu_are_rejected_in_every_process(stand_ins, monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdist.run.metrics_log import skip_reason
-from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
+from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers, table
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.timers import (
     DATA_WAIT_WARNING,
@@ -93,17 +93,8 @@ class Alerts:
         if not self._compares or not (reports := self._stragglers.everyone()):
             return
         step = reports[0]["step"]
-        each = lambda name: [one[name] for one in reports.values()]
-        names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
-        self._event(
-            "process_times",
-            step=step,
-            quiet=True,
-            of=list(reports),
-            hosts=each("host"),
-            means={name: each(name) for name in names},
-        )
         slow = find_stragglers(reports)
+        self._event("process_times", step=step, quiet=True, **table(reports, slow))
         for one in slow:
             self._summary.add_straggler(one)
             if (one.process, one.cause) in self._slow:

@@ -15,10 +15,12 @@ attributed to none.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import heapq
 import socket
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdist.runtime import coordination
@@ -34,6 +36,10 @@ thirds of a shorter interval. Jitter of overloaded cores made 13 of 52, 3 of 8 a
 late. A slow loader with saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
 """Share of the median GPU clock below which a GPU is reported."""
+_COMPARED = ("data_wait_s", "host_s", "gpu_clock_mhz")
+"""Numbers of a process that are compared with the median of the others."""
+MAX_LISTED = 64
+"""Processes listed one by one in metrics.jsonl; larger jobs are summarized."""
 _TOPIC = "monitoring/processes"
 
 READY_SHARE = 0.02
@@ -140,22 +146,63 @@ def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]
         return []
     stragglers = []
     median_step_s = statistics.median(one["step_time_s"] for one in reports.values())
+    others = {name: _Others(reports.values(), name) for name in _COMPARED}
     for process, one in reports.items():
-        others = [reports[i] for i in reports if i != process]
         slow = _slow(process, one, others, median_step_s) or _slow_clock(process, one, others)
         if slow is not None:
             stragglers.append(slow)
     return sorted(stragglers, key=lambda slow: -slow.lost_s)
 
 
+def table(
+    reports: Mapping[int, Mapping[str, Any]], stragglers: Sequence[Straggler]
+) -> dict[str, Any]:
+    """Return the fields of the event `process_times`: the mean times of each process of `of`.
+
+    Above `MAX_LISTED` processes, `of` has the stragglers and the processes that waited least for
+    their devices, and `quantiles` describes all: name -> minimum, 10 %, median, 90 %, maximum.
+    """
+    names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
+    listed, summary = list(reports), {}
+    if len(reports) > MAX_LISTED:
+        named = dict.fromkeys(slow.process for slow in stragglers)
+        by_wait = heapq.nsmallest(MAX_LISTED, reports, lambda i: reports[i]["device_wait_s"])
+        listed = sorted(list(dict.fromkeys([*named, *by_wait]))[:MAX_LISTED])
+        quantiles = {}
+        for name in names:
+            ordered = sorted(one[name] for one in reports.values())
+            last = len(ordered) - 1
+            quantiles[name] = [ordered[round(share * last)] for share in (0, 0.1, 0.5, 0.9, 1)]
+        summary = {"num_processes": len(reports), "quantiles": quantiles}
+    means = {name: [reports[i][name] for i in listed] for name in names}
+    return {"of": listed, "hosts": [reports[i]["host"] for i in listed], "means": means, **summary}
+
+
+class _Others:
+    """The median over all processes but one of a number that not all have reported."""
+
+    def __init__(self, reports: Iterable[Mapping[str, Any]], name: str):
+        self._name = name
+        self._ordered = sorted(one[name] for one in reports if name in one)
+
+    def median_without(self, one: Mapping[str, Any]) -> float | None:
+        """Return the median of the others; None if there are none."""
+        left_out = bisect.bisect_left(self._ordered, one[self._name])
+        at = lambda i: self._ordered[i + (i >= left_out)]
+        middle, is_odd = divmod(len(self._ordered) - 1, 2)
+        if middle + is_odd == 0:
+            return None
+        return at(middle) if is_odd else (at(middle - 1) + at(middle)) / 2
+
+
 def _slow(
-    process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], median_step_s: float
+    process: int, one: Mapping[str, Any], others: Mapping[str, _Others], median_step_s: float
 ) -> Straggler | None:
     late, steps = one["late_steps"], one["num_steps"]
     if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, 2 / 3 * steps)):
         return None
-    data_s = one["late_data_s"] - statistics.median(other["data_wait_s"] for other in others)
-    host_s = one["late_host_s"] - statistics.median(other["host_s"] for other in others)
+    data_s = one["late_data_s"] - (others["data_wait_s"].median_without(one) or 0.0)
+    host_s = one["late_host_s"] - (others["host_s"].median_without(one) or 0.0)
     lost_s = (data_s + host_s) * late / steps
     if lost_s * late <= _MIN_COST * median_step_s * steps:  # fewer late steps must cost more
         return None
@@ -174,13 +221,12 @@ def _slow(
 
 
 def _slow_clock(
-    process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]]
+    process: int, one: Mapping[str, Any], others: Mapping[str, _Others]
 ) -> Straggler | None:
-    clocks = [other["gpu_clock_mhz"] for other in others if "gpu_clock_mhz" in other]
-    if not clocks or "gpu_clock_mhz" not in one:
+    if "gpu_clock_mhz" not in one:
         return None
-    median = statistics.median(clocks)
-    if one["gpu_clock_mhz"] >= _SLOW_CLOCK * median:
+    median = others["gpu_clock_mhz"].median_without(one)
+    if median is None or one["gpu_clock_mhz"] >= _SLOW_CLOCK * median:
         return None
     text = (
         f"a GPU of process {process} on {one['host']} runs at {one['gpu_clock_mhz']:.0f} MHz, "
