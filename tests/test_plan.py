@@ -16,7 +16,9 @@ from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import Limits
-from jaxdist.plan.options import PlanConfig
+from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.plan.options import PlanConfig, clusters_of, read_plan
 from jaxdist.plan.scaling import Sizes, nearest
 from jaxdist.plan.text import drawings
 from jaxdist.settings import ConfigError
@@ -51,6 +53,50 @@ def test_plan_has_a_verdict_and_the_flags_to_use(capsys):
     settings = {field.name for field in fields_of(PlanConfig)} | ALIASES.keys()
     named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]*)", text)}
     assert "checkpoint.save_interval_steps" in named and named <= settings
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mesh=dp=8"],
+        ["--mesh=fsdp=2,tp=2,dp=2", "--train.remat=none"],
+        ["--mesh=pp=2,dp=4"],
+        ["--mesh=dp=4,cp=2", "--precision.compute_dtype=float32"],
+    ],
+    ids=["auto", "none", "pipeline", "float32"],
+)
+def test_the_largest_batch_fits_and_one_more_row_does_not(flags):
+    """The reference are the estimates of both batches with every policy of remat."""
+    config, mesh = read_plan(small("--gpus=l4:8", "--train.seq_len=4096", *flags))
+    largest = planner.make_plan(config, clusters_of(config)[0], mesh).largest_batch
+    train = largest.job.config.train
+    count = max(1, train.num_microbatches)
+    assert count == 1 or "--mesh=pp=2,dp=4" in flags
+    is_named = "--train.remat=none" in flags
+
+    def needs(rows: int) -> float:
+        """Return the least share of the usable memory, with the error of the estimate."""
+        sizes = {"global_batch_size": rows, "num_microbatches": count}
+        jobs = [
+            largest.job.changed("train", **sizes, remat=remat)
+            for remat in (["none"] if is_named else POLICIES)
+        ]
+        return min(1.05 * estimate_memory(job).total_bytes / usable_bytes(job) for job in jobs)
+
+    step = count * largest.job.spec.num_replicas
+    assert train.global_batch_size % step == 0 and largest.job.rows > 3
+    assert needs(train.global_batch_size) <= 1 < needs(train.global_batch_size + step)
+
+
+def test_the_largest_batch_is_in_text_and_json(capsys):
+    report = plan(capsys, "--gpus=l4:8")["largest_batch"]
+    assert report["global_batch_size"] == 8 * report["rows_per_replica"] > 256
+    assert main([*SMALL, "--gpus=l4:8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{report['rows_per_replica']} rows on each replica" in text
+    assert f"--train.global-batch-size {report['global_batch_size']}" in text
+    tiny = plan(capsys, "--gpus=l4:1", "--model.d_model=16384", "--model.mlp_dim=65536")
+    assert tiny["largest_batch"] is None and not tiny["fits"]
 
 
 def test_flags_of_a_plan_reproduce_the_plan(capsys):

@@ -372,6 +372,11 @@ def _batch(plan: Plan) -> Iterator[Advice]:
             f" Each of the {job.spec.num_replicas} replicas has one row at a time: more replicas "
             "need a larger batch or fewer microbatches."
         )
+    if (largest := plan.largest_batch) is not None:
+        text += (
+            f" The largest batch that fits at once, by the estimate: {largest.job.rows} rows on "
+            f"each replica, {largest.command(plan.base)}."
+        )
     warmup = optim.warmup_steps / max(1, plan.base.train.steps)
     if warmup > 0.2:
         text += f" Warmup is {percent(warmup, 0)} of the run; a few percent is usual."

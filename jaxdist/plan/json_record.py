@@ -42,6 +42,7 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 "phases": plan.choice.memory.phases,
             },
             "step": _step(plan.choice),
+            "largest_batch": _largest(plan),
             "traffic": [dataclasses.asdict(flow) for flow in plan.flows],
             "cost": {
                 "currency": "USD",
@@ -77,6 +78,19 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "advice": [dataclasses.asdict(item) for item in advice],
         }
     )
+
+
+def _largest(plan: Plan) -> dict[str, Any] | None:
+    largest = plan.largest_batch
+    if largest is None:
+        return None
+    return {
+        "global_batch_size": largest.job.config.train.global_batch_size,
+        "rows_per_replica": largest.job.rows,
+        "total_bytes": largest.memory.total_bytes,
+        "tokens_per_s": largest.time.tokens_per_s,
+        "flags": largest.flags(plan.base),
+    }
 
 
 def _step(choice: Candidate) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from jaxdist.plan.estimate.cost import (
     storage_rate,
 )
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.largest_batch import largest_batch
 from jaxdist.plan.estimate.memory import usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
 from jaxdist.plan.estimate.remat import choose_remat
@@ -80,6 +82,11 @@ class Plan:
         """Bytes per device: of the compiled step if available, else estimated."""
         compiled = self.check.compiled if self.check else None
         return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
+
+    @functools.cached_property
+    def largest_batch(self) -> Candidate | None:
+        """The same run with the largest batch that fits without accumulation; None if none does."""
+        return largest_batch(self.choice.job, self.base.train.remat)
 
     @property
     def fits(self) -> bool:
