@@ -194,7 +194,7 @@ def test_steps_are_rerun_with_the_kernel_of_training(tmp_path, monkeypatch, fiel
     monkeypatch.setattr(rerun, "decide_step", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))
+    monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader, 0))
     monkeypatch.setattr(
         rerun,
         "make_diagnostic_step",
