@@ -23,6 +23,7 @@ from jaxdist.run.reference import with_reference
 from jaxdist.run.replay import read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
+from jaxdist.run.teacher import with_teacher
 from jaxdist.run.trained_run import open_run
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import columns
@@ -89,7 +90,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
             f"{opened.kind if isinstance(opened, Dataset) else 'a stream'}: only rows of text by "
             "number have losses of their own. Use python -m jaxdist.train --replay RUN:STEP."
         )
-    parts = run.parts_for(opened.fields)
+    parts, _ = with_teacher(run.parts_for(opened.fields), opened.fields)
     (data,) = with_reference(parts, in_examples(parts, opened))
     state, loader, checkpoint = state_before(parts, data, directory, config.step, history)
     with contextlib.closing(loader):
