@@ -4,6 +4,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import missing
 from test_launch_elastic import a_plan
@@ -381,10 +382,67 @@ def test_a_live_launcher_of_the_same_rank_is_rejected(tmp_path, monkeypatch):
     assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim_rank() is None
 
 
+@pytest.fixture
+def make_large(tmp_path, monkeypatch):
+    """Return a builder of a running job of `count` hosts, and the number of files read so far.
+
+    A host reads 8 files of others at a time instead of 32, as if the job had four times the hosts.
+    """
+    monkeypatch.setattr(rendezvous, "READS", 8)
+    monkeypatch.setattr(host_module, "count_gpus", lambda: 0)
+    reads, read_json = [0], rendezvous._read_json
+
+    def counted(path):
+        reads[0] += 1
+        return read_json(path)
+
+    def make(count: int) -> World:
+        sizes = LegalSizes(legal=range(1, count + 1), simulate=1)
+        world = World(tmp_path / str(count), a_plan("1:1", f"1:{count}"), sizes)
+        for rank in range(count):
+            world.start(rank)
+        world.run(5)
+        assert all(len(host.ranks) == count for host in world.living.values())
+        return world
+
+    monkeypatch.setattr(rendezvous, "_read_json", counted)
+    return make, reads
+
+
+def test_file_reads_of_a_job_grow_with_its_hosts(make_large):
+    make, reads = make_large
+    per_second = []
+    for count in (32, 64, 128):
+        world = make(count)
+        before = reads[0]
+        world.run(4)
+        per_second.append((reads[0] - before) / 4)
+    exponent = np.polyfit(np.log([32, 64, 128]), np.log(per_second), 1)[0]
+    assert exponent <= 1.1 and per_second[-1] <= 128 * (8 + 3), per_second
+
+
+@pytest.mark.parametrize("lost", [0, 1, 50])
+def test_loss_in_a_large_job_reaches_every_host_within_three_seconds(make_large, lost):
+    """A host reads the file of another one every 64 / 8 seconds, the leader every second."""
+    world = make_large[0](64)
+    world.kill(lost)
+    others = list(world.living.values())
+    world.run(LOST_S - 2)
+    assert all(host.is_running and not host.causes for host in others)
+    world.run(5)
+    for host in others:
+        (cause,) = host.causes
+        assert missing(cause, f"host {lost} (n{lost}) is lost") == []
+    world.run(JOIN_S + 3)
+    members = [rank for rank in range(64) if rank != lost]
+    assert all(host.ranks == members for host in others)
+
+
 def test_damaged_files_are_ignored(tmp_path):
     (tmp_path / "host-3.json").write_text('{"rank": 3, "uu')
     (tmp_path / "host-4.json").write_text("[]")
-    (tmp_path / "round.json").write_text("{}")
+    (tmp_path / "round.json").write_text('{"id": "a", "number": 0}')
+    (tmp_path / "members.json").write_text('{"id": "b", "members": []}')
     one = Rendezvous(tmp_path, 0, "n0", heartbeat_timeout_s=3)
     assert list(one.read_hosts()) == [0]
     assert one.read_round() is None

@@ -149,12 +149,13 @@ class ElasticAgent(Agent):
             self.rendezvous.publish(self._capacity_now())
         hosts, current = self.rendezvous.read_hosts(), self._current_round()
         lost = self._missing_member(hosts, current, group.is_stopping)
+        is_current = self.round is not None and current is not None and current.id == self.round.id
+        if is_current and self._leads(hosts):
+            self._lead(hosts, current)
         if lost:
             group.abort(lost)
             return
         self._forward_stop(group, hosts, current)
-        if self._leads(hosts):
-            self._lead(hosts, current)
 
     def on_group_end(self, result: GroupResult) -> None:
         """Publish how this host's processes ended."""
@@ -201,9 +202,7 @@ class ElasticAgent(Agent):
         self.rendezvous.discard()
 
     def _leads(self, hosts: Mapping[int, Host]) -> bool:
-        ready = [h.rank for h in hosts.values() if h.state in ("waiting", "running")]
-        living = [rank for rank in ready if self.rendezvous.is_alive(hosts[rank])]
-        return bool(living) and min(living) == self.rendezvous.own.rank
+        return self.rendezvous.leader() == self.rendezvous.own.rank
 
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
         """Write the next round when the hosts are complete or late, or stop one that can grow.
@@ -214,6 +213,11 @@ class ElasticAgent(Agent):
         if current is not None and self._is_running(current, hosts):
             self._idle_since = None
             self._log_waiting(current, hosts)
+            lost = [m for m in current.members if self._state_in(current, hosts, m) == "lost"]
+            if lost and not current.lost:  # other hosts read the files of members rarely
+                loss = self._loss(lost[0], hosts)
+                self.rendezvous.write_round(dataclasses.replace(current, lost=loss))
+                return None
             self._stop_to_grow(current, [h for h in living if h.state in ("waiting", "running")])
             return None
         now = self.rendezvous.clock()
@@ -280,7 +284,8 @@ class ElasticAgent(Agent):
         if host is None or host.uuid != member.uuid:
             return "lost"
         if host.round != current.id:  # the host has not read the round yet, and may never do so
-            fresh = self.rendezvous.clock() < self._newest_since + self.plan.rdzv_timeout_s
+            read_at = self.rendezvous.read_at(host)
+            fresh = read_at < self._newest_since + self.plan.rdzv_timeout_s
             return "running" if fresh and self.rendezvous.is_alive(host) else "lost"
         if host.state in ("running", "leaving"):
             return "running" if self.rendezvous.is_alive(host) else "lost"
@@ -308,16 +313,12 @@ class ElasticAgent(Agent):
         assert self.round is not None  # a round runs
         if current is None or current.id != self.round.id:
             return f"the other hosts have started a round without {self.rendezvous.own}"
+        if current.lost:
+            return current.lost
         for member in self.round.members:
             state = self._state_in(self.round, hosts, member)
             if state == "lost":
-                host = hosts.get(member.rank)
-                if host is not None and host.uuid != member.uuid:
-                    return f"{member} is lost: its launcher was restarted"
-                return (
-                    f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s "
-                    "(power failure, network, or its launcher was killed)"
-                )
+                return self._loss(member, hosts)
             if state in ("running", "done"):
                 continue
             now = self.rendezvous.clock()
@@ -326,21 +327,33 @@ class ElasticAgent(Agent):
                 return f"{member} has ended its part of the round ({state})"
         return ""
 
+    def _loss(self, member: Host, hosts: Mapping[int, Host]) -> str:
+        host = hosts.get(member.rank)
+        if host is not None and host.uuid != member.uuid:
+            return f"{member} is lost: its launcher was restarted"
+        return (
+            f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s "
+            "(power failure, network, or its launcher was killed)"
+        )
+
     def _forward_stop(
         self, group: WorkerGroup, hosts: Mapping[int, Host], current: Round | None
     ) -> None:
         assert self.round is not None and current is not None  # else it was aborted
         if group.is_stopping:
             return
-        members = [hosts[m.rank] for m in self.round.members if m.rank in hosts]
+        members = [m for m in self.round.members if m.rank in hosts]
         if current.stop:
             # If processes forward the request, one host is enough. A second signal could kill a
             # process that has saved and is about to exit.
-            first = min(h.rank for h in members if h.state in ("running", "leaving"))
+            state_of = lambda member: self._state_in(current, hosts, member)
+            first = min(member.rank for member in members if state_of(member) == "running")
             if self._stop_reaches_all and first != self.rendezvous.own.rank:
                 return
             self._log(f"{current.stop}: saving before the next round")
-        elif self._stop_reaches_all or not any(h.state in ("leaving", "saved") for h in members):
+        elif self._stop_reaches_all or not any(
+            hosts[member.rank].state in ("leaving", "saved") for member in members
+        ):
             return
         self._has_forwarded_stop = True
         group.request_stop()

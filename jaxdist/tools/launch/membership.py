@@ -105,18 +105,19 @@ def choose_members(
         for devices in _device_counts(hosts):
             able = [
                 h
-                for h in hosts
+                for h in sorted(hosts, key=lambda host: host.rank)
                 if h.max_processes >= nproc_per_node and h.devices >= nproc_per_node * devices
             ]
-            for count in range(plan.nnodes.minimum, min(len(able), plan.nnodes.maximum) + 1):
-                if not sizes.suits(count * nproc_per_node, devices):
-                    continue
-                chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                job = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
-                size = count * nproc_per_node * (1 if sizes.legal is None else devices)
-                value = (size, -count, nproc_per_node, devices)
-                if best is None or value > best[0]:
-                    best = value, job
+            counts = range(min(len(able), plan.nnodes.maximum), plan.nnodes.minimum - 1, -1)
+            suited = (n for n in counts if sizes.suits(n * nproc_per_node, devices))
+            if (count := next(suited, 0)) == 0:  # the largest job of this shape
+                continue
+            chosen = tuple(able[:count])
+            job = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
+            size = count * nproc_per_node * (1 if sizes.legal is None else devices)
+            value = (size, -count, nproc_per_node, devices)
+            if best is None or value > best[0]:
+                best = value, job
     return None if best is None else best[1]
 
 

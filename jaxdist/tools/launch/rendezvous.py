@@ -1,7 +1,8 @@
 """Files in a shared directory through which the launchers of an elastic job see each other.
 
     host-<rank>.json   the state of one host, written only by its launcher, every second
-    round.json         the hosts of the current round, written by the leader
+    round.json         the current round, written by the leader
+    members.json       the hosts of that round, read once
 
 Files are used instead of a server (torchrun's c10d store, etcd), because a server runs on one host
 and that host may be lost. The run directory is available as long as the job can save.
@@ -12,6 +13,9 @@ and that host may be lost. The run directory is available as long as the job can
 * A file whose counter has not changed since the first read may be left from an earlier launch. It
   is ignored until it changes.
 * Every launcher has a uuid: a restarted launcher is a new member.
+* The leader reads all files every second. Another host reads the leader's file and `READS` others
+  in turn, so that the reads of a large job grow with its hosts, not with their square. The leader
+  writes the loss of a member into the round.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 import time
 import uuid
@@ -32,6 +37,9 @@ from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats, and between two reads of the other hosts' files."""
+
+READS = 32
+"""Files of other hosts that a host reads at a time, besides the leader's; the leader reads all."""
 
 State = Literal[
     "starting", "waiting", "running", "done", "saved", "failed", "leaving", "left", "ended"
@@ -94,16 +102,27 @@ class Membership:
 class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
-    `stop` is the reason to save and end the round; empty while it should run.
+    `stop` is the reason to save and end the round, `lost` the loss of a member, which ends it at
+    once; empty while it should run.
     """
 
     id: str
     number: int
     stop: str = ""
+    lost: str = ""
 
     def index_of(self, launcher: str) -> int | None:
         """Return the position of a launcher (uuid) among the members, or None."""
         return next((i for i, host in enumerate(self.members) if host.uuid == launcher), None)
+
+
+@dataclasses.dataclass
+class _Observed:
+    """A host, the time of its last heartbeat (None = none since the first read) and last read."""
+
+    host: Host
+    moved_at: float | None
+    read_at: float
 
 
 class Rendezvous:
@@ -122,9 +141,10 @@ class Rendezvous:
         self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.duplicate: Host | None = None
-        # Rank -> host, and time of its last heartbeat; None = no heartbeat since the first read.
-        self._observed: dict[int, tuple[Host, float | None]] = {}
+        self._observed: dict[int, _Observed] = {}  # by rank
         self._has_read = False
+        self._unread: list[int] = []  # ranks of files to read next
+        self._round: Round | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._heartbeats = threading.Thread(
@@ -194,45 +214,99 @@ class Rendezvous:
         return is_other and not has_ended and (self.folder / f"host-{host.rank}.json").exists()
 
     def read_hosts(self) -> dict[int, Host]:
-        """Return rank -> host for this host and all with a heartbeat since the first read."""
-        now = self.clock()
-        names = [name for name in self.folder.entries() if name.startswith("host-")]
-        for name in names:
-            host = _read_host(self.folder / name)
-            if host is None:
-                continue
-            if host.rank == self.own.rank:
-                if host.uuid != self.own.uuid and self.own.heartbeat:
-                    self.duplicate = host
-                continue
-            before = self._observed.get(host.rank)
-            if before is None:
-                self._observed[host.rank] = host, now if self._has_read else None
-            elif (before[0].uuid, before[0].heartbeat) != (host.uuid, host.heartbeat):
-                self._observed[host.rank] = host, now
+        """Read files; return rank -> host for this host and all with a heartbeat since the first.
+
+        A host that does not lead may know another one as it was `len(hosts) / READS` calls ago.
+        """
+        read: set[int] = set()
+        leader = self.leader()
+        while leader is not None and leader not in (self.own.rank, *read):
+            self._read(leader)
+            read.add(leader)
+            leader = self.leader()
+        if leader == self.own.rank or not self._has_read:
+            self._unread = self._listed()
+            count = len(self._unread)
+        else:
+            self._unread = self._unread or self._listed()
+            count = READS
+        for rank in self._unread[:count]:
+            if rank not in read:
+                self._read(rank)
+        del self._unread[:count]
         self._has_read = True
-        moved = {rank: host for rank, (host, at) in self._observed.items() if at is not None}
+        return self._hosts()
+
+    def leader(self) -> int | None:
+        """Return the lowest rank of a live host that takes part or waits for it."""
+        ready = [h for h in self._hosts().values() if h.state in ("waiting", "running")]
+        return min((h.rank for h in ready if self.is_alive(h)), default=None)
+
+    def _hosts(self) -> dict[int, Host]:
+        moved = {r: seen.host for r, seen in self._observed.items() if seen.moved_at is not None}
         return {**moved, self.own.rank: self.own}
 
+    def _listed(self) -> list[int]:
+        """Return the ranks of all files; hosts whose file is missing count as read.
+
+        They begin with the next rank, so that hosts do not read the same files at the same time.
+        """
+        names = (re.fullmatch(r"host-(\d+)\.json", name) for name in self.folder.entries())
+        ranks = [int(match[1]) for match in names if match]
+        for rank in self._observed.keys() - ranks:
+            self._observed[rank].read_at = self.clock()
+        return sorted(ranks, key=lambda rank: (rank <= self.own.rank, rank))
+
+    def _read(self, rank: int) -> None:
+        host, now = _read_host(self.folder / f"host-{rank}.json"), self.clock()
+        if rank == self.own.rank:
+            if host is not None and host.uuid != self.own.uuid and self.own.heartbeat:
+                self.duplicate = host
+            return
+        seen = self._observed.get(rank)
+        if seen is not None:
+            seen.read_at = now
+        if host is None or host.rank != rank:
+            return
+        if seen is None:
+            self._observed[rank] = _Observed(host, now if self._has_read else None, now)
+        elif (seen.host.uuid, seen.host.heartbeat) != (host.uuid, host.heartbeat):
+            seen.host, seen.moved_at = host, now
+
     def is_alive(self, host: Host) -> bool:
-        """Return whether a host had a heartbeat within `heartbeat_timeout_s`, by this clock."""
+        """Return whether a host had moved within `heartbeat_timeout_s` when it was last read."""
         if host.uuid == self.own.uuid:
             return True
-        _, moved_at = self._observed[host.rank]
-        return moved_at is not None and self.clock() - moved_at <= self.heartbeat_timeout_s
+        seen = self._observed[host.rank]
+        moved_at = seen.moved_at
+        return moved_at is not None and seen.read_at - moved_at <= self.heartbeat_timeout_s
+
+    def read_at(self, host: Host) -> float:
+        """Return when a host's file was last read, by this clock."""
+        return self.clock() if host.uuid == self.own.uuid else self._observed[host.rank].read_at
 
     def read_round(self) -> Round | None:
         """Return the last round, possibly of an earlier launch."""
         record = _read_json(self.folder / "round.json")
         try:
-            members = tuple(Host(**host) for host in record.pop("members"))
-            return Round(**record, members=members)
+            if self._round is None or self._round.id != record["id"]:
+                members = _read_json(self.folder / "members.json")
+                if members["id"] != record["id"]:  # the leader is writing a round
+                    return None
+                hosts = tuple(Host(**host) for host in members["members"])
+                self._round = Round(**record, members=hosts)
+            self._round = Round(**record, members=self._round.members)
+            return self._round
         except (AttributeError, KeyError, TypeError):
             return None
 
     def write_round(self, new: Round) -> None:
         """Replace the round; only the leader may."""
-        self._write("round", dataclasses.asdict(new))
+        record = dataclasses.asdict(new)
+        members = {"id": new.id, "members": record.pop("members")}
+        if self._round is None or self._round.id != new.id:
+            self._write("members", members)
+        self._write("round", record)
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
