@@ -16,6 +16,7 @@ COMMANDS = (
     "generate",
     "data",
     "convert",
+    "verify",
     "plan",
     "audit",
     "launch",

@@ -51,8 +51,8 @@ NEEDS_GPUS = [
 ]
 
 
-# They use no device: a separate process would prove nothing.
-IN_PROCESS = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan")
+# A separate process would prove nothing.
+IN_PROCESS = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan", "jaxdist.verify")
 
 
 def test_the_readme_is_short():
@@ -115,8 +115,7 @@ def smaller(line: str) -> list[str]:
         return [*words, "--max_batches", "1"]
     if words[1] == "scripts/bench/step.py":
         return [*words[:2], "--preset", "cpu-256", "--batch", "1", "--blocks", "1", "--no-bare"]
-    alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan", "jaxdist.doctor")
-    if words[2] in alone or {"slurm", "kubernetes"} & set(words):
+    if words[2] in (*IN_PROCESS, "jaxdist.doctor") or {"slurm", "kubernetes"} & set(words):
         return words
     if "--precision.matmul-dtype" in words:  # not in the first and the last layer
         return [*words, "--steps=2", *tiny("--model.num_layers=3"), "--eval.interval_steps=0"]

@@ -208,6 +208,7 @@ OTHER_FILES = {
     "runtime/distributed.py": "the package's own sources, equal in all processes",
     "run/monitoring/environment.py": "/proc/driver",
     "evaluate.py": "the user's folder of tasks",
+    "tools/verify/exports.py": "temporary tokenizer files and adapters to compare with an export",
     "generate.py": "the user's file of prompts",
     "tools/compiler.py": "dumps of XLA, in a temporary folder",
     "tools/convert/consolidate.py": "makes the folder of weights that the user named",

@@ -52,6 +52,11 @@ def scale_by_groups(config: OptimConfig, decays: Params) -> optax.GradientTransf
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def rate_factor(config: OptimConfig, name: str) -> float:
+    """Return the factor of the learning rate of a parameter, e.g. "layers/mlp/up"."""
+    return _values(config.groups, name).get("lr", 1.0)
+
+
 def _values(groups: Sequence[str], name: str) -> dict[str, float]:
     """Return `lr` and `weight_decay` of the first group that matches a parameter or its folder."""
     for text in groups:

@@ -16,12 +16,15 @@ import jax
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer, Due
 from jaxdist.checkpoint.events import one_line
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
 from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.early_stopping import EarlyStopping
 from jaxdist.run.evaluation_loop import NoLabels, evaluate
+from jaxdist.run.gradient_checks import FIRST_STEPS, without_gradient
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.environment import environment, versions
 from jaxdist.run.monitoring.monitor import Monitor
@@ -193,6 +196,7 @@ class Session:
         """Prepare the first step of this start, or after a rollback."""
         self.forward_events()
         self.watchdog.enter("compile", self.step)
+        self._checked_step = self.step + FIRST_STEPS
         if self.monitor.profiler.reaches(self.step + 1):
             self.turn_trace()
 
@@ -214,7 +218,29 @@ class Session:
             self._times.mark("compile")
         self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
         self.step += 1
+        if self.step == self._checked_step:
+            self._warn_without_gradient()
         return metrics
+
+    def _warn_without_gradient(self) -> None:
+        """Name the parameters without gradient since the start; waits for the step once."""
+        with self.phase("gradient check"):
+            jax.block_until_ready(self.state)
+            parts = self.parts
+            order = execution_order(
+                parts.model.num_layers, parts.spec[PIPELINE], parts.num_virtual_stages
+            )
+            names = without_gradient(self.state, order)
+        if names:
+            self.monitor.event(
+                "no_gradient",
+                step=self.step,
+                parameters=names,
+                level=logging.WARNING,
+                message=f"no gradient in the first {self.step} steps: {few(names, 8)}. The loss "
+                "does not depend on these parameters. Freeze them (--optim.freeze), or correct "
+                "the model.",
+            )
 
     def due_actions(self) -> StepActions:
         """Return the actions before the next step, equal on every process; call once per step."""

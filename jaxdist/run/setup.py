@@ -179,13 +179,13 @@ class Parts:
 
         Its layers are in execution order.
         """
-        params = self.initial_params() if self.config.init_from else None
+        params = self.start_params() if self.config.init_from else None
         state = init_state(
             self.model,
             self.optimizer,
             self.layout,
             seed=self.config.seed,
-            params=params if params is None else self._with_new_adapters(params),
+            params=params,
             **self._state_options,
         )
         if self.has_adapters:
@@ -266,6 +266,10 @@ class Parts:
                 f"checkpoint {step} is of a run that started from other weights than {start}. Name "
                 "the weights that it was trained with in --init-from."
             )
+
+    def start_params(self) -> Params:
+        """Return the parameters before the first step, in the order of the model."""
+        return self._with_new_adapters(self.initial_params())
 
     def _with_new_adapters(self, params: Params) -> Params:
         """Return loaded weights with new adapters, if the run has any."""

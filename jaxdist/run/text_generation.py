@@ -238,6 +238,16 @@ class Decoder:
         sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
         self._sample = jax.jit(functools.partial(sample_tokens, **sampling))
 
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Return logits, float32 [batch, length, vocab], of tokens, int32 [batch, length]."""
+        width = self._round_up(tokens.shape[1])
+        tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+        positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+        cache = self._new_cache(len(tokens), width)
+        inputs = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
+        logits, _ = self._decode(self._params, cache, *inputs)
+        return np.asarray(logits)
+
     def tokens(
         self,
         prompts: Sequence[np.ndarray],

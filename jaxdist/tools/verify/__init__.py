@@ -1,0 +1,1 @@
+"""The command `jaxdist verify`: nothing that was trained is lost before its use."""

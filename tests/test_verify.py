@@ -1,0 +1,318 @@
+"""`jaxdist verify`: each planted silent failure is named, and healthy runs cause no alarm."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import records, run_here, tiny
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
+
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.streaming_io import CheckpointWriter, StoredArrays
+from jaxdist.core.state import TrainState
+from jaxdist.core.types import Dims
+from jaxdist.models import example
+from jaxdist.models.adapters import LoraWeight
+from jaxdist.models.huggingface import peft as peft_format
+from jaxdist.models.huggingface import safetensors
+from jaxdist.run.gradient_checks import without_gradient
+from jaxdist.run.setup import Parts
+from jaxdist.run.trained_run import open_run
+from jaxdist.runtime.storage import locate
+from jaxdist.tools.convert.__main__ import main as convert
+from jaxdist.tools.verify.training import named as leaves_of
+
+STEPS = 6
+EMBED, UP, QKV = "embed/table", "layers/mlp/up", "layers/attention/qkv"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Train a model, then adapters of it, and export both."""
+    folder = tmp_path_factory.mktemp("verify")
+    job = tiny("--model.num_layers=4", f"--train.steps={STEPS}", "--eval.final_max_batches=1")
+    assert run_here("train", *job, "--run-dir", folder / "full", "--optim.freeze=embed") == 0
+    assert convert(["to-hf", str(folder / "full"), str(folder / "hf")]) == 0
+    lora = ["--lora.rank=4", "--optim.peak_lr=0.01"]
+    start = [flag for flag in job if not flag.startswith("--model")]
+    run = folder / "adapted"
+    assert run_here("train", *start, "--init-from", folder / "hf", "--run-dir", run, *lora) == 0
+    assert convert(["to-peft", str(run), str(folder / "peft")]) == 0
+    assert convert(["merge", str(run), str(folder / "merged")]) == 0
+    assert convert(["to-hf", str(folder / "merged"), str(folder / "merged-hf")]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """Return a function: name of a run or an export -> a copy that may be damaged."""
+
+    def copy(name):
+        return shutil.copytree(made / name, tmp_path / name, dirs_exist_ok=True)
+
+    return copy
+
+
+def verify(capsys, run, export=None, **more):
+    """Return the exit code, and check -> problems."""
+    capsys.readouterr()
+    flags = [f"--{name}={value}" for name, value in more.items()]
+    flags += [f"--export={export}"] if export else []
+    code = run_here("verify.__main__", run, "--json", *flags)
+    result = json.loads(capsys.readouterr().out)
+    assert result["healthy"] == (code == 0)
+    return code, {check["name"]: check["problems"] for check in result["checks"]}
+
+
+def rewrite(run, change, step=STEPS):
+    """Write the checkpoint of a run again, with changed arrays and matching checksums."""
+    source = StoredArrays(run / "checkpoints" / str(step))
+    arrays = {name: source.read(name) for name in source.entries}
+    document, entries = source.document, source.entries
+    change(arrays)
+    writer = CheckpointWriter(run / "checkpoints" / str(step), 0)
+    for name, x in arrays.items():
+        x = np.asarray(x)
+        writer.write(name, entries[name], x.shape, [(tuple(slice(0, n) for n in x.shape), x)])
+    writer.finish(document["meta"])
+
+
+@pytest.mark.parametrize(
+    ("run", "export", "done"),
+    [
+        ("full", "hf", {"checkpoint", "gradients", "changes", "effect", "loading", "tokenizer"}),
+        ("adapted", "peft", {"changes", "effect", "export", "values", "logits", "tokenizer"}),
+        ("adapted", "merged", {"values", "logits"}),
+        ("adapted", "merged-hf", {"values", "logits", "tokenizer"}),
+    ],
+)
+def test_healthy_runs_and_exports_have_no_problem(made, capsys, run, export, done):
+    code, problems = verify(capsys, made / run, made / export)
+    assert (code, [*filter(None, problems.values())]) == (0, [])
+    assert done <= problems.keys()
+
+
+def zero(name, layer=None):
+    def change(arrays):
+        for moment in arrays:
+            if moment.startswith("opt_state/") and moment.endswith(name):
+                arrays[moment] = np.array(arrays[moment])
+                arrays[moment][slice(None) if layer is None else layer] = 0
+
+    return change
+
+
+def set_value(name, value, index=0):
+    def change(arrays):
+        arrays[name] = np.array(arrays[name])
+        arrays[name].reshape(-1)[index] = value
+
+    return change
+
+
+def drop(name):
+    return lambda arrays: [arrays.pop(key) for key in list(arrays) if name in key]
+
+
+CHECKPOINTS = {  # run, change of the checkpoint, check, facts of the problem
+    "a frozen parameter moved": ("full", set_value(f"params/{EMBED}", 7.0), "changes", [EMBED]),
+    "a value is NaN": ("full", set_value(f"params/{UP}", np.nan), "checkpoint", [UP, "NaN"]),
+    "no gradient in a layer": ("full", zero(QKV, 2), "gradients", [QKV, "layer 2"]),
+    "moments lost at a resume": ("full", zero(UP), "gradients", [UP]),
+    "moments not saved": ("full", drop(f"mu/{UP}"), "gradients", [f"mu/{UP}"]),
+    "the optimizer began again": (
+        "full",
+        lambda arrays: arrays.update({n: np.int32(0) for n in arrays if n.endswith("/count")}),
+        "gradients",
+        ["count", str(STEPS)],
+    ),
+    "an adapter without gradient": (
+        "adapted",
+        zero(f"{QKV}/adapters/k_proj/a", 1),
+        "gradients",
+        ["k_proj/a", "layer 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CHECKPOINTS)
+def test_a_fault_in_the_checkpoint_is_named(copied, capsys, fault):
+    name, change, check, facts = CHECKPOINTS[fault]
+    run = copied(name)
+    rewrite(run, change)
+    code, problems = verify(capsys, run)
+    assert code == 1 and all(fact in " ".join(problems[check]) for fact in facts), problems
+
+
+@pytest.mark.parametrize("name", ["full", "adapted"])
+def test_a_layer_that_keeps_its_first_weights_is_named(copied, capsys, name):
+    run = copied(name)
+    parameter = UP if name == "full" else f"{UP}/adapters/gate_proj/b"
+    first = leaves_of(open_run(run).parts.start_params())[parameter]
+
+    def change(arrays):
+        arrays[f"params/{parameter}"] = np.array(arrays[f"params/{parameter}"])
+        arrays[f"params/{parameter}"][3] = np.asarray(first[3])
+
+    rewrite(run, change)
+    code, problems = verify(capsys, run)
+    assert code == 1 and len(problems["changes"]) == 1
+    assert f"{parameter} of layer 3" in problems["changes"][0]
+
+
+def test_adapters_that_are_not_loaded_are_named(made, capsys, monkeypatch):
+    load = Parts.load_params
+    is_b = lambda path: keystr(path, simple=True, separator="/").endswith("/b")
+    zeros = lambda path, x: jnp.zeros_like(x) if is_b(path) else x
+    without = lambda *args: tree_map_with_path(zeros, load(*args))
+    monkeypatch.setattr(Parts, "load_params", without)
+    code, problems = verify(capsys, made / "adapted")
+    assert code == 1 and any("q_proj/b" in line for line in problems["loading"])
+    assert problems["effect"]
+
+
+def test_layers_in_another_order_are_named(made, capsys, monkeypatch):
+    restore = Checkpointer.restore_params
+    moved = lambda path, x: jnp.roll(x, 1, 0) if "down" in str(path) else x
+    monkeypatch.setattr(
+        Checkpointer,
+        "restore_params",
+        lambda *args, **more: tree_map_with_path(moved, restore(*args, **more)),
+    )
+    code, problems = verify(capsys, made / "full")
+    assert code == 1 and len(problems["loading"]) == 1 and "mlp/down" in problems["loading"][0]
+
+
+def test_adapters_without_an_effect_are_named(made, capsys, monkeypatch):
+    base_alone = lambda self, dot, dims, x, *, out_dtype, sum_over: dot(
+        dims, x, self.base, out_dtype=out_dtype
+    )
+    monkeypatch.setattr(LoraWeight, "multiply", base_alone)
+    code, problems = verify(capsys, made / "adapted")
+    assert code == 1 and {name for name, lines in problems.items() if lines} == {"effect"}
+
+
+def edit_json(name, **changes):
+    def change(folder):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def edit_tensors(name, edit):
+    """Return a change of the tensor with this name in Hugging Face's format; None removes it."""
+
+    def change(folder):
+        file = folder / ("model.safetensors" if name.startswith("model") else peft_format.WEIGHTS)
+        values = {n: t.read() for n, t in safetensors.open_file(locate(file)).items()}
+        values[name] = edit(values, values.pop(name))
+        kept = {n: x for n, x in values.items() if x is not None}
+        tensors = {n: safetensors.Tensor(x.shape, x.dtype, [x]) for n, x in kept.items()}
+        safetensors.write(file, tensors, {"format": "pt"})
+
+    return change
+
+
+DOWN = "model.layers.{}.mlp.down_proj.weight"
+Q_A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+EXPORTS = {  # run, export, change of the export, check, facts of the problem
+    "a tensor is missing": (
+        "full", "hf", edit_tensors(DOWN.format(2), lambda *_: None), "export", [DOWN.format(2)]
+    ),
+    "two layers are exchanged": (
+        "full", "hf", edit_tensors(DOWN.format(2), lambda all, _: all[DOWN.format(1)]), "values",
+        ["layers/mlp/down of layer 2"],
+    ),
+    "other positions": (
+        "full", "hf", edit_json("config.json", rope_theta=1e6), "export", ["rope_theta", "1000000"]
+    ),
+    "another tokenizer": (
+        "full", "hf", lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer",
+        ["tokenizer.json"],
+    ),
+    "another end of text": (
+        "full", "hf", edit_json("generation_config.json", eos_token_id=3), "tokenizer",
+        ["eos_token_id", "3"],
+    ),
+    "another scale of adapters": (
+        "adapted", "peft", edit_json("adapter_config.json", lora_alpha=1.0), "export", ["alpha"]
+    ),
+    "an adapter of zeros": (
+        "adapted", "peft", edit_tensors(Q_A, lambda _, x: 0 * x), "values", ["q_proj/a of layer 1"]
+    ),
+    "an adapter is missing": (
+        "adapted", "peft", edit_tensors(Q_A, lambda *_: None), "export", [Q_A]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", EXPORTS)
+def test_a_fault_in_an_export_is_named(made, copied, capsys, fault):
+    run, export, change, check, facts = EXPORTS[fault]
+    folder = copied(export)
+    change(folder)
+    code, problems = verify(capsys, made / run, folder)
+    assert code == 1 and all(fact in " ".join(problems[check]) for fact in facts), problems
+    assert {name for name, lines in problems.items() if lines} == {check}
+
+
+def test_the_base_instead_of_merged_weights_is_named(made, capsys):
+    code, problems = verify(capsys, made / "adapted", made / "hf")
+    assert code == 1 and any(UP in line for line in problems["values"])
+
+
+def test_an_average_is_compared_with_the_exported_average(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "hf"
+    job = tiny("--train.steps=6", "--optim.ema_decay=0.5", "--eval.final_max_batches=1")
+    assert run_here("train", *job, "--run-dir", run) == 0
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    assert verify(capsys, run, out)[0] == 0
+    code, problems = verify(capsys, run, out, weights="raw")
+    assert code == 1 and problems["values"]
+
+
+def test_a_new_run_is_not_judged(made, capsys, tmp_path):
+    run = tmp_path / "imported"
+    assert convert(["from-hf", str(made / "hf"), str(run)]) == 0
+    code, problems = verify(capsys, run)
+    assert code == 0 and problems.keys() == {"checkpoint", "training", "loading"}
+
+
+def build_with_unused(*, seq_len):
+    """Return the example model with a parameter that its loss does not read."""
+    model = example.build(seq_len=seq_len)
+    init = lambda key: {**model.init(key), "unused": jnp.ones(4)}
+    read = lambda params: {name: x for name, x in params.items() if name != "unused"}
+    head = lambda params, *rest: model.head(read(params), *rest)
+    axes = {**model.axes, "unused": Dims((None,))}
+    return dataclasses.replace(model, init=init, head=head, axes=axes)
+
+
+def test_training_names_a_parameter_without_gradient(made, tmp_path):
+    job = tiny("--train.steps=6", "--eval.final_max_batches=1", "--mesh=fsdp=4,tp=2")
+    job = [flag for flag in job if not flag.startswith("--model")]
+    run = tmp_path / "run"
+    custom = ["--model=custom", "--model.factory=test_verify:build_with_unused", "--run-dir", run]
+    assert run_here("train", *job, *custom) == 0
+    named = lambda run: [e["parameters"] for e in records(run, "event") if "parameters" in e]
+    assert named(run) == [["unused"]]
+    assert named(made / "full") == named(made / "adapted") == []
+
+
+def test_layers_without_gradient_have_their_model_index():
+    """Virtual stages store layers in another order."""
+    moment = np.ones((4, 3), np.float32)
+    moment[1] = 0
+    arrays = {"layers": {"w": jnp.asarray(moment)}}
+    mesh = jax.make_mesh((1,), ("x",))
+    placed = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+    state = TrainState(
+        step=0, params=placed, opt_state={"mu": placed}, loss_scale={}, key=jax.random.key(0)
+    )
+    assert without_gradient(state, np.array([0, 2, 1, 3])) == ["layers/w of layer 2"]
