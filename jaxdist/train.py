@@ -139,7 +139,13 @@ def run(
         trace_requested=trace_requested,
         start_times=times,
     ) as session:
-        return train(session)
+        code = train(session)
+    # 5. Process 0 exports the last checkpoint.
+    if code == runtime.EXIT_OK and config.checkpoint.export == "hf" and job.process_id == 0:
+        from jaxdist.tools.convert.after_training import export_run
+
+        log.info("%s", export_run(directory.path))
+    return code
 
 
 def start_devices(

@@ -292,7 +292,7 @@ NUM_SETTINGS = {
     "precision": 3,
     "data": 14,
     "eval": 6,  # patience: early stopping
-    "checkpoint": 10,
+    "checkpoint": 11,  # export: the format to export after the last step
     "monitoring": 6,
     "resilience": 7,  # spot_notices: which cloud to poll
     "runtime": 5,

@@ -11,6 +11,7 @@ import pytest
 from commands import records, run_here, tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
+from refusals import refused, snapshot
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, StoredArrays
@@ -35,7 +36,12 @@ EMBED, UP, QKV = "embed/table", "layers/mlp/up", "layers/attention/qkv"
 def made(tmp_path_factory):
     """Train a model, then adapters of it, and export both."""
     folder = tmp_path_factory.mktemp("verify")
-    job = tiny("--model.num_layers=4", f"--train.steps={STEPS}", "--eval.final_max_batches=1")
+    job = tiny(
+        "--model.num_layers=4",
+        f"--train.steps={STEPS}",
+        "--eval.final_max_batches=1",
+        "--checkpoint.export=hf",
+    )
     assert run_here("train", *job, "--run-dir", folder / "full", "--optim.freeze=embed") == 0
     assert convert(["to-hf", str(folder / "full"), str(folder / "hf")]) == 0
     lora = ["--lora.rank=4", "--optim.peak_lr=0.01"]
@@ -95,6 +101,28 @@ def test_healthy_runs_and_exports_have_no_problem(made, capsys, run, export, don
     code, problems = verify(capsys, made / run, made / export)
     assert (code, [*filter(None, problems.values())]) == (0, [])
     assert done <= problems.keys()
+
+
+def test_a_run_writes_the_exports_of_the_commands_at_its_end(made):
+    for run, export in [("full", "hf"), ("adapted", "peft")]:
+        assert snapshot(made / run / "export" / str(STEPS)) == snapshot(made / export)
+    card = (made / "peft" / "README.md").read_text()
+    assert 'library_name: "peft"' in card and f"| initial weights | {made / 'hf'} |" in card
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        (["--model.kind=resnet"], ["resnet", "Only decoders"]),
+        (["--lora.rank=2"], ["init_from"]),
+        (["--model.positions=learned"], ["families"]),
+    ],
+)
+def test_a_run_that_cannot_be_exported_does_not_start(tmp_path, flags, facts):
+    num_problems = 1 + ("resnet" in facts)  # no images
+    with refused("checkpoint.export=hf", *facts, num_problems=num_problems):
+        run_here("train", "--run-dir", tmp_path / "run", "--checkpoint.export=hf", *flags)
+    assert not (tmp_path / "run").exists()
 
 
 def zero(name, layer=None):

@@ -44,6 +44,11 @@ class CheckpointConfig:
         "quick = file sizes and small files before, checksums after; none = trust the disk",
     )
 
+    export: Literal["none", "hf"] = setting(
+        "none",
+        "hf = after the last step, also write the weights in Hugging Face's format (of adapters: "
+        "in PEFT's) to export/STEP in the run directory, as convert to-hf and to-peft do",
+    )
     local_dir: str = setting(
         "",
         "directory on each host's own disk for frequent saves between those of the run directory, "

@@ -32,7 +32,13 @@ from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.adapters import LoraConfig, with_adapters
-from jaxdist.models.huggingface.directory import folder_of, is_model, read_json, read_model
+from jaxdist.models.huggingface.directory import (
+    export_problems,
+    folder_of,
+    is_model,
+    read_json,
+    read_model,
+)
 from jaxdist.models.huggingface.families import left_out
 from jaxdist.models.weights import weights_of
 from jaxdist.objectives.config import ObjectiveConfig
@@ -158,6 +164,8 @@ class RunConfig:
             reads=self.model.reads,
             has_adapters=bool(self.lora.rank),
         )
+        base = self.init_from if self.lora.rank else None
+        problems += export_problems(self.checkpoint.export, self.model, self.named_directory, base)
         return problems + self._early_mesh_problems()
 
     @property

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from jaxdist.data.tokenizer import TOKENIZER_FILES
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.configs import DecoderConfig, ModelConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import read_config
+from jaxdist.models.huggingface.families import decoder_of, family_of, read_config
 from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
-from jaxdist.runtime.storage import Location, locate, url_problem
+from jaxdist.runtime.storage import Location, is_url, locate, url_problem
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -35,6 +35,24 @@ def is_model(path: str | os.PathLike[str]) -> bool:
         return False
     folder = locate(path)
     return (folder / "config.json").exists() and not (folder / "config.toml").exists()
+
+
+def export_problems(
+    export: str, model: ModelConfig, run_dir: str, adapted: str | None
+) -> list[str]:
+    """Return why a run cannot be exported at its end; `adapted` is the base of adapters, if any."""
+    if export == "none":
+        return []
+    try:
+        family_of(decoder_of(model, "the run"))
+        problems = []
+    except ConfigError as error:
+        problems = list(error.problems)
+    if is_url(run_dir):
+        problems.append("safetensors are written to a local disk, and run_dir is a URL.")
+    if adapted is not None and not (adapted and is_model(adapted)):
+        problems.append(f"adapters need a Hugging Face model in init_from, not {adapted!r}.")
+    return [f"checkpoint.export=hf: {problem} Use none." for problem in problems]
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:

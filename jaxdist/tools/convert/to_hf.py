@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.blocks import Index, dtype_of
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
@@ -36,6 +36,7 @@ from jaxdist.tools.convert.checkpoint_paths import (
     checkpoint_of,
     new_local_directory,
 )
+from jaxdist.tools.convert.model_card import model_card
 
 _SLAB_BYTES = 16 << 20
 
@@ -75,6 +76,9 @@ def export(config: Config) -> str:
     with new_output(out) as partial:
         partial.mkdir()
         ids = write_tokenizer(settings.data, partial)
+        metrics = manifest.read(checkpoint)["metrics"]
+        card = model_card(settings, int(checkpoint.name), metrics, "transformers")
+        (partial / "README.md").write_text(card)
         files = safetensors.write_shards(partial, tensors, config.shard_gb, {"format": "pt"})
         (partial / "config.json").write_text(
             json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.blocks import dtype_of
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
@@ -29,6 +29,7 @@ from jaxdist.tools.convert.checkpoint_paths import (
     checkpoint_of,
     new_local_directory,
 )
+from jaxdist.tools.convert.model_card import model_card
 from jaxdist.tools.convert.to_hf import write_tokenizer
 
 
@@ -44,6 +45,12 @@ class Config(WeightsToConvert):
 
 def run(config: Config) -> int:
     """Convert; print a summary."""
+    print(export(config))
+    return 0
+
+
+def export(config: Config) -> str:
+    """Write the directory; return a summary line."""
     out = Path(new_local_directory(config.out))
     checkpoint = checkpoint_of(config.src, config.step)
     stored = StoredArrays(checkpoint)
@@ -79,9 +86,11 @@ def run(config: Config) -> int:
         partial.mkdir()
         write_tokenizer(settings.data, partial)
         (partial / "generation_config.json").unlink(missing_ok=True)  # of complete models only
+        metrics = manifest.read(checkpoint)["metrics"]
+        card = model_card(settings, int(checkpoint.name), metrics, "peft")
+        (partial / "README.md").write_text(card)
         safetensors.write(partial / peft.WEIGHTS, tensors, {"format": "pt"})
         text = json.dumps(peft.write_config(model, lora, base), indent=2, sort_keys=True)
         (partial / peft.CONFIG).write_text(text + "\n")
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    print(f"adapters of {base}: {len(tensors)} tensors, {in_bytes(total)}: {out}")
-    return 0
+    return f"adapters of {base}: {len(tensors)} tensors, {in_bytes(total)}: {out}"
