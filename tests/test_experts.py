@@ -75,7 +75,7 @@ def relative_distance(ours, theirs) -> float:
 
 
 def check(case: Case, **options) -> None:
-    actual, expected = run(case, **options), reference("experts")
+    actual, expected = run(case, **options), reference(case.model)
     ours, theirs = parts_of(actual.grads), parts_of(expected.grads)
     assert PARTS <= ours.keys() == theirs.keys()
     far = {name: relative_distance(ours[name], theirs[name]) for name in theirs}
@@ -92,6 +92,10 @@ CASES = [
     Case("experts", "fsdp=2,ep=2,tp=2", microbatches=2),
     Case("experts", "ep=2,cp=2,tp=2"),
     Case("experts", "pp=2,ep=2,fsdp=2"),
+    Case("experts_batch", "1", microbatches=4, remat="full"),
+    Case("experts_batch", "dp=2,ep=2,tp=2"),
+    Case("experts_batch", "fsdp=2,ep=2,cp=2", microbatches=2, remat="dots"),
+    Case("experts_batch", "pp=2,ep=2,tp=2"),
     Case("experts", "dp=2,ep=4", zero=1, remat="full"),
     Case("experts", "dp=2,fsdp=2,ep=2", zero=3, remat="dots"),
     Case("experts", "ep=4,tp=2", sequence=False),
@@ -101,10 +105,14 @@ CASES = [
     Case("experts", "pp=2,ep=4", pipeline=PipelineConfig()),
     Case("experts", "pp=2,ep=2,tp=2"),
     Case("experts", "pp=2,ep=2,cp=2"),
+    Case("experts_batch", "dp=8"),
+    Case("experts_batch", "ep=4,tp=2", sequence=False, microbatches=2),
+    Case("experts_batch", "dp=2,pp=2,cp=2"),
+    Case("experts_batch", "fsdp=2,ep=2,tp=2", zero=3, microbatches=2),
 ]
 
 
-NUM_FAST = 6
+NUM_FAST = 10
 
 
 @pytest.mark.parametrize(
@@ -237,12 +245,19 @@ def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
     assert distance(*updated) <= 1e-3 * LEARNING_RATE
 
 
-@pytest.mark.parametrize("mesh", ["ep=8", "fsdp=2,ep=2,tp=2", "pp=2,ep=2,cp=2"])
-def test_audit_of_a_sparse_model_is_clean(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        ("ep=8", "experts"),
+        ("fsdp=2,ep=2,tp=2", "experts_batch"),
+        ("pp=2,ep=2,cp=2", "experts_batch"),
+    ],
+)
+def test_audit_of_a_sparse_model_is_clean(mesh, model):
     config = RunConfig(
-        model=CONFIGS["experts"],
+        model=CONFIGS[model],
         mesh=MeshConfig(shape=mesh),
-        train=TrainConfig(global_batch_size=16, seq_len=16),
+        train=TrainConfig(global_batch_size=16, seq_len=16, num_microbatches=2),
         precision=PrecisionConfig(compute_dtype="float32"),
     )
     audit = audit_parts(assemble(config, jax.devices()))
@@ -360,12 +375,18 @@ def test_grouped_product_equals_one_product_per_group(platform, sizes, monkeypat
         np.testing.assert_allclose(actual, correct, atol=1e-6 * (1 + np.abs(correct).max()))
 
 
-@pytest.mark.parametrize("mesh", ["ep=4", "fsdp=2,ep=2"])
-def test_compiled_exchanges_move_the_planned_bytes(mesh):
-    """Two exchanges forward and two backward per layer; counts of 32 bytes are not read."""
-    case = Case("experts", mesh)
+@pytest.mark.parametrize(
+    "case",
+    [Case("experts", "ep=4"), Case("experts_batch", "fsdp=2,ep=2", microbatches=2)],
+    ids=str,
+)
+def test_compiled_exchanges_move_the_planned_bytes(case):
+    """Two exchanges per layer and pass; counts of 32 bytes are not read.
+
+    A loss of the batch needs a third pass over each of two microbatches.
+    """
     read = traffic(lowered(case).compile().as_text(), layout_of(case).mesh.shape)
     count, compiled = read["all-to-all", "expert"]
     planned = moved(case)["all-to-all", "expert"]
-    assert count == 2 * 4
+    assert count == (2 * 4 if case.microbatches == 1 else 2 * 2 * 6)
     assert compiled == pytest.approx(planned, rel=0.02)  # rows are rounded up

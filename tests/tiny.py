@@ -90,6 +90,7 @@ CONFIGS = {
     ),
     "cnn": TinyCnnConfig(mlp_dim=32),
 }
+CONFIGS["experts_batch"] = dataclasses.replace(CONFIGS["experts"], balance_scope="batch")
 
 
 @functools.cache

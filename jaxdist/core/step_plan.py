@@ -208,6 +208,8 @@ def plan_step(
         model, layout, platform, remat, gathers=gathers, virtual_stages=pipeline.num_virtual_stages
     )
     chunks, reasons["max_row_chunks"] = row_chunks_of(layout, matmul_dtype, platform)
+    if model.step_sums:
+        chunks, reasons["max_row_chunks"] = 1, "blocks add up all rows of a microbatch"
     usual = default_loss_chunk(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.kind
     )

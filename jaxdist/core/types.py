@@ -378,6 +378,10 @@ class Model:
         prepare: (batch, context) -> aux, the input of every block in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
+        step_sums: names of sums of layers (`LAYER_SUM`) of which the blocks read the total of the
+            step. If it has several microbatches, a forward pass before the differentiated one
+            computes the totals, and `batch[name]` has them, float32 [batch, num_layers, ...].
+            Otherwise the batch lacks them: the only microbatch has all terms.
         num_layers: size of the stacked dim; 0 when there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` (a token, an image) by convention: "causal" counts half of S² attention,
@@ -407,6 +411,7 @@ class Model:
     prepare: Callable[..., Any] | None = None
     block: Callable[..., tuple[Array, Sums]] | None = None
     num_layers: int = 0
+    step_sums: tuple[str, ...] = ()
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unit: Literal["tokens", "images"] = "tokens"
     tensor: Literal["manual", "auto"] = "manual"

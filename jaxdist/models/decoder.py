@@ -33,7 +33,7 @@ from jaxdist.core.types import (
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.experts import Experts, routing_aux
+from jaxdist.models.experts import STEP_SUMS, Experts, routing_aux
 from jaxdist.models.layers import (
     angles_of_layer,
     decoding_aux,
@@ -97,6 +97,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         head=head,
         objective=cross_entropy,
         num_layers=config.num_layers,
+        step_sums=STEP_SUMS if config.num_experts and config.balance_scope == "batch" else (),
         sequence=config.sequence,
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,

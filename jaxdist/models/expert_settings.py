@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from jaxdist.settings import setting
 
@@ -32,9 +33,15 @@ class ExpertSettings:
     )
     balance_loss: float = setting(
         0.01,
-        "factor of the balance loss: num_experts × the sum over experts of the share of a row's "
+        "factor of the balance loss: num_experts × the sum over experts of the share of the "
         "tokens times the mean probability, which is 1 for equal loads; 0 = none",
         ge=0,
+    )
+    balance_scope: Literal["row", "batch"] = setting(
+        "row",
+        "tokens of which the balance loss compares loads: row = of each row, batch = of the global "
+        "batch, which lets experts specialize; with microbatches or pipeline stages, batch adds a "
+        "forward pass to each step",
     )
     router_z_loss: float = setting(
         0.0, "factor of the squared log-partition function of the router's logits; 0 = none", ge=0

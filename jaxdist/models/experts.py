@@ -11,19 +11,23 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.types import Array, Batch, Context, Routing, Sums
+from jaxdist.core.types import LAYER_SUM, Array, Batch, Context, Routing, Sums
 from jaxdist.core.weights import Parameter
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+
+STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
+"""Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
 
 
 class Experts(nnx.Module):
     """MLPs of which each token uses the `experts_per_token` with the highest probability.
 
     Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al.
-    2021, "Switch Transformers", section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.2
-    (router z-loss). Deviation: the balance loss is computed for each row and averaged by the number
-    of trained tokens, so that it does not depend on mesh or microbatches.
+    2021, "Switch Transformers", section 2.2 (balance loss); Qiu et al. 2025, "Demons in the
+    Detail", section 3 (balance loss of the global batch); Zoph et al. 2022, "ST-MoE", section 3.2
+    (router z-loss). Deviation: the balance loss is that of each row, averaged by the number of
+    trained tokens, or of the complete global batch. Neither depends on mesh or microbatches.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -73,14 +77,22 @@ class Experts(nnx.Module):
     ) -> Sums:
         """Return the router's losses and metrics; logits are [batch, seq_shard, experts]."""
         config, count = self.config, self.config.num_experts
-        row = lambda values: context.sum(jnp.sum(values, axis=1), "seq_shard")
+        by_batch = config.balance_scope == "batch"
+        add = lambda values: jnp.sum(values, axis=(0, 1) if by_batch else 1)
         real, weights = aux["real"], aux["weights"]
         is_chosen = jax.nn.one_hot(chosen, count, dtype=jnp.float32).sum(-2) * real[..., None]
-        tokens, trained = jnp.maximum(row(real), 1.0)[:, None], row(weights)[:, None]
-        load = row(is_chosen) / (config.experts_per_token * tokens)
-        # Values of complete rows times sums over local tokens: devices that share rows add up.
-        mean = jnp.sum(probabilities * real[..., None], axis=1) / tokens
-        balance = count * jnp.sum(trained * load * mean)
+        sums = {STEP_SUMS[0]: add(is_chosen), STEP_SUMS[1]: add(weights)}
+        if by_batch and STEP_SUMS[0] in aux:
+            counts, trained = (aux[name][context.layer] for name in STEP_SUMS)
+        else:
+            counts, trained = context.sum(tuple(sums.values()), "seq_shard")
+            if by_batch:
+                counts, trained = context.sum((counts, trained), "batch")
+        assigned = jnp.maximum(jnp.sum(counts, -1, keepdims=True), 1.0)
+        load = counts / assigned
+        # Complete values times sums over local tokens: devices that share rows add up.
+        mean = add(probabilities * real[..., None]) * (config.experts_per_token / assigned)
+        balance = count * jnp.sum(trained[..., None] * load * mean)
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
         entropy = -jnp.sum(probabilities * jax.nn.log_softmax(logits, axis=-1), -1)
         largest = jnp.sum(weights, axis=1) * count * jnp.max(load, -1)
@@ -91,11 +103,19 @@ class Experts(nnx.Module):
             "largest_load": jnp.sum(largest),
         }
         mean_of_layers = lambda value: lax.stop_gradient(value) / config.num_layers
-        return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics)}
+        own = (jnp.arange(config.num_layers) == context.layer).astype(jnp.float32)
+        of_layer = lambda value: own.reshape(-1, *(1,) * value.ndim) * value
+        layer_sums = jax.tree.map(of_layer, sums) if by_batch and context.training else {}
+        return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics), **layer_sums}
 
 
 def routing_aux(batch: Batch, context: Context) -> dict[str, Array]:
-    """Return the `weights` and, as 1 or 0, the `real` tokens, float32 [batch, seq_shard] each."""
+    """Return the `weights` and, as 1 or 0, the `real` tokens, float32 [batch, seq_shard] each.
+
+    If the batch has them, also the totals of `STEP_SUMS`, float32 [num_layers, ...].
+    """
     weights = batch["weights"].astype(jnp.float32)
     real = (batch["segments"] > 0) if "segments" in batch else jnp.ones_like(weights, bool)
-    return {"weights": context.split(weights), "real": context.split(real.astype(jnp.float32))}
+    totals = {name: batch[name][0] for name in STEP_SUMS if name in batch}
+    real = real.astype(jnp.float32)
+    return {"weights": context.split(weights), "real": context.split(real), **totals}

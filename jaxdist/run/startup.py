@@ -20,7 +20,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import describe_exchange
+from jaxdist.core.step import describe_exchange, needs_step_sums
 from jaxdist.core.types import Objective
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
@@ -307,6 +307,11 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         notes.append(
             f"{percent(config.model.active_experts, 1)} of {model.dims['experts']} experts process "
             f"each token: {active:,} of {parts.num_params:,} parameters are active"
+        )
+    if needs_step_sums(model, parts.layout, plan):
+        notes.append(
+            f"model.balance_scope=batch with {microbatches} microbatches: each step starts with a "
+            "forward pass that counts the tokens of each expert in the global batch"
         )
     if parts.has_adapters:
         count = num_trained(model)

@@ -14,6 +14,7 @@ from jaxdist.core.step.config import REMAT_NAMES, EvalConfig, TrainConfig
 from jaxdist.core.step.gradients import (
     make_evaluate,
     make_value_and_grad,
+    needs_step_sums,
 )
 from jaxdist.core.step.layer_scan import remat_policy
 from jaxdist.core.step.model_context import describe_exchange, make_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +64,13 @@ def make_value_and_grad(
     else:
         forward = make_forward(model, layout, plan)
         value_and_grad = _make_accumulation(forward, layout, plan.accumulation)
+    step_sums = _make_step_sums(model, layout, plan, context)
 
-    def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+    def local(params: Params, batch: Batch, key: Array, scale: Array, totals: Sums) -> Any:
         """Return (global sums, this device's gradients, their norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
+        num_rows = batch["rows"].shape[0]
+        batch |= {name: jnp.broadcast_to(x, (num_rows, *x.shape)) for name, x in totals.items()}
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
@@ -78,8 +82,37 @@ def make_value_and_grad(
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
         return sums, statistics.insert(trained_axes, grads, batch_stats), norm
 
-    specs = (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
-    return _manual(local, model, layout, plan, *specs)
+    specs = (param_specs, layout.batch_specs, P(), P(), P()), (P(), grad_specs, P())
+    compute = _manual(local, model, layout, plan, *specs)
+    return lambda *arguments: compute(*arguments, step_sums(*arguments[:3]))
+
+
+def needs_step_sums(model: Model, layout: Layout, plan: StepPlan) -> bool:
+    """Return True if a step starts with a forward pass that computes `Model.step_sums`."""
+    return bool(model.step_sums) and (plan.accumulation > 1 or layout.size(PIPELINE) > 1)
+
+
+def _make_step_sums(
+    model: Model, layout: Layout, plan: StepPlan, context: Context
+) -> Callable[[Params, Batch, Array], Sums]:
+    """Make (params, batch [rows, ...], key) -> `Model.step_sums`, float32 [num_layers, ...]."""
+    block = model.block
+    if block is None or not needs_step_sums(model, layout, plan):
+        return lambda params, batch, key: {}
+
+    @functools.wraps(block)
+    def summing(*arguments: Any) -> tuple[Array, Sums]:
+        """Return (x [batch, seq_shard, d_model], the sums of the step)."""
+        y, sums = block(*arguments)
+        return y, {name: sums[name] for name in model.step_sums}
+
+    summed = dataclasses.replace(
+        model,
+        block=summing,
+        head=lambda params, x, batch, context: (None, {}),
+        objective=lambda output, batch, context: {},
+    )
+    return make_evaluate(summed, layout, plan, context, plan.accumulation, trains=True)
 
 
 def _make_pipeline(
@@ -163,12 +196,15 @@ def make_evaluate(
     context: Context,
     num_microbatches: int = 1,
     is_sharded: bool = False,
+    *,
+    trains: bool = False,
 ) -> Callable[..., Sums]:
     """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout.
 
     Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, sums
     [rows, seq, ...] of this device's rows are added over microbatches and stages only, and are
-    sharded like the batch.
+    sharded like the batch. With `trains`, the third argument is the key of a training step, which
+    has dropout.
     """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)
@@ -188,9 +224,10 @@ def make_evaluate(
             microbatch = lambda micro: forward.loss(params, micro, context)
             return _accumulate(microbatch, batch, num_microbatches)
 
-    def local(params: Params, batch: Batch) -> Sums:
+    def local(params: Params, batch: Batch, key: Array | None = None) -> Sums:
         batch = data.number_rows(batch, layout.batch_axes)
-        sums = evaluate(params, batch, context)
+        used = dataclasses.replace(context, dropout_key=key)
+        sums = evaluate(params, batch, used)
         if not is_sharded:
             return _sum_over_devices(sums, model, layout)
         if num_stages == 1:
@@ -198,7 +235,7 @@ def make_evaluate(
         total = lambda x: collectives.all_reduce(collectives.vary(x, PIPELINE.name), PIPELINE.name)
         return {name: total(value) for name, value in sums.items()}
 
-    specs = layout.param_specs(model.axes), layout.batch_specs
+    specs = layout.param_specs(model.axes), layout.batch_specs, *[P()] * trains
     return _manual(local, model, layout, plan, specs, layout.batch_spec() if is_sharded else P())
 
 

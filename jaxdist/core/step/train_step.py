@@ -24,6 +24,7 @@ from jaxdist.core.step.model_context import make_context
 from jaxdist.core.step.row_logps import ROW_SUMS, make_prepare, with_row_losses
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
+    LAYER_SUM,
     Array,
     Batch,
     Context,
@@ -175,6 +176,7 @@ def _make_train(
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
         sums, grads, norm = gradients(state.params, batch, key, scale)
+        sums = {name: x for name, x in sums.items() if not name.startswith(LAYER_SUM)}
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)

@@ -189,6 +189,11 @@ class Job:
         return self.config.train.accumulation
 
     @property
+    def has_first_pass(self) -> bool:
+        """True if a forward pass computes `Model.step_sums` before the differentiated one."""
+        return bool(self.model.step_sums) and (self.stages is not None or self.num_microbatches > 1)
+
+    @property
     def micro_rows(self) -> int:
         """Rows per microbatch on one replica."""
         return max(1, self.rows // self.num_microbatches)

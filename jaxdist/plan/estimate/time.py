@@ -269,6 +269,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     # Passes that an objective computes first; a third of the work of the ends is forward.
     passes = getattr(job.model.objective, "extra_forwards", 0)
     first = (forward * layers + ends * (1 / 3)) * (passes * count)
+    first += forward * (layers * count * job.has_first_pass)
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count + first
         return total, 0.0, launches

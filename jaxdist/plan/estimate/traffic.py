@@ -97,7 +97,7 @@ def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterat
 
 
 def _passes(job: Job) -> int:
-    return 2
+    return 2 + job.has_first_pass
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
