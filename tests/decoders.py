@@ -89,7 +89,7 @@ VARIANTS = {
         bias=["qkv"],
         num_experts=5,
         experts_per_token=2,
-        norm_topk=False,
+        router={"norm_topk": False},
         shared_expert_dim=24,
         shared_expert_gate=True,
     ),
@@ -102,10 +102,10 @@ VARIANTS = {
         rope_theta=1e6,
         num_experts=6,
         experts_per_token=3,
-        norm_topk=False,
+        router={"norm_topk": False},
     ),
     "olmoe": DecoderConfig(
-        **SIZES, qk_norm="all", num_experts=4, experts_per_token=3, norm_topk=False
+        **SIZES, qk_norm="all", num_experts=4, experts_per_token=3, router={"norm_topk": False}
     ),
     "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
 }

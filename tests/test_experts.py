@@ -31,6 +31,7 @@ from tiny import (
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.core import collectives
+from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.matmul import grouped
 from jaxdist.core.matmul.grouped import make_grouped_dot
 from jaxdist.core.mesh import MeshSpec
@@ -227,6 +228,75 @@ def test_ties_go_to_the_lowest_expert_and_losses_equal_their_definition():
     assert float(sums["aux_loss"]) == pytest.approx(0.1 * balance + 0.01 * z, rel=1e-5)
 
 
+def test_router_of_deepseek_equals_its_definition():
+    """The bias and the groups change the choice; shares are scores without the bias."""
+    config = dataclasses.replace(CONFIGS["experts_bias"], num_layers=1)
+    init, _, bind = layers.functional(lambda rngs: Experts(config, rngs))
+    rng = np.random.default_rng(0)
+    x, router = (rng.normal(size=s).astype(np.float32) for s in ((2, 16, 32), (32, 8)))
+    bias = rng.normal(size=8).astype(np.float32) - 1  # a masked score of 0 would be chosen
+    params = init(jax.random.key(0)) | {"router": jnp.array(router), "selection_bias": bias}
+    routing, sums = bind(params).route(jnp.array(x), {}, Context())
+    assert sums == {}
+    scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ router)))
+    moved = 0
+    rows = (part.reshape(-1, 3) for part in routing)
+    for one, chosen, shares in zip(scores.reshape(-1, 8), *rows, strict=True):
+        biased = one + bias
+        best = sorted(range(4), key=lambda g: -biased[2 * g : 2 * g + 2].sum())[:2]
+        allowed = [e for e in range(8) if e // 2 in best]
+        expected = sorted(allowed, key=lambda e: -biased[e])[:3]
+        moved += expected != np.argsort(-one)[:3].tolist()
+        assert chosen.tolist() == expected
+        np.testing.assert_allclose(shares, 2.5 * one[expected] / one[expected].sum(), rtol=1e-5)
+    assert moved > 10
+
+
+def counts_of(name: str, params, batch) -> np.ndarray:
+    """Return the assignments of real tokens to each expert [layers, experts], in a plain loop."""
+    model, chosen = model_of(name), []
+
+    def experts(x, routing, *weights):
+        chosen.append(np.asarray(routing.experts)[batch["segments"] > 0])
+        return every_expert(x, routing, *weights)
+
+    context = Context(attend=make_attend(AttentionPlan("cpu")), experts=experts)
+    batch = jax.tree.map(jnp.asarray, batch)
+    x, aux = model.embed(params, batch, context), model.prepare(batch, context)
+    for index in range(model.num_layers):
+        weights = jax.tree.map(lambda w, i=index: w[i], params["layers"])
+        x, _ = model.block(weights, x, aux, dataclasses.replace(context, layer=index))
+    return np.stack([np.bincount(c.ravel(), minlength=8) for c in chosen])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("experts_bias", "1", microbatches=2, remat="full"),
+        Case("experts_bias", "fsdp=2,ep=2,tp=2", microbatches=2, zero=2),
+        Case("experts_bias", "pp=2,ep=2,cp=2"),
+        Case("experts_bias", "pp=2,dp=2", pipeline=PipelineConfig(num_virtual_stages=1)),
+    ],
+    ids=str,
+)
+def test_bias_follows_the_loads_of_the_global_batch(case):
+    """Each of three steps moves it once, by the loads of that step; Adam does not move it."""
+    step, state = step_of(case, ema_decay=0.5)
+    batch = text_batch()
+    placed = place_batch(batch, step.batch_sharding)
+    for _ in range(3):
+        params = jax.device_get(state.params)
+        counts = counts_of("experts_bias", params, batch)
+        before = params["layers"]["mlp"]["selection_bias"]
+        state, _ = step.train(state, placed, np.inf)
+        after = jax.device_get(state.params)["layers"]["mlp"]["selection_bias"]
+        sign = np.sign(counts.mean(-1, keepdims=True) - counts)
+        np.testing.assert_array_equal(after, before + np.float32(0.01) * sign.astype(np.float32))
+    state, _ = step.train(state, placed, 0.0)  # the loss exceeds this limit: a skipped step
+    skipped = jax.device_get(state.params)["layers"]["mlp"]["selection_bias"]
+    np.testing.assert_array_equal(skipped, after)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
     """Each expert's matrix is orthogonalized, or factored, by itself."""
@@ -308,6 +378,14 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
         ),
         (["--model.num-experts=2", "--model.experts-per-token=3"], ["=3", "num_experts=2"]),
         (["--model.num-experts=4", "--model.bias=mlp"], ["'mlp'", "model.bias"]),
+        (["--model.num-experts=8", "--model.router.groups=3"], ["groups=3", "num_experts=8"]),
+        (
+            ["--model.num-experts=8", "--model.router.groups=4", "--model.experts-per-token=3"],
+            ["groups_per_token=1", "experts_per_token=3", "Use 2"],
+        ),
+        (["--model.num-experts=8", "--model.router.scores=relu"], ["'relu'", "softmax"]),
+        (["--model.num-experts=8", "--model.router.top=1"], ["router.top=1", "balance_loss"]),
+        (["--model.num-experts=8", "--model.balance-loss=0.1"], ["model.router.balance_loss"]),
         (["--model.num-experts=4", "--lora.rank=4"], ["lora.targets", "attention"]),
         (["--model.num-experts=4", "--precision.matmul-dtype=fp8"], ["matmul_dtype=fp8", "auto"]),
     ],

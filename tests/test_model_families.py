@@ -77,7 +77,7 @@ def reference_of(name, config):
                 "num_experts_per_tok": config.experts_per_token,
             }
         if name in ("qwen2_moe", "qwen3_moe", "olmoe"):
-            common["norm_topk_prob"] = config.norm_topk
+            common["norm_topk_prob"] = config.routing.norm_topk
         if name in ("qwen2_moe", "qwen3_moe"):
             common["moe_intermediate_size"] = config.mlp_dim
         if config.shared_expert_dim:

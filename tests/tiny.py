@@ -85,12 +85,21 @@ CONFIGS = {
         experts_per_token=3,
         shared_expert_dim=16,
         shared_expert_gate=True,
-        balance_loss=0.1,
-        router_z_loss=0.01,
+        router={"balance_loss": 0.1, "z_loss": 0.01},
     ),
     "cnn": TinyCnnConfig(mlp_dim=32),
 }
-CONFIGS["experts_batch"] = dataclasses.replace(CONFIGS["experts"], balance_scope="batch")
+CONFIGS["experts_batch"] = dataclasses.replace(
+    CONFIGS["experts"], router={"balance_loss": 0.1, "z_loss": 0.01, "balance_scope": "batch"}
+)
+# DeepSeek-V3's router.
+CONFIGS["experts_bias"] = dataclasses.replace(
+    CONFIGS["experts"],
+    router={
+        "scores": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "bias": True,
+        "bias_rate": 0.01, "balance_loss": 0.1,
+    },
+)  # fmt: skip
 
 
 @functools.cache

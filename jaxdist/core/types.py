@@ -84,7 +84,7 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 
 Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
-Update: TypeAlias = Literal["gradient", "statistic", "none"]
+Update: TypeAlias = Literal["gradient", "statistic", "increment", "none"]
 
 
 class Dims(tuple[str | None, ...]):
@@ -378,6 +378,8 @@ class Model:
         prepare: (batch, context) -> aux, the input of every block in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
+        increments: (sums of layers of the step, [num_layers, ...]) -> tree of the increments of the
+            parameters with update="increment", [num_layers, ...]; None if there are none.
         step_sums: names of sums of layers (`LAYER_SUM`) of which the blocks read the total of the
             step. If it has several microbatches, a forward pass before the differentiated one
             computes the totals, and `batch[name]` has them, float32 [batch, num_layers, ...].
@@ -411,6 +413,7 @@ class Model:
     prepare: Callable[..., Any] | None = None
     block: Callable[..., tuple[Array, Sums]] | None = None
     num_layers: int = 0
+    increments: Callable[[Sums], Params] | None = None
     step_sums: tuple[str, ...] = ()
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unit: Literal["tokens", "images"] = "tokens"

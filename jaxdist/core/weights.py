@@ -42,7 +42,8 @@ class Parameter(Dims):
     Attributes:
         storage: dtype of the array. Trained parameters are float32.
         update: "gradient" = by the optimizer; "statistic" = a running average of batch statistics
-            (`step/statistics.py`); "none" = frozen.
+            (`step/statistics.py`); "increment" = `Model.increments` are added once per step;
+            "none" = frozen.
         keeps_dtype: the model receives the storage dtype instead of the compute dtype.
         num_weights: number of the model's weights in an element: 2 = two codes of 4 bits, 0 = a
             scale.
@@ -66,7 +67,7 @@ class Parameter(Dims):
         self = super().__new__(cls, names)
         self.storage, self.update = storage, update
         is_integer = storage in ("int8", "uint8")
-        self.keeps_dtype = keeps_dtype or is_integer or update == "statistic"
+        self.keeps_dtype = keeps_dtype or is_integer or update in ("statistic", "increment")
         self.num_weights = num_weights
         return self
 

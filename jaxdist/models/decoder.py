@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jaxdist.core.types import (
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.experts import STEP_SUMS, Experts, routing_aux
+from jaxdist.models.experts import STEP_SUMS, Experts, bias_increments, routing_aux
 from jaxdist.models.layers import (
     angles_of_layer,
     decoding_aux,
@@ -85,6 +86,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         kernel = _head_kernel(config, params).astype(x.dtype)
         return TokenHead(x, kernel, config.vocab_size, config.logit_softcap), {}
 
+    has_bias = config.num_experts and config.routing.bias
+    by_batch = config.num_experts and config.routing.balance_scope == "batch"
     model = Model(
         name="decoder",
         init=init,
@@ -97,7 +100,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         head=head,
         objective=cross_entropy,
         num_layers=config.num_layers,
-        step_sums=STEP_SUMS if config.num_experts and config.balance_scope == "batch" else (),
+        increments=partial(bias_increments, config) if has_bias else None,
+        step_sums=STEP_SUMS if by_batch else (),
         sequence=config.sequence,
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,

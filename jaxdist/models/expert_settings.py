@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jaxdist.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router:
+    """The table `model.router`.
+
+    Attributes:
+        scores: function of the logits.
+        norm_topk: divide the scores of a token's experts by their sum.
+        scale: factor of the shares.
+        groups: groups of adjacent experts; 1 = none.
+        groups_per_token: a token uses these groups, with the highest sums of two best scores.
+        bias: add a bias per expert to the scores in the choice of experts, not in the shares.
+        bias_rate: after each step, the bias rises by this for experts with fewer tokens of the
+            global batch than the mean, and falls for others; 0 = constant.
+        balance_loss: factor of the balance loss: num_experts × the sum over experts of the share
+            of the tokens times the mean probability, which is 1 for equal loads; 0 = none.
+        balance_scope: tokens of which the loss compares loads: of each row or the global batch.
+        z_loss: factor of the squared log-partition function of the logits; 0 = none.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    bias: bool = False
+    bias_rate: float = 0.001
+    balance_loss: float = 0.01
+    balance_scope: Literal["row", "batch"] = "row"
+    z_loss: float = 0.0
+
+
+_CHOICES = {"scores": ("softmax", "sigmoid"), "balance_scope": ("row", "batch")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +55,6 @@ class ExpertSettings:
     experts_per_token: int = setting(
         2, "experts that process each token (Mixtral 2, Qwen 3 MoE 8)", ge=1
     )
-    norm_topk: bool = setting(
-        True, "divide the router's probabilities of a token's experts by their sum"
-    )
     shared_expert_dim: int = setting(
         0,
         "width of an MLP that processes every token too; 0 = none",
@@ -31,21 +64,19 @@ class ExpertSettings:
     shared_expert_gate: bool = setting(
         False, "multiply the shared MLP's output by a sigmoid of the token (Qwen 2 MoE)"
     )
-    balance_loss: float = setting(
-        0.01,
-        "factor of the balance loss: num_experts × the sum over experts of the share of the "
-        "tokens times the mean probability, which is 1 for equal loads; 0 = none",
-        ge=0,
+    router: dict[str, Any] = setting(
+        {},
+        "table of the router: scores (softmax, or sigmoid as in DeepSeek-V3), norm_topk = divide a "
+        "token's scores by their sum (true), scale of the shares (1), groups of adjacent experts "
+        "and groups_per_token (1), bias = add one per expert in the choice (false) with bias_rate "
+        "(0.001), balance_loss (0.01), balance_scope (row, or batch = the global batch), z_loss "
+        "(0), e.g. {balance_loss = 0.001}; docs/parallelism.md describes them",
     )
-    balance_scope: Literal["row", "batch"] = setting(
-        "row",
-        "tokens of which the balance loss compares loads: row = of each row, batch = of the global "
-        "batch, which lets experts specialize; with microbatches or pipeline stages, batch adds a "
-        "forward pass to each step",
-    )
-    router_z_loss: float = setting(
-        0.0, "factor of the squared log-partition function of the router's logits; 0 = none", ge=0
-    )
+
+    @functools.cached_property
+    def routing(self) -> Router:
+        """The settings of `router`, with defaults."""
+        return Router(**self.router)
 
     @property
     def active_experts(self) -> float:
@@ -86,9 +117,50 @@ class ExpertSettings:
                 f"model.experts_per_token={self.experts_per_token} is larger than "
                 f"num_experts={self.num_experts}. Use {self.num_experts} or less."
             )
+        problems += self._router_problems()
         if "mlp" in bias:
             problems.append(
                 f"model.num_experts={self.num_experts} with 'mlp' in model.bias: experts have no "
                 "biases. Remove 'mlp' from model.bias."
+            )
+        return problems
+
+    def _router_problems(self) -> list[str]:
+        """Return the errors of the table `router`."""
+        defaults, problems = vars(Router()), []
+        for name, value in self.router.items():
+            key = f"model.router.{name}={value!r}"
+            default = defaults.get(name)
+            if default is None:
+                problems.append(f"{key} is unknown. The router has {', '.join(defaults)}.")
+            elif name in _CHOICES:
+                if value not in _CHOICES[name]:
+                    problems.append(f"{key}: use {' or '.join(_CHOICES[name])}.")
+            elif isinstance(default, bool):
+                problems += [] if isinstance(value, bool) else [f"{key}: use true or false."]
+            elif isinstance(default, int):
+                if type(value) is not int or value < 1:
+                    problems.append(f"{key}: use a whole number of 1 or more.")
+            elif type(value) not in (int, float) or not 0 <= value < math.inf:
+                problems.append(f"{key}: use a number of 0 or more.")
+        if problems:
+            return problems
+        routing, count, per_token = self.routing, self.num_experts, self.experts_per_token
+        size, rest = divmod(count, routing.groups)
+        if routing.groups > 1 and (rest or size < 2):
+            problems.append(
+                f"model.router.groups={routing.groups} with model.num_experts={count}: each group "
+                "needs the same number of experts, at least 2. Use a divisor of num_experts."
+            )
+        elif routing.groups_per_token > routing.groups:
+            problems.append(
+                f"model.router.groups_per_token={routing.groups_per_token} is larger than "
+                f"groups={routing.groups}. Use {routing.groups} or less."
+            )
+        elif routing.groups_per_token * size < per_token <= count:
+            problems.append(
+                f"model.router.groups_per_token={routing.groups_per_token}: these groups have "
+                f"{routing.groups_per_token * size} experts, fewer than "
+                f"experts_per_token={per_token}. Use {-(-per_token // size)}."
             )
         return problems

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.types import LAYER_SUM, Array, Batch, Context, Routing, Sums
+from jaxdist.core.types import LAYER_SUM, Array, Batch, Context, Params, Routing, Sums
 from jaxdist.core.weights import Parameter
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
@@ -20,14 +20,25 @@ STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
 """Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
 
 
+_TINY = 1e-20  # added to sums of scores by which values are divided, as in transformers
+
+
+def bias_increments(config: DecoderConfig, sums: Sums) -> Params:
+    """Return the increments of `selection_bias`, [num_layers, experts], from the step's sums."""
+    counts = sums[STEP_SUMS[0]]
+    sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
+    return {"layers": {"mlp": {"selection_bias": config.routing.bias_rate * sign}}}
+
+
 class Experts(nnx.Module):
-    """MLPs of which each token uses the `experts_per_token` with the highest probability.
+    """MLPs of which each token uses the `experts_per_token` with the highest scores.
 
     Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al.
     2021, "Switch Transformers", section 2.2 (balance loss); Qiu et al. 2025, "Demons in the
     Detail", section 3 (balance loss of the global batch); Zoph et al. 2022, "ST-MoE", section 3.2
-    (router z-loss). Deviation: the balance loss is that of each row, averaged by the number of
-    trained tokens, or of the complete global batch. Neither depends on mesh or microbatches.
+    (router z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid scores, groups, bias).
+    Deviation: the balance loss is that of each row, averaged by the number of trained tokens, or of
+    the complete global batch. Neither depends on mesh or microbatches.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -37,6 +48,9 @@ class Experts(nnx.Module):
         router = jax.random.normal(rngs.params(), (d, count), jnp.float32) * std
         # Rounding would change the choice of experts, so the router computes in float32.
         self.router = nnx.Param(router, dims=Parameter(("d_model", None), keeps_dtype=True))
+        if config.routing.bias:
+            dims = Parameter((None,), update="increment")
+            self.selection_bias = nnx.Param(jnp.zeros(count, jnp.float32), dims=dims)
         names = ("experts", "d_model", None, "mlp")
         self.up = layers.weight(rngs, (count, d, ways, hidden), std, *names)
         self.down = layers.weight(rngs, (count, hidden, d), out_std, "experts", "mlp", "d_model")
@@ -45,7 +59,7 @@ class Experts(nnx.Module):
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
         """Choose the experts of tokens x [batch, seq_shard, d_model] of the residual stream.
 
-        If two probabilities are equal, the expert with the lower index comes first. The sums are {}
+        If two scores are equal, the expert with the lower index comes first. The sums are {}
         unless `aux` has the `weights` of a training batch.
         """
         config = self.config
@@ -55,12 +69,27 @@ class Experts(nnx.Module):
             self.router[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        shares, chosen = lax.top_k(probabilities, config.experts_per_token)
-        sums = self._sums(logits, probabilities, chosen, aux, context) if "weights" in aux else {}
-        if config.norm_topk:
-            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
-        return Routing(chosen.astype(jnp.int32), shares), sums
+        is_softmax = config.routing.scores == "softmax"
+        scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+        _, chosen = lax.top_k(self._preference(scores), config.experts_per_token)
+        sums = self._sums(logits, scores, chosen, aux, context) if "weights" in aux else {}
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
+        if config.routing.norm_topk:
+            shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + _TINY)
+        return Routing(chosen.astype(jnp.int32), shares * config.routing.scale), sums
+
+    def _preference(self, scores: Array) -> Array:
+        """Return the values [batch, seq_shard, experts] of which the highest are chosen."""
+        config = self.config
+        if config.routing.bias:
+            scores = scores + self.selection_bias[...]
+        if config.routing.groups == 1:
+            return scores
+        groups = scores.reshape(*scores.shape[:-1], config.routing.groups, -1)
+        best = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)
+        chosen = lax.top_k(best, config.routing.groups_per_token)[1]
+        is_chosen = jax.nn.one_hot(chosen, config.routing.groups, dtype=jnp.float32).sum(-2) > 0
+        return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
 
     def __call__(self, x: Array, routing: Routing, context: Context) -> Array:
         """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
@@ -73,11 +102,14 @@ class Experts(nnx.Module):
         return checkpoint_name(hidden, "mlp_hidden")
 
     def _sums(
-        self, logits: Array, probabilities: Array, chosen: Array, aux: Any, context: Context
+        self, logits: Array, scores: Array, chosen: Array, aux: Any, context: Context
     ) -> Sums:
         """Return the router's losses and metrics; logits are [batch, seq_shard, experts]."""
         config, count = self.config, self.config.num_experts
-        by_batch = config.balance_scope == "batch"
+        probabilities = scores
+        if config.routing.scores == "sigmoid":
+            probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
+        by_batch = config.routing.balance_scope == "batch"
         add = lambda values: jnp.sum(values, axis=(0, 1) if by_batch else 1)
         real, weights = aux["real"], aux["weights"]
         is_chosen = jax.nn.one_hot(chosen, count, dtype=jnp.float32).sum(-2) * real[..., None]
@@ -94,9 +126,9 @@ class Experts(nnx.Module):
         mean = add(probabilities * real[..., None]) * (config.experts_per_token / assigned)
         balance = count * jnp.sum(trained[..., None] * load * mean)
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-        entropy = -jnp.sum(probabilities * jax.nn.log_softmax(logits, axis=-1), -1)
+        entropy = -jnp.sum(probabilities * jnp.log(probabilities + _TINY), -1)
         largest = jnp.sum(weights, axis=1) * count * jnp.max(load, -1)
-        loss = config.balance_loss * balance + config.router_z_loss * jnp.sum(z * weights)
+        loss = config.routing.balance_loss * balance + config.routing.z_loss * jnp.sum(z * weights)
         metrics = {
             "balance": balance,
             "router_entropy": jnp.sum(entropy * weights),
@@ -105,7 +137,9 @@ class Experts(nnx.Module):
         mean_of_layers = lambda value: lax.stop_gradient(value) / config.num_layers
         own = (jnp.arange(config.num_layers) == context.layer).astype(jnp.float32)
         of_layer = lambda value: own.reshape(-1, *(1,) * value.ndim) * value
-        layer_sums = jax.tree.map(of_layer, sums) if by_batch and context.training else {}
+        if not by_batch:
+            sums = {name: jnp.sum(value, axis=0) for name, value in sums.items()}
+        layer_sums = jax.tree.map(of_layer, sums) if context.training else {}
         return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics), **layer_sums}
 
 

@@ -75,5 +75,5 @@ def num_params(model: Model, active_experts: float = 1.0) -> int:
         if real(w)
         else round(w.dims.num_weights * w.size * share(w))
         for w in weights_of(model)
-        if w.dims.update != "statistic"
+        if w.dims.update not in ("statistic", "increment")
     )

@@ -310,8 +310,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         )
     if needs_step_sums(model, parts.layout, plan):
         notes.append(
-            f"model.balance_scope=batch with {microbatches} microbatches: each step starts with a "
-            "forward pass that counts the tokens of each expert in the global batch"
+            f"balance loss of the global batch with {microbatches} microbatches: each step starts "
+            "with a forward pass that counts the tokens of each expert"
         )
     if parts.has_adapters:
         count = num_trained(model)

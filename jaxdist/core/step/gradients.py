@@ -21,6 +21,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
@@ -49,7 +50,8 @@ def make_value_and_grad(
     """Make the differentiated part of a step, as a function of global arrays.
 
     Frozen parameters have gradient None. In place of a gradient, a running average has the
-    statistic of this batch (`step/statistics.py`).
+    statistic of this batch, and a parameter with update="increment" its increment
+    (`step/statistics.py`).
 
     Returns (params, batch [rows, ...], key, loss scale float32 []) -> (sums, gradients, norm).
     Global sums are float32 [] each. Gradients are of `trained_loss` / weight, float32, sharded like
@@ -84,7 +86,17 @@ def make_value_and_grad(
 
     specs = (param_specs, layout.batch_specs, P(), P(), P()), (P(), grad_specs, P())
     compute = _manual(local, model, layout, plan, *specs)
-    return lambda *arguments: compute(*arguments, step_sums(*arguments[:3]))
+    order = execution_order(
+        model.num_layers, layout.size(PIPELINE), plan.pipeline.num_virtual_stages
+    )
+
+    def value_and_grad_of(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+        """Return (global sums, gradients, norm) of a global batch [rows, ...]."""
+        totals = step_sums(params, batch, key)
+        sums, grads, norm = compute(params, batch, key, scale, totals)
+        return sums, statistics.insert_increments(model, grads, sums, order), norm
+
+    return value_and_grad_of
 
 
 def needs_step_sums(model: Model, layout: Layout, plan: StepPlan) -> bool:

@@ -2,7 +2,8 @@
 
 A model marks them with `Parameter(dims, update="statistic")`. Its forward pass returns the batch's
 statistics as `Sums[BATCH_STATISTICS]`. The step passes these on in place of gradients, hidden from
-the optimizer.
+the optimizer. So it does with the increments of parameters with update="increment", which a model
+computes from the complete sums of the step.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 2; the momentum is PyTorch's.
 """
@@ -14,7 +15,16 @@ from typing import Any
 import jax
 
 from jaxdist.core import collectives
-from jaxdist.core.types import BATCH_STATISTICS, Array, Params, Sums
+from jaxdist.core.types import (
+    BATCH_STATISTICS,
+    LAYER_SUM,
+    Array,
+    Model,
+    Params,
+    Sums,
+    Update,
+)
+from jaxdist.core.weights import trained
 
 MOMENTUM = 0.1
 """Weight of the newest batch in a running average."""
@@ -29,38 +39,60 @@ def pop_batch_stats(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
 
 def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
     """Return gradients [...] in which running averages have the batch statistic instead."""
-    by_path = dict(jax.tree_util.tree_leaves_with_path(batch_stats))
+    inserted = _insert(axes, grads, batch_stats, "statistic")
+    if isinstance(inserted, str):
+        raise TypeError(
+            f"{inserted} is a running average, and Model.head returned nothing for it. Add "
+            "`jaxdist.models.layers.batch_statistics(module, context)` to its sums."
+        )
+    return inserted
 
-    def leaf(path: Any, dims: Any, grad: Array) -> Array:
-        """Return the gradient [*dims]; for a running average, the batch statistic."""
-        if dims.update != "statistic":
-            return grad
-        if path not in by_path:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(
-                f"{name} is a running average, and Model.head returned nothing for it. Add "
-                "`jaxdist.models.layers.batch_statistics(module, context)` to its sums."
-            )
-        return by_path[path]
 
+def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Params:
+    """Return gradients [...] in which the parameters of `Model.increments` have these instead.
+
+    `order` is the model index of each stored layer, int [num_layers].
+    """
+    if model.increments is None:
+        return grads
+    layers = {name: value for name, value in sums.items() if name.startswith(LAYER_SUM)}
+    increments = jax.tree.map(lambda x: x[order], model.increments(layers))
+    inserted = _insert(trained(model.axes, model.axes), grads, increments, "increment")
+    if isinstance(inserted, str):
+        raise TypeError(f"Model.increments returned nothing for {inserted}. Add it to its tree.")
+    return inserted
+
+
+def _insert(axes: Params, grads: Params, values: Params, update: Update) -> Params | str:
+    """Return gradients [...] with `values` for this kind of parameter, or a parameter without."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(values))
+    for path, dims in jax.tree_util.tree_leaves_with_path(axes):
+        if dims.update == update and path not in by_path:
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+    leaf = lambda path, dims, g: by_path[path] if dims.update == update else g
     return jax.tree_util.tree_map_with_path(leaf, axes, grads)
 
 
 def mask(axes: Params, grads: Params) -> Params:
     """Return gradients [...] with zeros for running averages, as input of the optimizer."""
-    zero = lambda dims, g: collectives.zeros_like(g) if dims.update == "statistic" else g
+    zero = lambda dims, g: g if dims.update == "gradient" else collectives.zeros_like(g)
     return jax.tree.map(zero, axes, grads)
 
 
 def update_running_stats(axes: Params, updated: Params, old: Params, grads: Params) -> Params:
-    """Return updated parameters [...]; running averages move toward the batch statistics."""
+    """Return updated parameters [...]; running averages move toward the batch statistics.
+
+    Increments are added.
+    """
 
     def leaf(dims: Any, new: Array, before: Array, batch_stats: Array) -> Array:
+        if dims.update == "increment":
+            return before + batch_stats
         return before + MOMENTUM * (batch_stats - before) if dims.update == "statistic" else new
 
     return jax.tree.map(leaf, axes, updated, old, grads)
 
 
 def has_averages(axes: Params) -> bool:
-    """Return True if a model has running averages."""
-    return any(dims.update == "statistic" for dims in jax.tree.leaves(axes))
+    """Return True if a model has parameters that are updated without gradients."""
+    return any(dims.update != "gradient" for dims in jax.tree.leaves(axes))

@@ -162,7 +162,7 @@ def _sparse_family_of(config: DecoderConfig) -> str:
             return "qwen2_moe"
     elif plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
         usual_width = config.head_width * config.num_heads == config.d_model
-        if config.qk_norm == "none" and config.norm_topk:
+        if config.qk_norm == "none" and config.routing.norm_topk:
             return "mixtral"
         if config.qk_norm == "head" and not config.sliding_window:
             return "qwen3_moe"
@@ -223,7 +223,7 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         if family == "qwen2_moe":
             hf["shared_expert_intermediate_size"] = config.shared_expert_dim
         if family != "mixtral":
-            hf["norm_topk_prob"] = config.norm_topk
+            hf["norm_topk_prob"] = config.routing.norm_topk
     return hf
 
 
@@ -245,7 +245,7 @@ def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     return shared | {
         "num_experts": count,
         "experts_per_token": hf["num_experts_per_tok"],
-        "norm_topk": family == "mixtral" or hf["norm_topk_prob"],
+        "router": {"norm_topk": family == "mixtral" or hf["norm_topk_prob"]},
         **({"mlp_dim": hf["moe_intermediate_size"]} if "moe_intermediate_size" in hf else {}),
     }
 
