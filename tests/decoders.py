@@ -104,6 +104,25 @@ VARIANTS = {
         experts_per_token=3,
         router={"norm_topk": False},
     ),
+    "dots1": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        qk_norm="head",
+        norm_eps=1e-6,
+        num_experts=8,
+        experts_per_token=3,
+        shared_expert_dim=2 * SIZES["mlp_dim"],
+        first_dense_layers=1,
+        dense_mlp_dim=40,
+        router={
+            "scores": "sigmoid",
+            "bias": True,
+            "scale": 2.5,
+            "groups": 4,
+            "groups_per_token": 2,
+            "norm_topk": True,
+        },
+    ),
     "olmoe": DecoderConfig(
         **SIZES, qk_norm="all", num_experts=4, experts_per_token=3, router={"norm_topk": False}
     ),

@@ -282,7 +282,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 
 NUM_SETTINGS = {
     "": 10,
-    "model": 38,  # five of experts
+    "model": 40,  # seven of experts
     "lora": 6,
     "mesh": 4,
     "pipeline": 2,

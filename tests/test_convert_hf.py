@@ -194,7 +194,7 @@ def test_pieces_cover_every_array_and_split_inverts_join(name):
             ] = 0
         np.testing.assert_array_equal(piece.join(piece.split(part)), part)
     assert set(seen) == set(ours)
-    assert all(layers in ([None], list(range(config.num_layers))) for layers in seen.values())
+    assert all(layers in ([None], list(range(config.dims["layers"]))) for layers in seen.values())
     assert len(set(names)) == len(names)
 
 

@@ -97,6 +97,8 @@ CASES = [
     Case("experts_batch", "dp=2,ep=2,tp=2"),
     Case("experts_batch", "fsdp=2,ep=2,cp=2", microbatches=2, remat="dots"),
     Case("experts_batch", "pp=2,ep=2,tp=2"),
+    Case("experts_mixed", "fsdp=2,ep=2,tp=2", microbatches=2, remat="full"),
+    Case("experts_mixed", "pp=2,ep=2,cp=2"),
     Case("experts", "dp=2,ep=4", zero=1, remat="full"),
     Case("experts", "dp=2,fsdp=2,ep=2", zero=3, remat="dots"),
     Case("experts", "ep=4,tp=2", sequence=False),
@@ -113,7 +115,7 @@ CASES = [
 ]
 
 
-NUM_FAST = 10
+NUM_FAST = 12
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
 @pytest.mark.parametrize(
     ("mesh", "model"),
     [
-        ("ep=8", "experts"),
+        ("ep=8", "experts_mixed"),
         ("fsdp=2,ep=2,tp=2", "experts_batch"),
         ("pp=2,ep=2,cp=2", "experts_batch"),
     ],
@@ -334,13 +336,14 @@ def test_audit_of_a_sparse_model_is_clean(mesh, model):
     assert audit.is_clean and "expert" in {axis for t in audit.transfers for axis in t.axes}
 
 
-def test_generation_of_sharded_experts_equals_one_device():
-    model = model_of("experts")
-    params = initial_state("experts").params
+@pytest.mark.parametrize("name", ["experts", "experts_mixed"])
+def test_generation_of_sharded_experts_equals_one_device(name):
+    model = model_of(name)
+    params = initial_state(name).params
     prompts = [np.arange(1, 8), np.array([3]), np.arange(20, 32)]
     texts = []
     for mesh in ("1", "ep=2,tp=2", "fsdp=2,ep=4"):
-        layout = layout_of(Case("experts", mesh))
+        layout = layout_of(Case(name, mesh))
         placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
         decoder = Decoder(
             model, placed, layout, plan_of(model, layout), TextSettings(temperature=0.0)
@@ -378,6 +381,11 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
         ),
         (["--model.num-experts=2", "--model.experts-per-token=3"], ["=3", "num_experts=2"]),
         (["--model.num-experts=4", "--model.bias=mlp"], ["'mlp'", "model.bias"]),
+        (["--model.num-experts=8", "--model.first-dense-layers=1"], ["dense_mlp_dim=0", "both"]),
+        (
+            ["--model.num-experts=8", "--model.first-dense-layers=8", "--model.dense-mlp-dim=64"],
+            ["first_dense_layers=8", "num_layers=8", "Use 7"],
+        ),
         (["--model.num-experts=8", "--model.router.groups=3"], ["groups=3", "num_experts=8"]),
         (
             ["--model.num-experts=8", "--model.router.groups=4", "--model.experts-per-token=3"],

@@ -32,6 +32,7 @@ EXPERT_KEYS = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "olmoe": "num_experts",
+    "dots1": "n_routed_experts",
 }
 
 
@@ -76,12 +77,25 @@ def reference_of(name, config):
                 EXPERT_KEYS[name]: config.num_experts,
                 "num_experts_per_tok": config.experts_per_token,
             }
+        if name == "dots1":
+            router = config.router
+            common |= dict(
+                intermediate_size=config.dense_mlp_dim,
+                moe_intermediate_size=config.mlp_dim,
+                n_shared_experts=config.shared_expert_dim // config.mlp_dim,
+                first_k_dense_replace=config.first_dense_layers,
+                n_group=router["groups"],
+                topk_group=router["groups_per_token"],
+                routed_scaling_factor=router["scale"],
+                norm_topk_prob=router["norm_topk"],
+                sliding_window=None,
+            )
+        elif config.shared_expert_dim:
+            common["shared_expert_intermediate_size"] = config.shared_expert_dim
         if name in ("qwen2_moe", "qwen3_moe", "olmoe"):
             common["norm_topk_prob"] = config.routing.norm_topk
         if name in ("qwen2_moe", "qwen3_moe"):
             common["moe_intermediate_size"] = config.mlp_dim
-        if config.shared_expert_dim:
-            common["shared_expert_intermediate_size"] = config.shared_expert_dim
         if name.startswith("gemma"):
             common |= gemma_keys(name, config)
         kinds = {
@@ -97,6 +111,7 @@ def reference_of(name, config):
             "qwen2_moe": transformers.Qwen2MoeConfig,
             "qwen3_moe": transformers.Qwen3MoeConfig,
             "olmoe": transformers.OlmoeConfig,
+            "dots1": transformers.Dots1Config,
             "gemma2": transformers.Gemma2Config,
             "gemma3": transformers.Gemma3TextConfig,
         }
@@ -106,6 +121,9 @@ def reference_of(name, config):
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.5 * torch.randn_like(buffer) - 0.5)
     return model.eval()
 
 

@@ -92,6 +92,9 @@ CONFIGS = {
 CONFIGS["experts_batch"] = dataclasses.replace(
     CONFIGS["experts"], router={"balance_loss": 0.1, "z_loss": 0.01, "balance_scope": "batch"}
 )
+CONFIGS["experts_mixed"] = dataclasses.replace(
+    CONFIGS["experts"], num_layers=3, first_dense_layers=1, dense_mlp_dim=48
+)
 # DeepSeek-V3's router.
 CONFIGS["experts_bias"] = dataclasses.replace(
     CONFIGS["experts"],

@@ -227,7 +227,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     def dims(self) -> dict[str, int]:
         """Logical dim -> size."""
         return {
-            "layers": self.num_layers,
+            "layers": self.num_layers - self.first_dense_layers,
             "vocab": self.padded_vocab,
             "d_model": self.d_model,
             "heads": self.num_heads,
@@ -237,7 +237,15 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             "positions": self.max_seq_len,
             **({"experts": self.num_experts} if self.num_experts else {}),
             **({"shared_mlp": self.shared_expert_dim} if self.shared_expert_dim else {}),
+            **({"dense_mlp": self.dense_mlp_dim} if self.dense_mlp_dim else {}),
         }
+
+    @property
+    def dense(self) -> DecoderConfig:
+        """The model with the MLP of its first layers in all layers."""
+        fields = dataclasses.fields(ExpertSettings)
+        none: dict[str, Any] = {f.name: f.default for f in fields} | {"router": {}}
+        return dataclasses.replace(self, **none, mlp_dim=self.dense_mlp_dim or self.mlp_dim)
 
     @property
     def windows(self) -> list[int]:
@@ -256,7 +264,10 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             softcap=self.attention_softcap,
         )
 
-    rules: ClassVar[Mapping[str, str | None]] = {"shared_mlp": "tensor"}
+    rules: ClassVar[Mapping[str, str | None]] = {
+        "shared_mlp": "tensor",
+        "dense_mlp": "tensor",
+    }
     sequence: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
@@ -270,6 +281,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "mlp": "model.mlp_dim",
         "experts": "model.num_experts",
         "shared_mlp": "model.shared_expert_dim",
+        "dense_mlp": "model.dense_mlp_dim",
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
@@ -278,7 +290,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         is_wide = self.d_model > d_model
         return dataclasses.replace(
             self,
-            num_layers=min(self.num_layers, num_layers),
+            num_layers=min(self.num_layers, num_layers + self.first_dense_layers),
             d_model=d_model if is_wide else self.d_model,
             head_dim=_SMALL_WIDTH if is_wide else self.head_dim,
             mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple),
@@ -353,7 +365,11 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
                 "differ: set model.full_attention_every and positions = 'rotary', or set "
                 "model.rope_theta instead."
             )
-        return problems + self._rope_problems() + self.expert_problems(self.bias)
+        return (
+            problems
+            + self._rope_problems()
+            + self.expert_problems(self.bias, self.num_layers, self.full_attention_every)
+        )
 
     def _rope_problems(self) -> list[str]:
         rope = self.rope_scaling

@@ -56,6 +56,11 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     """Return the `Model` of a decoder; `seq_len` is the training length, for FLOPs."""
     init_embed, embed_axes, bind_embed = layers.functional(lambda rngs: Embedding(config, rngs))
     init_block, block_axes, bind_block = layers.functional(lambda rngs: Block(config, rngs))
+    num_stacked, num_dense = config.dims["layers"], config.first_dense_layers
+    dense = init_block, block_axes, bind_block
+    if num_dense:
+        dense = layers.functional(lambda rngs: Block(config.dense, rngs, "dense_mlp"))
+    init_dense, dense_axes, bind_dense = dense
     init_head, head_axes, bind_head = layers.functional(lambda rngs: Head(config, rngs))
     stacked_axes = jax.tree.map(lambda dims: dims.renamed(("layers", *dims)), block_axes)
 
@@ -64,16 +69,30 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         return {
             "embed": init_embed(embed_key),
-            "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers)),
+            "layers": jax.vmap(init_block)(jax.random.split(layers_key, num_stacked)),
             "head": init_head(head_key),
-        }
+        } | first_layers(lambda i: init_dense(jax.random.fold_in(layers_key, i)))
+
+    def first_layers(value: Callable[[int], Any]) -> Params:
+        """Return {} or the tree of the dense layers before the stacked ones."""
+        dense = {str(i): value(i) for i in range(num_dense)}
+        return {"first_layers": dense} if dense else {}
 
     def prepare_aux(batch: Batch, context: Context) -> dict[str, Any]:
         aux = prepare(config, batch, context)
         return aux | (routing_aux(batch, context) if config.num_experts else {})
 
     def embed(params: Params, batch: Batch, context: Context) -> Array:
-        return bind_embed(params["embed"])(batch, context)
+        """Return x [batch, seq_shard, d_model] after the embedding and the dense first layers."""
+        x = bind_embed(params["embed"])(batch, context)
+        key, aux = context.dropout_key, prepare_aux(batch, context) if num_dense else {}
+        for i in range(num_dense):
+            # The embedding uses the index num_layers.
+            own = None if key is None else jax.random.fold_in(key, config.num_layers + 1 + i)
+            layer_context = dataclasses.replace(context, dropout_key=own, layer=i)
+            run = lambda weights, x, used=layer_context: bind_dense(weights)(x, aux, used)[0]
+            x = jax.checkpoint(run)(params["first_layers"][str(i)], x)
+        return x
 
     def block(
         params: Params, x: Array, aux: dict[str, Any], context: Context
@@ -91,7 +110,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     model = Model(
         name="decoder",
         init=init,
-        axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
+        axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes}
+        | first_layers(lambda i: dense_axes),
         dims=config.dims,
         rules=config.rules,
         embed=embed,
@@ -99,14 +119,14 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         block=block,
         head=head,
         objective=cross_entropy,
-        num_layers=config.num_layers,
+        num_layers=num_stacked,
         increments=partial(bias_increments, config) if has_bias else None,
         step_sums=STEP_SUMS if by_batch else (),
         sequence=config.sequence,
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
         attention_call=config.attention_call,
-        decoding=_make_decoding(config, bind_embed, bind_block, bind_head),
+        decoding=_make_decoding(config, bind_embed, bind_dense, bind_block, bind_head),
     )
     return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
 
@@ -119,7 +139,7 @@ def _head_kernel(config: DecoderConfig, params: Params) -> Array:
 
 
 def _make_decoding(
-    config: DecoderConfig, bind_embed: Bind, bind_block: Bind, bind_head: Bind
+    config: DecoderConfig, bind_embed: Bind, bind_dense: Bind, bind_block: Bind, bind_head: Bind
 ) -> Decoding:
     def step(
         params: Params, cache: Any, tokens: Array, positions: Array, context: Context
@@ -137,8 +157,16 @@ def _make_decoding(
             layer_context = dataclasses.replace(context, layer=index)
             return bind_block(layer_params).decode(x, layer_cache, aux, layer_context)
 
-        indices = jnp.arange(config.num_layers)
-        x, cache = jax.lax.scan(layer, x, (params["layers"], cache, indices))
+        count, first = config.first_dense_layers, []
+        for i in range(count):
+            dense = bind_dense(params["first_layers"][str(i)])
+            own = jax.tree.map(lambda c, i=i: c[i], cache)
+            x, own = dense.decode(x, own, aux, dataclasses.replace(context, layer=i))
+            first.append(jax.tree.map(lambda c: c[None], own))
+        rest = jax.tree.map(lambda c: c[count:], cache)
+        indices = jnp.arange(config.num_layers - count)
+        x, rest = jax.lax.scan(layer, x, (params["layers"], rest, indices))
+        cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *first, rest) if count else rest
         x = bind_head(params["head"]).norm(x)
         logits = context.dot(
             "batch seq d_model, d_model vocab -> batch seq vocab",
@@ -169,7 +197,8 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     appendix B). The head is included, tied or not, without vocabulary padding.
     """
     used = lambda w: w.size * (config.active_experts if "experts" in w.dims else 1.0)
-    products = sum(used(w) for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    in_layers = lambda w: w.is_stacked or w.name.startswith("first_layers")
+    products = sum(used(w) for w in weights_of(model) if in_layers(w) and w.is_matrix)
     products += config.vocab_size * config.d_model
     keys = [min(seq_len, window or seq_len) for window in config.windows]
     attention = 12.0 * config.num_heads * config.head_width
@@ -222,13 +251,13 @@ class Embedding(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP with norms before or after them, added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dim: str = "mlp"):
         if config.norm_placement != "post":
             self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
         if config.norm_placement != "pre":
             self.attention_out_norm, self.mlp_out_norm = _norm(config), _norm(config)
         self.attention = Attention(config, rngs)
-        self.mlp = Experts(config, rngs) if config.num_experts else Mlp(config, rngs)
+        self.mlp = Experts(config, rngs) if config.num_experts else Mlp(config, rngs, dim)
         if width := config.shared_expert_dim:
             self.shared = Mlp(dataclasses.replace(config, mlp_dim=width), rngs, "shared_mlp")
         if config.shared_expert_gate:

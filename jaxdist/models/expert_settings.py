@@ -64,6 +64,12 @@ class ExpertSettings:
     shared_expert_gate: bool = setting(
         False, "multiply the shared MLP's output by a sigmoid of the token (Qwen 2 MoE)"
     )
+    first_dense_layers: int = setting(
+        0, "first layers, with an MLP of dense_mlp_dim instead of experts (DeepSeek-V3 3)", ge=0
+    )
+    dense_mlp_dim: int = setting(
+        0, "hidden width of the MLP of the first_dense_layers", ge=0, le=2**24
+    )
     router: dict[str, Any] = setting(
         {},
         "table of the router: scores (softmax, or sigmoid as in DeepSeek-V3), norm_topk = divide a "
@@ -100,14 +106,34 @@ class ExpertSettings:
             )
         return problems
 
-    def expert_problems(self, bias: Sequence[str]) -> list[str]:
+    def expert_problems(
+        self, bias: Sequence[str], num_layers: int, full_attention_every: int
+    ) -> list[str]:
         """Return the errors between settings of experts."""
+        dense, width = self.first_dense_layers, self.dense_mlp_dim
+        if dense and not self.num_experts:
+            return [f"model.first_dense_layers={dense} without model.num_experts. Set it."]
         if not self.num_experts:
             return [
                 f"model.shared_expert_dim={self.shared_expert_dim} without model.num_experts. "
                 "Set it, or use model.mlp_dim."
             ] * bool(self.shared_expert_dim)
         problems = []
+        if bool(dense) != bool(width):
+            problems.append(
+                f"model.first_dense_layers={dense} with dense_mlp_dim={width}: the first layers "
+                "need a width, and only they have it. Set both."
+            )
+        if dense >= num_layers:
+            problems.append(
+                f"model.first_dense_layers={dense} leaves no layer with experts of num_layers="
+                f"{num_layers}. Use {num_layers - 1} or less."
+            )
+        if dense and full_attention_every:
+            problems.append(
+                f"model.full_attention_every={full_attention_every} with first_dense_layers="
+                f"{dense}: layers of both kinds are not supported. Set one of them to 0."
+            )
         if self.shared_expert_gate and not self.shared_expert_dim:
             problems.append(
                 "model.shared_expert_gate without a shared MLP. Set model.shared_expert_dim."

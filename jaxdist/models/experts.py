@@ -106,6 +106,7 @@ class Experts(nnx.Module):
     ) -> Sums:
         """Return the router's losses and metrics; logits are [batch, seq_shard, experts]."""
         config, count = self.config, self.config.num_experts
+        num_layers = config.dims["layers"]
         probabilities = scores
         if config.routing.scores == "sigmoid":
             probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
@@ -134,8 +135,8 @@ class Experts(nnx.Module):
             "router_entropy": jnp.sum(entropy * weights),
             "largest_load": jnp.sum(largest),
         }
-        mean_of_layers = lambda value: lax.stop_gradient(value) / config.num_layers
-        own = (jnp.arange(config.num_layers) == context.layer).astype(jnp.float32)
+        mean_of_layers = lambda value: lax.stop_gradient(value) / num_layers
+        own = (jnp.arange(num_layers) == context.layer).astype(jnp.float32)
         of_layer = lambda value: own.reshape(-1, *(1,) * value.ndim) * value
         if not by_batch:
             sums = {name: jnp.sum(value, axis=0) for name, value in sums.items()}

@@ -47,9 +47,21 @@ _GEMMA = {
     "sliding_window_pattern": int,
     "_sliding_window_pattern": int,
 }
+_DOTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _EXPERTS = {"num_experts": int, "num_local_experts": int, "num_experts_per_tok": int}
 _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "llama": _LLAMA_ONLY,
+    "dots1": {
+        "n_routed_experts": int,
+        "n_shared_experts": int,
+        "num_experts_per_tok": int,
+        "moe_intermediate_size": int,
+        "first_k_dense_replace": int,
+        "n_group": int,
+        "topk_group": int,
+        "routed_scaling_factor": float,
+        "norm_topk_prob": bool,
+    },
     "mixtral": {name: int for name in _EXPERTS if name != "num_experts"},
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
     "qwen2_moe": {
@@ -87,6 +99,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     olmoe=dict(
         _DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64,
         num_experts_per_tok=8, norm_topk_prob=False,
+    ),
+    dots1=dict(
+        _DEFAULTS, num_key_value_heads=32, n_routed_experts=None, n_shared_experts=None,
+        num_experts_per_tok=None, moe_intermediate_size=1408, first_k_dense_replace=0, n_group=1,
+        topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False,
     ),
     qwen2_moe=dict(
         _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=16, num_experts=60,
@@ -150,6 +167,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
     "clip_qkv": (),
     "qkv_bias": (True,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("noaux_tc", "sigmoid"),
+    "topk_method": ("noaux_tc",),
 }
 """Values for which our decoder computes the same function as transformers."""
 
@@ -199,13 +219,18 @@ def key_problems(hf: Any, family: str) -> list[str]:
         for name, default in DEFAULTS[family].items()
         if default and hf[name] is None and name not in _NULL_IS_NONE
     ]
+    if family == "dots1":
+        needed = {**needed, **dict.fromkeys(_DOTS, int)}
+        window = hf.get("sliding_window") and hf.get("layer_types") is None
+        if window and hf.get("max_window_layers", 62) < (hf.get("num_hidden_layers") or 0):
+            errors.append(f"sliding_window={hf['sliding_window']} is not supported for dots1.")
     errors += [f"{name} is missing." for name in needed if hf.get(name) is None]
     for name, value in hf.items():
         kind = {**_OPTIONAL, **_BY_FAMILY.get(family, {}), **needed}.get(name)
         if value is None or name in _HARMLESS or (family, name) in _HARMLESS_IN_FAMILY:
             continue
         if kind is not None:
-            fits = _is(value, kind)
+            fits = _is(value, kind) or (name, value) == ("first_k_dense_replace", 0)
             errors += [] if fits else [f"{name}={_short(value)} is not {_WORDS[kind]}."]
         elif name in DROPOUT:
             errors += [] if type(value) in (int, float) else [f"{name}={_short(value)} is no rate."]

@@ -1,16 +1,19 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
 References:
-    The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, Mixtral,
-    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints have them.
+    The `config.json` of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, Llama,
+    Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints
+    have them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
+from jaxdist.models.expert_settings import Router
 from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
     DROPOUT,
@@ -23,6 +26,7 @@ from jaxdist.models.huggingface.config_keys import (
 from jaxdist.settings import ConfigError, problems_of
 
 _ARCHITECTURES = {
+    "dots1": "Dots1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -72,6 +76,7 @@ _GEMMA_SETTINGS = (
 """Our settings that only Gemma has; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {
+    "dots1": "head",
     "qwen3": "head",
     "qwen3_moe": "head",
     "olmo2": "all",
@@ -156,6 +161,19 @@ def family_of(config: DecoderConfig) -> str:
 def _sparse_family_of(config: DecoderConfig) -> str:
     plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
     parts = (config.positions, config.norm, config.activation, config.norm_placement)
+    routing = config.routing
+    usual = Router(scores="sigmoid", bias=True, **{n: getattr(routing, n) for n in _DOTS_ROUTER})
+    if _architecture(routing) == _architecture(usual):
+        norms = (config.qk_norm, config.shared_expert_gate)
+        width = config.shared_expert_dim
+        fits = plain and width and width % config.mlp_dim == 0
+        fits = fits and not (config.bias or config.sliding_window)
+        if fits and parts == ("rotary", "rms", "swiglu", "pre") and norms == ("head", False):
+            return "dots1"
+        raise _no_family()
+    usual = Router(norm_topk=routing.norm_topk)
+    if config.first_dense_layers or _architecture(routing) != _architecture(usual):
+        raise _no_family()
     if plain and parts == ("rotary", "rms", "swiglu", "pre") and config.shared_expert_dim:
         is_qwen = config.bias == ["qkv"] and config.shared_expert_gate
         if is_qwen and config.qk_norm == "none" and not config.sliding_window:
@@ -169,6 +187,21 @@ def _sparse_family_of(config: DecoderConfig) -> str:
         if config.qk_norm == "all" and usual_width and not config.sliding_window:
             return "olmoe"
     raise _no_family()
+
+
+_DOTS_ROUTER = {
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+    "norm_topk": "norm_topk_prob",
+}
+"""Our key of `model.router` -> that of dots.llm1."""
+
+
+def _architecture(router: Router) -> Router:
+    """Return the router without the settings of its training."""
+    training = ("bias_rate", "balance_loss", "balance_scope", "z_loss")
+    return dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
 
 
 def _no_family() -> ConfigError:
@@ -222,12 +255,21 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
             hf |= {"moe_intermediate_size": config.mlp_dim, "decoder_sparse_step": 1}
         if family == "qwen2_moe":
             hf["shared_expert_intermediate_size"] = config.shared_expert_dim
-        if family != "mixtral":
+        if family == "dots1":
+            hf |= {name: getattr(config.routing, ours) for ours, name in _DOTS_ROUTER.items()} | {
+                "moe_intermediate_size": config.mlp_dim,
+                "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
+                "n_shared_experts": config.shared_expert_dim // config.mlp_dim,
+                "first_k_dense_replace": config.first_dense_layers,
+                "sliding_window": None,
+            }
+        elif family != "mixtral":
             hf["norm_topk_prob"] = config.routing.norm_topk
     return hf
 
 
 _NUM_EXPERTS = {
+    "dots1": "n_routed_experts",
     "mixtral": "num_local_experts",
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
@@ -239,13 +281,24 @@ def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the settings of experts; newer Qwen3-MoE files name their number as Mixtral does."""
     count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
     shared: dict[str, Any] = {}
+    is_normed = family == "mixtral" or hf["norm_topk_prob"]
+    router: dict[str, Any] = {} if is_normed else {"norm_topk": False}
+    if family == "dots1":
+        router = {"scores": "sigmoid", "bias": True}
+        router |= {ours: hf[name] for ours, name in _DOTS_ROUTER.items()}
+        dense = hf["first_k_dense_replace"]
+        shared = {
+            "shared_expert_dim": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+            "first_dense_layers": dense,
+            "dense_mlp_dim": hf["intermediate_size"] if dense else 0,
+        }
     if family == "qwen2_moe":
         width = hf["shared_expert_intermediate_size"]
         shared = {"shared_expert_dim": width, "shared_expert_gate": True}
     return shared | {
         "num_experts": count,
         "experts_per_token": hf["num_experts_per_tok"],
-        "router": {"norm_topk": family == "mixtral" or hf["norm_topk_prob"]},
+        "router": router,
         **({"mlp_dim": hf["moe_intermediate_size"]} if "moe_intermediate_size" in hf else {}),
     }
 

@@ -3,8 +3,9 @@
 Values are moved without arithmetic, so a round trip is exact.
 
 References:
-    The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, Mixtral,
-    OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in saved checkpoints.
+    The tensor names of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, Llama,
+    Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in saved
+    checkpoints.
 """
 
 from __future__ import annotations
@@ -147,10 +148,21 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
     is_fused = family == "phi3"
 
-    def of_layer(ours: str, shape: tuple[int, ...], *sources: Source) -> Iterator[Piece]:
-        for layer in range(config.num_layers):
-            named = (dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources)
-            yield Piece(f"params/layers/{ours}", layer, shape, tuple(named))
+    num_dense = config.first_dense_layers
+
+    def of_layer(
+        ours: str, shape: tuple[int, ...], *sources: Source, kind: str = ""
+    ) -> Iterator[Piece]:
+        """Yield the piece of each layer, of each "dense" or "sparse" one if `kind` is set."""
+        last = num_dense if kind == "dense" else config.num_layers
+        for layer in range(num_dense if kind == "sparse" else 0, last):
+            tensors = (
+                dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources
+            )
+            if layer < num_dense:
+                yield Piece(f"params/first_layers/{layer}/{ours}", None, shape, tuple(tensors))
+            else:
+                yield Piece(f"params/layers/{ours}", layer - num_dense, shape, tuple(tensors))
 
     yield _table(config, "model.embed_tokens.weight")
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
@@ -177,8 +189,11 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
         yield from of_layer("attention/out_bias", (d,), _same("self_attn.o_proj.bias", d))
     if config.num_experts:
         for array, sizes, tensors in _experts(config, family):
-            yield from of_layer(array, sizes, *tensors)
-        return
+            yield from of_layer(array, sizes, *tensors, kind="sparse")
+        if not num_dense:
+            return
+        mlp = config.dense_mlp_dim
+    kind = "dense" if config.num_experts else ""
     if is_fused:
         gates = [Source("mlp.gate_up_proj.weight", (2 * mlp, d), (2, mlp, d), (2, 0, 1))]
     else:
@@ -186,8 +201,8 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
             Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), (0, way, 0))
             for way, name in enumerate(("gate", "up"))
         ]
-    yield from of_layer("mlp/up", (d, 2, mlp), *gates)
-    yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
+    yield from of_layer("mlp/up", (d, 2, mlp), *gates, kind=kind)
+    yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp), kind=kind)
     if "mlp" in config.bias:
         biases = (
             Source(f"mlp.{name}_proj.bias", (mlp,), (1, mlp), (0, 1), (way, 0))
@@ -205,6 +220,9 @@ def _experts(
     module, gate, up, down = _EXPERT_NAMES[family]
     router = _turned(f"{module}.gate.weight", config.num_experts, d)
     yield "mlp/router", (d, config.num_experts), [router]
+    if config.routing.bias:
+        bias = _same(f"{module}.gate.e_score_correction_bias", config.num_experts)
+        yield "mlp/selection_bias", (config.num_experts,), [bias]
     ups = [
         Source(
             f"{module}.experts.{i}.{name}.weight",
@@ -223,9 +241,10 @@ def _experts(
     ]
     yield "mlp/down", (config.num_experts, mlp, d), downs
     if width := config.shared_expert_dim:
+        shared = f"{module}.shared_experts" if family == "dots1" else f"{module}.shared_expert"
         gates = [
             Source(
-                f"{module}.shared_expert.{name}.weight",
+                f"{shared}.{name}.weight",
                 (width, d),
                 (width, d, 1),
                 (1, 2, 0),
@@ -234,8 +253,9 @@ def _experts(
             for way, name in enumerate((gate, up))
         ]
         yield "shared/up", (d, 2, width), gates
-        last = _turned(f"{module}.shared_expert.{down}.weight", d, width)
+        last = _turned(f"{shared}.{down}.weight", d, width)
         yield "shared/down", (width, d), [last]
+    if config.shared_expert_gate:
         yield "shared_gate", (d, 1), [_turned(f"{module}.shared_expert_gate.weight", 1, d)]
 
 
@@ -245,6 +265,7 @@ _EXPERT_NAMES = {
     "qwen2_moe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,
     "olmoe": _PROJECTIONS,
+    "dots1": _PROJECTIONS,
 }
 """Family -> names of the module, and of the gate, up and down products of its experts."""
 

@@ -230,7 +230,12 @@ class DecoderCosts(ModelCosts):
         job = self.job
         table = WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
         table *= job.trained_share(job.outer) > 0
-        return Work(memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model)
+        # Layers outside the stack (`first_layers`): forward twice, and two products backward.
+        first = [w for w in job.outer if w.name.startswith("first_layers") and w.is_matrix]
+        return Work(
+            products=8.0 * job.tokens * job.total(first, "gathered"),
+            memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model,
+        )
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
         """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
