@@ -216,6 +216,9 @@ def test_ties_go_to_the_lowest_expert_and_losses_equal_their_definition():
         balance += weights[row].sum() * 8 * (load * p[row][kept].mean(0)).sum()
         z += (weights[row] * np.log(np.exp(logits[row]).sum(-1)) ** 2).sum()
     assert float(sums["balance"]) == pytest.approx(balance, rel=1e-5)
+    ranked = -np.sort(-p, -1)
+    near = (ranked[..., 2] - ranked[..., 3] < 1e-5) * weights
+    assert float(sums["near_ties"]) == pytest.approx(near.sum(), rel=1e-5) and near.sum() > 1
 
     def losses(router):
         """Return the balance loss with constant loads, and the z-loss, of the first two rows."""
@@ -290,7 +293,12 @@ def test_bias_follows_the_loads_of_the_global_batch(case):
         params = jax.device_get(state.params)
         counts = counts_of("experts_bias", params, batch)
         before = params["layers"]["mlp"]["selection_bias"]
-        state, _ = step.train(state, placed, np.inf)
+        state, metrics = step.train(state, placed, np.inf)
+        of_layers = jax.device_get(metrics["layer_sums"])
+        np.testing.assert_array_equal(of_layers["expert_tokens"], counts)
+        for name in ("balance", "router_entropy", "near_ties"):
+            mean = of_layers[name].mean() / batch["weights"].sum()
+            assert mean == pytest.approx(float(metrics[name]), rel=1e-5, abs=1e-12)
         after = jax.device_get(state.params)["layers"]["mlp"]["selection_bias"]
         sign = np.sign(counts.mean(-1, keepdims=True) - counts)
         np.testing.assert_array_equal(after, before + np.float32(0.01) * sign.astype(np.float32))

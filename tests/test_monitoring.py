@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import free_port
-from monitored import Clock, header, of_kind, scalars, start, train
+from monitored import Clock, events, header, of_kind, scalars, start, train
 from refusals import refused
 
 from jaxdist.config.monitoring import MonitoringConfig
@@ -393,3 +393,25 @@ def test_start_continues_from_the_newest_valid_totals(tmp_path, monkeypatch, res
         assert len(outline) < 25 and len(complete) > 80
     if cut == "head" and totals:
         assert RunSummary(outline, start_step=resumed_at, unit="tokens").units == 100 * resumed_at
+
+
+def test_loads_of_experts_are_summed_over_an_interval_and_a_collapse_is_reported_once(tmp_path):
+    monitor = start(tmp_path, MonitoringConfig(tracker=[], log_interval_steps=2), total_steps=6)
+    for step in range(1, 7):
+        # Expert 2 of layer 1 has a token in the first two intervals, in one of their steps.
+        tokens = [[2.0, 4.0, 6.0], [6.0, 0.0, float(step in (1, 3))]]
+        entropy = jnp.array([0.5, 1.0]) * step * 10
+        sums = {"expert_tokens": jnp.array(tokens), "router_entropy": entropy}
+        train(monitor, step, weight=jnp.float32(10.0), layer_sums=sums)
+    monitor.close()
+    records = read_records(monitor.run.metrics)
+    reports = events(records, "experts")
+    assert [(r["step"], r["num_steps"]) for r in reports] == [(2, 2), (4, 2), (6, 2)]
+    assert reports[0]["largest_load"] == pytest.approx([1.5, 12 / 13 * 3])
+    assert reports[0]["smallest_load"] == [0.5, 0.0]
+    assert [r["unused_experts"] for r in reports] == [[0, 1], [0, 1], [0, 2]]
+    assert reports[1]["router_entropy"] == pytest.approx([0.5 * 3.5, 3.5])
+    collapses = events(records, "collapsed_experts")
+    assert [(r["step"], r["experts"]) for r in collapses] == [(2, [[1, 1]]), (6, [[1, 2]])]
+    assert all(r["level"] == "warning" for r in collapses)
+    assert not any("layer_sums" in r for r in records)

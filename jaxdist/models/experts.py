@@ -20,6 +20,7 @@ STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
 """Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
 
 
+_NEAR = 1e-5  # gap of two scores of which rounding may choose the other
 _TINY = 1e-20  # added to sums of scores by which values are divided, as in transformers
 
 
@@ -71,8 +72,14 @@ class Experts(nnx.Module):
         )
         is_softmax = config.routing.scores == "softmax"
         scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
-        _, chosen = lax.top_k(self._preference(scores), config.experts_per_token)
-        sums = self._sums(logits, scores, chosen, aux, context) if "weights" in aux else {}
+        best, chosen = lax.top_k(
+            self._preference(scores), min(config.experts_per_token + 1, config.num_experts)
+        )
+        chosen = chosen[..., : config.experts_per_token]
+        gap = best[..., config.experts_per_token - 1] - best[..., -1]
+        is_near = (gap < _NEAR) & (config.experts_per_token < config.num_experts)
+        is_batch = "weights" in aux
+        sums = self._sums(logits, scores, chosen, is_near, aux, context) if is_batch else {}
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.routing.norm_topk:
             shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + _TINY)
@@ -102,9 +109,18 @@ class Experts(nnx.Module):
         return checkpoint_name(hidden, "mlp_hidden")
 
     def _sums(
-        self, logits: Array, scores: Array, chosen: Array, aux: Any, context: Context
+        self,
+        logits: Array,
+        scores: Array,
+        chosen: Array,
+        is_near: Array,
+        aux: Any,
+        context: Context,
     ) -> Sums:
-        """Return the router's losses and metrics; logits are [batch, seq_shard, experts]."""
+        """Return the router's losses and metrics; logits are [batch, seq_shard, experts].
+
+        `is_near` marks tokens [batch, seq_shard] whose last chosen expert nearly ties.
+        """
         config, count = self.config, self.config.num_experts
         num_layers = config.dims["layers"]
         probabilities = scores
@@ -134,13 +150,21 @@ class Experts(nnx.Module):
             "balance": balance,
             "router_entropy": jnp.sum(entropy * weights),
             "largest_load": jnp.sum(largest),
+            "near_ties": jnp.sum(is_near * weights),
         }
         mean_of_layers = lambda value: lax.stop_gradient(value) / num_layers
         own = (jnp.arange(num_layers) == context.layer).astype(jnp.float32)
         of_layer = lambda value: own.reshape(-1, *(1,) * value.ndim) * value
         if not by_batch:
             sums = {name: jnp.sum(value, axis=0) for name, value in sums.items()}
-        layer_sums = jax.tree.map(of_layer, sums) if context.training else {}
+        if context.training:
+            # The largest load of a layer follows from its counts.
+            own_sums = {
+                f"{LAYER_SUM}{name}": x for name, x in metrics.items() if name != "largest_load"
+            }
+            layer_sums = jax.tree.map(of_layer, sums | lax.stop_gradient(own_sums))
+        else:
+            layer_sums = {}
         return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics), **layer_sums}
 
 

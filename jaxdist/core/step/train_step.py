@@ -36,8 +36,9 @@ from jaxdist.core.types import (
 )
 from jaxdist.core.weights import merged, trained
 
-Metrics = dict[str, Array]
-"""Float32 scalars by name, `applied` bool []; `ROW_SUMS` float32 [rows]."""
+Metrics = dict[str, Any]
+"""Float32 scalars by name, `applied` bool []; `ROW_SUMS` float32 [rows]; `layer_sums` are
+those of layers over the global batch, float32 [num_layers, ...] by name, if the model has any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,11 @@ def _make_train(
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
         sums, grads, norm = gradients(state.params, batch, key, scale)
-        sums = {name: x for name, x in sums.items() if not name.startswith(LAYER_SUM)}
+        of_layers = {
+            name.removeprefix(LAYER_SUM): sums.pop(name)
+            for name in tuple(sums)
+            if name.startswith(LAYER_SUM)
+        }
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)
@@ -215,6 +220,8 @@ def _make_train(
             "applied": applied,
             **{f"loss_{name}": value for name, value in state.loss_scale.items()},
         }
+        if of_layers:
+            metrics["layer_sums"] = of_layers
         if measure is not None:
             metrics["layer_statistics"] = measure(state, batch, grads, params)
         return new_state, metrics

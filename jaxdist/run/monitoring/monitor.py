@@ -16,6 +16,7 @@ from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
+from jaxdist.run.monitoring.expert_loads import ExpertLoads
 from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
@@ -119,6 +120,7 @@ class Monitor:
             compares=run.is_writer,
             log_interval_steps=config.log_interval_steps,
         )
+        self._expert_loads = ExpertLoads(self.event, self._plot)
         self._is_held, self._config_text = True, config_text
         if self.run_summary.first_start is None:
             self.run_summary.first_start = self._begin
@@ -152,8 +154,11 @@ class Monitor:
         """
         metrics = dict(metrics)
         by_layer = metrics.pop("layer_statistics", None)
+        layer_sums = metrics.pop("layer_sums", None)
         by_row = [metrics.pop(name) for name in ROW_SUMS if name in metrics]
         values = read(metrics)
+        if layer_sums is not None:
+            self._expert_loads.add(layer_sums, values["weight"])
         if values.get("weight") == 0:  # means over no labels
             values |= dict.fromkeys(values.keys() & {"loss", "accuracy", "grad_norm"})
         self._steps_here += 1
@@ -201,6 +206,8 @@ class Monitor:
                 self._write_event("totals", self.run_summary.totals(seconds, num_devices))
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
+        if step % self.config.log_interval_steps == 0 or ends:
+            self._expert_loads.report(step)
         if by_layer is not None and step % self.config.layer_statistics_steps == 0:
             self._report_layers(step, by_layer)
         self._alerts.processes(step)
