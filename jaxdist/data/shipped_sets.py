@@ -34,6 +34,9 @@ SHIPPED_SETS = {
     "fineweb_edu_llama3": ShippedSet(
         "data/fineweb_edu_llama3", _FINEWEB, "meta-llama/Meta-Llama-3-8B"
     ),
+    "fineweb_edu_mixtral": ShippedSet(
+        "data/fineweb_edu_mixtral", _FINEWEB, "mistralai/Mixtral-8x7B-v0.1"
+    ),
     "fineweb_edu_qwen3": ShippedSet("data/fineweb_edu_qwen3", _FINEWEB, "Qwen/Qwen3-0.6B"),
     "tinyshakespeare": ShippedSet(
         "data/tinyshakespeare.txt",
