@@ -237,6 +237,7 @@ def make_evaluate(
             return _accumulate(microbatch, batch, num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array | None = None) -> Sums:
+        """Return the sums of this device's batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         used = dataclasses.replace(context, dropout_key=key)
         sums = evaluate(params, batch, used)
