@@ -23,6 +23,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402, needs sys.path
 from key_value_store import Client, Job  # noqa: E402
+from test_launch_elastic import a_plan  # noqa: E402
+from test_launch_rendezvous import World  # noqa: E402
 
 from jaxdist.run.monitoring.stragglers import find_stragglers, table  # noqa: E402
 from jaxdist.runtime import coordination, distributed  # noqa: E402
@@ -44,6 +47,8 @@ from jaxdist.runtime.cluster_environment import JoinPlan  # noqa: E402
 from jaxdist.runtime.config import RuntimeConfig  # noqa: E402
 from jaxdist.runtime.coordination import Group, service  # noqa: E402
 from jaxdist.runtime.limits import raise_limits  # noqa: E402
+from jaxdist.tools.launch import rendezvous  # noqa: E402
+from jaxdist.tools.launch.membership import LegalSizes  # noqa: E402
 
 SIZES = 32, 64, 128, 256
 MANY = 1024, 2048, 4096, 16384
@@ -98,7 +103,7 @@ def main() -> int:
         name: [measure(name, size, arguments.repeats) for size in SIZES] for name in EXCHANGES
     }
     joined = join_all(arguments.joins) if arguments.joins else None
-    text = page(measured, checks_of_process_0(), joined)
+    text = page(measured, checks_of_process_0(), launcher_reads(), joined)
     arguments.out.write_text(text)
     print(text)
     return 0
@@ -192,6 +197,28 @@ def checks_of_process_0() -> dict[str, list[dict[str, float]]]:
     return rows
 
 
+def launcher_reads() -> list[dict[str, float]]:
+    """Return the files that all launchers of an elastic job read per second, by hosts."""
+    rows = []
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            read_json, reads = rendezvous._read_json, [0]
+            sizes = LegalSizes(legal=range(1, size + 1), simulate=1)
+            world = World(Path(folder), a_plan("1:1", f"1:{size}"), sizes)
+            for rank in range(size):
+                world.start(rank)
+            world.run(5)
+
+            def counted(path: Any, read_json: Any = read_json, reads: list[int] = reads) -> Any:
+                reads[0] += 1
+                return read_json(path)
+
+            patch.setattr(rendezvous, "_read_json", counted)
+            world.run(8)
+            rows.append({"size": size, "reads": reads[0] / 8})
+    return rows
+
+
 def join_all(size: int) -> dict[str, float]:
     """Join `size` real processes, compare facts, leave; return seconds and CPU seconds."""
     import jax  # noqa: F401, before the forks
@@ -242,6 +269,7 @@ def exponent(rows: list[dict[str, float]], key: str) -> float:
 def page(
     measured: dict[str, list[dict[str, float]]],
     checks: dict[str, list[dict[str, float]]],
+    reads: list[dict[str, float]],
     joined: dict[str, float] | None,
 ) -> str:
     """Return the results as Markdown."""
@@ -273,6 +301,13 @@ def page(
     for name, rows in checks.items():
         cells = f"{series(rows, 'cpu_s', 1, '.3f')} | {exponent(rows, 'cpu_s'):.1f}"
         lines.append(f"| {name} | {cells} |")
+    lines += [
+        "",
+        f"The launchers of an elastic job of {sizes} hosts read "
+        f"{series(reads, 'reads', 1, ',.0f')} files per second (simulated clocks, exponent "
+        f"{exponent(reads, 'reads'):.1f}). Before, "
+        f"each read those of all: {' / '.join(f'{n * n + n:,}' for n in SIZES)} (exponent 2).",
+    ]
     if joined is not None:
         lines += [
             "",
