@@ -57,12 +57,12 @@ def batches():
         yield {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
 
 
-def train(config):
+def train(config, steps=STEPS):
     """Return the metrics of each step."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
     parts, _ = with_teacher(assemble(config, jax.devices()[:number]), {})
     state, history = parts.init_state(), []
-    for batch in itertools.islice(batches(), STEPS):
+    for batch in itertools.islice(batches(), steps):
         placed = parts.teacher(place_batch(batch, parts.step.batch_sharding))
         state, metrics = parts.step.train(state, placed, np.inf)
         history.append({name: float(x) for name, x in metrics.items()})
@@ -143,6 +143,17 @@ def test_twenty_steps_equal_those_in_pytorch(models, alone, changes):
     losses = [metrics["loss"] for metrics in alone(**changes)]
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     assert expected[-1] < 0.98 * expected[0]
+
+
+def test_a_mixture_of_experts_teaches(models):
+    """The sums of its router are not predictions."""
+    experts = dict(num_experts=4, experts_per_token=2, mlp_dim=16)
+    write_model(models / "experts", dataclasses.replace(TEACHER, **experts), scale=0.2)
+    losses = [
+        train(config_of(models, mesh, teacher="experts"), steps=2)[-1]["loss"]
+        for mesh in ("dp=1", "fsdp=2,tp=2", "dp=2,pp=2")
+    ]
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=2e-5)
 
 
 def test_outcomes_that_the_student_excludes_have_gradients():

@@ -215,8 +215,8 @@ def make_evaluate(
 
     Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, sums
     [rows, seq, ...] of this device's rows are added over microbatches and stages only, and are
-    sharded like the batch. With `trains`, the third argument is the key of a training step, which
-    has dropout.
+    sharded like the batch; other sums are left out. With `trains`, the third argument is the key
+    of a training step, which has dropout.
     """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)
@@ -243,6 +243,7 @@ def make_evaluate(
         sums = evaluate(params, batch, used)
         if not is_sharded:
             return _sum_over_devices(sums, model, layout)
+        sums = {name: x for name, x in sums.items() if x.ndim > 1}  # without those of the layers
         if num_stages == 1:
             return sums
         total = lambda x: collectives.all_reduce(collectives.vary(x, PIPELINE.name), PIPELINE.name)
